@@ -1,0 +1,3 @@
+from kvsurgery.cli import main
+
+main()

@@ -1,0 +1,62 @@
+"""The command line: one module per command, imported when it is called, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from kvsurgery import __version__
+from kvsurgery.errors import KVSurgeryError
+
+# name -> (module, one line for --help); the module holds a click command of the same name
+COMMANDS = {
+    "convert": ("convert", "Rewrite a checkpoint after a head profile."),
+    "inspect": ("inspect", "Say what a checkpoint is and whether it can be converted."),
+    "profile": ("profile", "Import and show head profiles."),
+    "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
+    "revert": ("revert", "Give the original checkpoint back, byte for byte."),
+    "verify": ("verify", "Check a converted checkpoint against its provenance."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when that command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"kvsurgery.cli.{COMMANDS[name][0]}"), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvsurgery")
+@click.option("--debug", is_flag=True, help="Show the whole traceback of an error.")
+def cli(debug: bool) -> None:
+    """Model surgery for head-level KV caches: a checkpoint and a head profile in, a checkpoint out.
+
+    \b
+    kvsurgery profile import duo full_attention_heads.tsv --model ./llama3 -o duo.safetensors
+    kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
+    kvsurgery verify ./llama3-duo
+    """
+
+
+def main() -> None:
+    """Run the command line: one line per error, a traceback with --debug. Exit codes: 1 failure, 2 usage, 3 mismatch."""
+    try:
+        cli(prog_name="kvsurgery")
+    except KVSurgeryError as error:
+        if "--debug" in sys.argv or os.environ.get("KVSURGERY_DEBUG"):
+            raise
+        click.echo(f"kvsurgery: {error}", err=True)
+        sys.exit(error.exit_code)

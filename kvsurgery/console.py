@@ -1,0 +1,52 @@
+"""What people see: tables on stdout, progress and hints on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
+    """A table whose first `left` columns are text and the rest numbers, aligned right."""
+    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for place, column in enumerate(columns):
+        result.add_column(column, justify="left" if place < left else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*(str(cell) for cell in row))
+    return result
+
+
+def progress(*, bytes: bool = False) -> Progress:
+    """A progress bar on stderr, in items or in bytes with rate and time left."""
+    amount: tuple[ProgressColumn, ...] = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if bytes else (MofNCompleteColumn(),)
+    )
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), *amount, TextColumn("ETA"), TimeRemainingColumn(), console=stderr
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.50 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

@@ -1,0 +1,1 @@
+"""Deciding: from a profile and options to one kind and one size per KV head (`Policy`)."""

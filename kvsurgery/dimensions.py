@@ -1,0 +1,23 @@
+"""The attention dimensions of a model, shared by every artifact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelDimensions:
+    """Attention dimensions; a group is the query heads that share one KV head."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, {self.query_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}"

@@ -1,0 +1,39 @@
+"""Errors that a user can act on, each with the exit code of the command that raises it."""
+
+from __future__ import annotations
+
+
+class KVSurgeryError(Exception):
+    """One clear line: what is wrong, where, and how to mend it."""
+
+    exit_code = 1
+
+
+class Mismatch(KVSurgeryError):
+    """A checkpoint is not what its provenance says."""
+
+    exit_code = 3
+
+
+class ProfileError(KVSurgeryError):
+    """A head profile is malformed or belongs to another model."""
+
+
+class PolicyError(KVSurgeryError):
+    """The options cannot give a policy for this model."""
+
+
+class CheckpointError(KVSurgeryError):
+    """A checkpoint is malformed: bad header, missing shard, name outside the folder."""
+
+
+class UnsupportedModel(KVSurgeryError):
+    """A sound checkpoint that surgery does not cover: unknown family, unknown tensor, quantised weights."""
+
+
+class OutputError(KVSurgeryError):
+    """The output folder cannot be used: not empty, equal to the source, or too little disk."""
+
+
+class HubError(KVSurgeryError):
+    """The Hub cannot be reached, or refuses."""

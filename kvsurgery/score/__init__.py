@@ -1,0 +1,1 @@
+"""Scoring: measured head scores as a file (`HeadProfile`), imported or computed."""
