@@ -52,7 +52,7 @@ def cli(debug: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line: one line per error, a traceback with --debug. Exit codes: 1 failure, 2 usage, 3 mismatch."""
+    """Run the command line; an error is one line. Exit codes: 1 failure, 2 usage, 3 mismatch."""
     try:
         cli(prog_name="kvsurgery")
     except KVSurgeryError as error:
