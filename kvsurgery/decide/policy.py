@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
@@ -74,8 +75,8 @@ def decide(
     Args:
         profile: scores per KV or query head; query heads are reduced over their group.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
-        sparsity: streaming share of the KV heads in full-attention layers; default 0.5 for GQA, 0.75 for MHA
-            (DuoAttention, Xiao et al. 2024, section 3.1).
+        sparsity: streaming share S of the N KV heads in full-attention layers; exactly round(S x N) heads stream,
+            halves to the even count. Default 0.5 for GQA, 0.75 for MHA (DuoAttention, Xiao et al. 2024, section 3.1).
         threshold: instead, full heads are those with score >= threshold.
         full_heads: instead, how many heads stay full over the model.
         sink, recent: tokens that a streaming head sees.
@@ -84,10 +85,11 @@ def decide(
     Raises:
         PolicyError: options exclude each other or are out of range, or no layer has full attention.
     """
-    given = {"sparsity": sparsity, "threshold": threshold, "full-heads": full_heads}
+    given = {"sparsity": sparsity, "threshold": threshold, "full_heads": full_heads}
     chosen = {name: value for name, value in given.items() if value is not None}
     if len(chosen) > 1:
-        raise PolicyError(f"{' and '.join('--' + name for name in chosen)} exclude each other; give one")
+        flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
+        raise PolicyError(f"{flags} exclude each other; give one")
     if sink < 0 or recent < 1:
         raise PolicyError(f"--sink must be >= 0 and --recent >= 1, got {sink} and {recent}")
     if len(windows) != profile.model.layers:
@@ -124,11 +126,18 @@ def keep_all(model: ModelDimensions, windows: Sequence[int | None]) -> Policy:
 
 
 def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> np.ndarray:
-    """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group."""
+    """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group.
+
+    Raises:
+        PolicyError: `reduce` is neither mean nor max.
+    """
+    if reduce not in ("mean", "max"):
+        raise PolicyError(f"--group-reduce is mean or max, got {reduce!r}")
     if profile.granularity == "kv":
         return profile.scores
     groups = profile.scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)
-    return groups.mean(-1) if reduce == "mean" else groups.max(-1)
+    # float64 sums of a few float32 are exact in practice: equal means tie whatever the order in the group
+    return groups.mean(-1, dtype=np.float64).astype(np.float32) if reduce == "mean" else groups.max(-1)
 
 
 def _full_mask(scores: np.ndarray, eligible: np.ndarray, heads: int, chosen: dict[str, float]) -> np.ndarray:
@@ -136,12 +145,15 @@ def _full_mask(scores: np.ndarray, eligible: np.ndarray, heads: int, chosen: dic
     [(how, value)] = chosen.items()
     if how == "threshold":
         if not np.isfinite(value):
-            raise PolicyError(f"--threshold must be a number, got {value}")
-        return (scores >= value) & eligible[:, None]
+            raise PolicyError(f"--threshold must be finite, got {value}")
+        # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
+        with np.errstate(over="ignore"):
+            return (scores >= np.float32(value)) & eligible[:, None]
     if how == "sparsity":
         if not 0 <= value <= 1:
             raise PolicyError(f"--sparsity lies in [0, 1], got {value}")
-        full = heads - round(value * heads)
+        # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
+        full = heads - round(Fraction(str(value)) * heads)
     else:
         full = value
         if not 0 <= full <= heads:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import OutputError, ProfileError
 
 FORMAT = "kvsurgery.head-profile"
 VERSION = "1"
@@ -29,7 +30,7 @@ METHODS: dict[str, float | None] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadProfile:
     """Head scores of one model, higher = needs the whole context more.
 
@@ -58,15 +59,24 @@ class HeadProfile:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scores = np.ascontiguousarray(self.scores, dtype=np.float32)
+        with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
+            scores = np.array(self.scores, dtype=np.float32, order="C") + np.float32(0)  # own copy, no negative zeros
         scores.flags.writeable = False
         object.__setattr__(self, "scores", scores)
         if self.method not in METHODS:
             raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join(METHODS)}")
         if self.granularity not in ("kv", "query"):
             raise ProfileError(f"profile granularity must be 'kv' or 'query', got {self.granularity!r}")
-        if not self.base_model:
-            raise ProfileError("a profile names the model it was measured on; base_model is empty")
+        if not self.base_model or not self.base_model.isprintable():
+            raise ProfileError(f"a profile names the model it was measured on; base_model is {self.base_model!r}")
+        if self.base_revision is not None and not self.base_revision.isprintable():
+            raise ProfileError(f"profile base_revision must be one line, got {self.base_revision!r}")
+        if min(asdict(self.model).values()) < 1 or self.model.query_heads % self.model.kv_heads:
+            raise ProfileError(f"a profile cannot be of a model with {self.model}")
+        if (self.sink is not None and self.sink < 0) or (self.recent is not None and self.recent < 1):
+            raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
+        if not isinstance(self.provenance, dict):
+            raise ProfileError(f"profile provenance must be a JSON object, got {type(self.provenance).__name__}")
         heads = self.model.kv_heads if self.granularity == "kv" else self.model.query_heads
         if scores.shape != (self.model.layers, heads):
             raise ProfileError(
@@ -86,14 +96,35 @@ class HeadProfile:
                 f"got {scores.min():.4g}..{scores.max():.4g}"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadProfile) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
     @cached_property
     def hash(self) -> str:
         """BLAKE3 of the file that `save` writes."""
         return blake3(self._serialise()).hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write the profile; equal profiles give equal bytes."""
-        Path(path).write_bytes(self._serialise())
+        """Write the profile; equal profiles give equal bytes. An older profile is replaced, any other file is kept.
+
+        Raises:
+            OutputError: the path is taken by something else or cannot be written.
+        """
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        try:
+            if path.exists() and not _is_profile(path):
+                raise OutputError(f"{path} exists and is not a head profile; give another output file")
+            part.write_bytes(self._serialise())
+            os.replace(part, path)
+        except OSError as error:
+            raise OutputError(f"cannot write head profile {path}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
 
     @classmethod
     def load(cls, path: str | Path) -> HeadProfile:
@@ -113,11 +144,12 @@ class HeadProfile:
                     )
                 if "scores" not in file.keys():  # noqa: SIM118  (a safetensors handle, not a dict)
                     raise ProfileError(f"{path} holds no `scores`")
+                dtype = file.get_slice("scores").get_dtype()
+                if dtype != "F32":
+                    raise ProfileError(f"{path}: scores are {dtype}, not F32")
                 scores = file.get_tensor("scores")
         except (SafetensorError, OSError) as error:
             raise ProfileError(f"cannot read head profile {path}: {error}") from error
-        if scores.dtype != np.float32:
-            raise ProfileError(f"{path}: scores are {scores.dtype}, not float32")
         try:
             return cls(
                 scores=scores,
@@ -130,8 +162,12 @@ class HeadProfile:
                 recent=_optional_int(metadata.get("recent")),
                 provenance=json.loads(metadata.get("provenance", "{}")),
             )
-        except (KeyError, ValueError) as error:
+        except KeyError as error:
+            raise ProfileError(f"{path} lacks the metadata {error}") from error
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"{path} has bad metadata: {error}") from error
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
 
     def _serialise(self) -> bytes:
         metadata = {
@@ -146,8 +182,23 @@ class HeadProfile:
             "recent": self.recent,
             "provenance": json.dumps(self.provenance, sort_keys=True),
         }
-        return save({"scores": self.scores}, {key: str(value) for key, value in metadata.items() if value is not None})
+        header = {
+            "__metadata__": {key: str(value) for key, value in metadata.items() if value is not None},
+            "scores": {"dtype": "F32", "shape": self.scores.shape, "data_offsets": [0, self.scores.nbytes]},
+        }
+        # written by hand: the library's own `save` orders metadata at random
+        text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text + self.scores.astype("<f4").tobytes()
 
 
 def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        HeadProfile.load(path)
+    except ProfileError:
+        return False
+    return True
