@@ -1,0 +1,1 @@
+"""Checkpoints on disk: strict safetensors headers, and the folder they lie in."""

@@ -1,0 +1,161 @@
+"""Safetensors headers, read strictly: every byte of a shard belongs to exactly one tensor, or the file is refused.
+
+The format: 8 bytes little-endian header size, a JSON object, the tensors' bytes. The raw header is kept, since writing
+it back is what makes a rewritten shard byte-identical.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvsurgery.errors import CheckpointError
+
+# the reference implementation's own limit
+MAX_HEADER_BYTES = 100_000_000
+
+# bits per element
+DTYPES = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a shard; `start` and `end` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order."""
+
+    name: str
+    path: Path
+    header: bytes
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.tensors[-1].end if self.tensors else len(self.header)
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check one file's header.
+
+    Raises:
+        CheckpointError: the file is unreadable or breaks the format in any way.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or 8 + length > size:
+                raise CheckpointError(f"{path} is truncated: {size} bytes do not hold its header; fetch it again")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+            header = prefix + file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    tensors = _tensors(path, header)
+    _check_extents(path, tensors, len(header), size)
+    return Shard(path.name, path, header, tensors)
+
+
+def _tensors(path: Path, header: bytes) -> tuple[Tensor, ...]:
+    """The header's tensors, by offset."""
+    if header[8:9] != b"{":
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
+    try:
+        entries = json.loads(header[8:].decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a corrupt header: {error}") from error
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path} has a corrupt header: __metadata__ must map strings to strings")
+    tensors = (_tensor(path, name, entry, len(header)) for name, entry in entries.items())
+    return tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)))
+
+
+def _tensor(path: Path, name: str, entry: Any, base: int) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{path}: {name!r} must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has unknown dtype {dtype!r}")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{path}: {name!r} has a bad shape or bad data_offsets")
+    bits = math.prod(shape) * DTYPES[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise CheckpointError(
+            f"{path}: {name!r} is {dtype} {shape}, which is not the {offsets[1] - offsets[0]} bytes of its data_offsets"
+        )
+    return Tensor(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_extents(path: Path, tensors: tuple[Tensor, ...], base: int, size: int) -> None:
+    """No overlap, no hole, no byte before the first tensor or after the last."""
+    end = base
+    for tensor in tensors:
+        if tensor.start != end:
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            raise CheckpointError(f"{path}: {tensor.name!r} {what}")
+        end = tensor.end
+    if end != size:
+        what = "is truncated" if size < end else "has bytes after its last tensor"
+        raise CheckpointError(f"{path} {what}: its header accounts for {end} bytes, the file has {size}")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"duplicate name {name!r}")
+        result[name] = value
+    return result
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,156 @@
+"""A checkpoint folder: config, shards and index, checked against each other before anything is done with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# an index names every tensor of the largest models in a few MB; a config is far smaller
+MAX_JSON_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A stock checkpoint on disk.
+
+    Attributes:
+        folder: where it lies; its files may be symlinks, as in the Hub cache.
+        name: what people call it: Hub id, or the folder's name.
+        revision: commit on the Hub, where known.
+        config: config.json.
+        shards: by file name.
+        index: raw bytes of the index, None for a single file without one.
+    """
+
+    folder: Path
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    index: bytes | None
+
+    @classmethod
+    def open(cls, folder: str | Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
+        """Read config, index and headers, and check that they agree.
+
+        Raises:
+            CheckpointError: a file is missing or malformed, or the index and the shards disagree.
+            UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
+        """
+        folder = Path(folder)
+        config = read_config(folder)
+        if (folder / "adapter_config.json").exists():
+            raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
+        index, names = _weight_files(folder)
+        shards = tuple(read_shard(folder / name) for name in sorted(set(names.values())))
+        _check_tensors(folder, shards, names if index is not None else None)
+        return cls(folder, name or folder.resolve().name, revision, config, shards, index)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor, shard by shard in file order."""
+        return (tensor for shard in self.shards for tensor in shard.tensors)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding: no lm_head of its own is stored."""
+        return all(tensor.name != "lm_head.weight" for tensor in self.tensors)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no such folder, no config.json in it, or not a JSON object.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give a checkpoint folder or a Hub id")
+    return _json_object(folder / CONFIG)[0]
+
+
+def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:
+    """The raw index, if any, and the file of each tensor; without an index, the single file under a stand-in name."""
+    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    if not index:
+        if not single:
+            raise _no_weights(folder)
+        return None, {"": SINGLE}
+    content, raw = _json_object(folder / INDEX)
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{folder / INDEX} has no weight_map")
+    for tensor, name in names.items():
+        if not _plain_file_name(name):
+            raise CheckpointError(f"{folder / INDEX} puts {tensor!r} in {name!r}, which is not a file of this folder")
+    if single and set(names.values()) != {SINGLE}:
+        raise CheckpointError(f"{folder} has both {SINGLE} and an index of other shards; remove the ones not meant")
+    for name in sorted(set(names.values())):
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name} is missing, and {INDEX} names it; fetch it again")
+    return raw, names
+
+
+def _plain_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
+
+
+def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str] | None) -> None:
+    """Every tensor lies in one shard only, and in the one that the index says."""
+    found: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor.name in found:
+                raise CheckpointError(f"{folder}: {tensor.name!r} is in both {found[tensor.name]} and {shard.name}")
+            found[tensor.name] = shard.name
+    if names is None:
+        return
+    for tensor, name in names.items():
+        if found.get(tensor) != name:
+            where = found.get(tensor, "no shard")
+            raise CheckpointError(f"{folder / INDEX} puts {tensor!r} in {name}, but it is in {where}")
+    extra = found.keys() - names.keys()
+    if extra:
+        raise CheckpointError(f"{folder / INDEX} does not name {min(extra)!r}, which is in {found[min(extra)]}")
+
+
+def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A JSON object from a file, and the file's bytes."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too large to be what its name says")
+        raw = path.read_bytes()
+        content = json.loads(raw)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content, raw
+
+
+def _no_weights(folder: Path) -> Exception:
+    pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+    if not pickled:
+        return CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
+    return UnsupportedModel(
+        f"{folder} has pickled weights only ({pickled[0]}); turn them into safetensors once, in Python:\n"
+        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')\n"
+        f"    model.save_pretrained({str(folder) + '-safetensors'!r})"
+    )

@@ -1,0 +1,215 @@
+"""`Family`: one model family, read from its file in `patches/`.
+
+A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
+config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
+letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
+`["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from kvsurgery import resources
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import UnsupportedModel
+
+# larger numbers in a config are nonsense, and would make lists of that length
+MAX_DIMENSION = 1 << 20
+LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
+MODEL = re.compile(r"(?:model\.)?(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a tensor is.
+
+    Attributes:
+        layer: its layer, None outside the layers.
+        part: its name inside the layer or the model.
+        shape: symbols (`hidden`, or letters of heads) of a tensor with heads; empty where any shape will do.
+        required: whether every layer must have it.
+    """
+
+    layer: int | None
+    part: str
+    shape: tuple[str, ...] = ()
+    required: bool = False
+
+    @property
+    def axis(self) -> int | None:
+        """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
+        return next((axis for axis, symbol in enumerate(self.shape) if symbol != "hidden"), None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family; `name` is the `model_type` of its config."""
+
+    name: str
+    defaults: Mapping[str, Any]
+    refusals: Mapping[str, str]
+    window: Mapping[str, Any] | None
+    permute: Mapping[str, tuple[str, ...]]
+    optional: Mapping[str, tuple[str, ...]]
+    copy_layer: tuple[str, ...]
+    copy_model: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Family:
+        """The family of a stock config.
+
+        Raises:
+            UnsupportedModel: no patch for this `model_type`, an already converted model, or a trait that surgery
+                does not cover, such as quantised weights.
+        """
+        name = config.get("model_type")
+        if name not in supported():
+            raise UnsupportedModel(f"model_type {name!r} is not supported; supported: {', '.join(supported())}")
+        if "kv_surgery" in config:
+            raise UnsupportedModel("this checkpoint is already converted; give the original, or `kvsurgery revert` it")
+        family = _load(name)
+        for key, reason in family.refusals.items():
+            if config.get(key):
+                raise UnsupportedModel(f"config.json has {key}: {reason}")
+        return family
+
+    @property
+    def modeling(self) -> str:
+        """Name of the emitted modeling module."""
+        return f"modeling_kvsurgery_{self.name}"
+
+    def dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
+        """Attention dimensions, with the defaults of the family's config class.
+
+        Raises:
+            UnsupportedModel: a dimension is no sensible number, or query heads do not divide into groups.
+        """
+        layers = self._number(config, "num_hidden_layers")
+        query_heads = self._number(config, "num_attention_heads")
+        # a null means one KV head per query head, a missing key the family's default
+        has_kv_heads = config.get("num_key_value_heads", self.defaults.get("num_key_value_heads")) is not None
+        kv_heads = self._number(config, "num_key_value_heads") if has_kv_heads else query_heads
+        if query_heads % kv_heads:
+            raise UnsupportedModel(f"config.json: {query_heads} query heads do not share {kv_heads} KV heads evenly")
+        has_head_dim = config.get("head_dim") is not None or "head_dim" in self.defaults
+        head_dim = self._number(config, "head_dim") if has_head_dim else self.hidden(config) // query_heads
+        return ModelDimensions(layers, query_heads, kv_heads, head_dim)
+
+    def hidden(self, config: Mapping[str, Any]) -> int:
+        """Width of the hidden state."""
+        return self._number(config, "hidden_size")
+
+    def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+        """Per layer, the model's own sliding window in tokens; None is full attention.
+
+        A window that spans every position the model has counts as full attention.
+
+        Raises:
+            UnsupportedModel: layers of another kind, or sliding layers without a window.
+        """
+        layers = self._number(config, "num_hidden_layers")
+        if self.window is None:
+            return (None,) * layers
+        enabled = "enabled_by" not in self.window or self._value(config, self.window["enabled_by"])
+        size = self._value(config, "sliding_window") if enabled else None
+        sliding = self._sliding_layers(config, layers, size)
+        if not any(sliding):
+            return (None,) * layers
+        if type(size) is not int or size < 1:
+            raise UnsupportedModel(f"config.json has sliding layers, but sliding_window is {size!r}")
+        if size >= self._number(config, "max_position_embeddings"):
+            return (None,) * layers
+        return tuple(size if slides else None for slides in sliding)
+
+    def role(self, tensor: str) -> Role:
+        """The role of a tensor.
+
+        Raises:
+            UnsupportedModel: the family has no tensor of this name.
+        """
+        match = LAYER.fullmatch(tensor)
+        if match:
+            layer, part = int(match[1]), match[2]
+            for shapes in (self.permute, self.optional):
+                if part in shapes:
+                    return Role(layer, part, shapes[part], required=shapes is self.permute)
+            if self._copied_in_layer.fullmatch(part):
+                return Role(layer, part)
+        elif self._copied_in_model.fullmatch(tensor):
+            return Role(None, MODEL.fullmatch(tensor)[1])
+        raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
+
+    def _sliding_layers(self, config: Mapping[str, Any], layers: int, size: Any) -> list[bool]:
+        types = config.get("layer_types") if self.window.get("layer_types") else None
+        if types is not None:
+            known = ("full_attention", "sliding_attention")
+            if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
+                raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
+            return [item == "sliding_attention" for item in types]
+        if size is None:
+            return [False] * layers
+        first = self._value(config, self.window["from_layer"]) if "from_layer" in self.window else 0
+        every = self.window.get("full_every")
+        if isinstance(every, str):
+            every = self._number(config, every)
+        if type(first) is not int:
+            raise UnsupportedModel(f"config.json: {self.window['from_layer']} is {first!r}, not a number of layers")
+        return [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
+
+    def _value(self, config: Mapping[str, Any], key: str) -> Any:
+        return config.get(key, self.defaults.get(key))
+
+    def _number(self, config: Mapping[str, Any], key: str) -> int:
+        value = config.get(key)
+        if value is None:
+            value = self.defaults.get(key)
+        if type(value) is not int or not 0 < value <= MAX_DIMENSION:
+            raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {MAX_DIMENSION}")
+        return value
+
+    @cached_property
+    def _copied_in_layer(self) -> re.Pattern[str]:
+        return _any_of(self.copy_layer)
+
+    @cached_property
+    def _copied_in_model(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:model\.)?(?:{_any_of(self.copy_model).pattern})")
+
+
+@cache
+def supported() -> tuple[str, ...]:
+    """The supported values of `model_type`."""
+    return tuple(sorted(path.stem for path in resources.folder("patches").glob("*.toml")))
+
+
+@cache
+def _load(name: str) -> Family:
+    path = resources.folder("patches") / f"{name}.toml"
+    patch = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Family(
+        name=name,
+        defaults=patch["defaults"],
+        refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
+        window=patch.get("windows"),
+        permute=_shapes(patch["permute"]),
+        optional=_shapes(patch.get("permute_if_present", {})),
+        copy_layer=tuple(patch["copy"]["layer"]),
+        copy_model=tuple(patch["copy"]["model"]),
+    )
+
+
+_ALWAYS_REFUSED = {"quantization_config": "its weights are quantised; give the original 16- or 32-bit checkpoint"}
+
+
+def _shapes(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    return {part: tuple(shape) for part, shape in table.items()}
+
+
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(name).replace(r"\*", "(?:0|[1-9][0-9]{0,6})") for name in names))
