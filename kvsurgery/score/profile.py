@@ -148,7 +148,9 @@ class HeadProfile:
                 if dtype != "F32":
                     raise ProfileError(f"{path}: scores are {dtype}, not F32")
                 scores = file.get_tensor("scores")
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
+            raise ProfileError(f"{path} is not a head profile: {error}") from error
+        except OSError as error:
             raise ProfileError(f"cannot read head profile {path}: {error}") from error
         try:
             return cls(

@@ -1,0 +1,180 @@
+"""`kvsurgery profile`: import head scores that others published, and look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvsurgery.dimensions import ModelDimensions
+    from kvsurgery.score.profile import HeadProfile
+
+
+@click.group()
+def profile() -> None:
+    """Import and show head profiles: measured scores, one per attention head of a model.
+
+    \b
+    kvsurgery profile import duo ./Llama-3-8B-Instruct-Gradient-1048k --model ./llama3 -o duo.safetensors
+    kvsurgery profile show duo.safetensors
+    """
+
+
+@profile.group("import")
+def import_group() -> None:
+    """Turn head scores published by others into a head profile.
+
+    \b
+    kvsurgery profile import duo ./full_attention_heads.tsv --model ./llama3 -o duo.safetensors
+    kvsurgery profile import headkv ./Llama-3-8B-Instruct_R.json --model ./llama3 -o r.safetensors
+    """
+
+
+def _import_options(command: Any) -> Any:
+    for option in (
+        click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
+        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: SRC]"),
+        click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write."),
+        click.option(
+            "--model",
+            "source",
+            metavar="SRC",
+            required=True,
+            help="The model that was measured: a folder, a config.json or a Hub id. Only its config is read.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@import_group.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@_import_options
+def duo(path: Path, source: str, out: Path, base_model: str | None, revision: str | None) -> None:
+    """DuoAttention gates, one per KV head.
+
+    PATH is full_attention_heads.tsv or its folder. The sink and recent sizes they were trained with are read from the
+    config.json beside it. Scores are clipped to [0, 1].
+
+    \b
+    kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
+        --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
+    """
+    from kvsurgery.score.importers import import_duo
+
+    model, name, commit = _model(source, revision)
+    _write(import_duo(path, model, base_model or name, commit), out)
+
+
+@import_group.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--method",
+    type=click.Choice(["headkv-r", "headkv-er", "headkv-r2"]),
+    default="headkv-r",
+    show_default=True,
+    help="What was measured, which the file does not say: retrieval (copying, also Retrieval_Head's files), "
+    "enhanced retrieval, or retrieval-reasoning scores (*_R2.json).",
+)
+@_import_options
+def headkv(path: Path, method: str, source: str, out: Path, base_model: str | None, revision: str | None) -> None:
+    """HeadKV or Retrieval_Head scores, one per query head.
+
+    PATH is JSON, {"layer-head": [score of each trial, ...]}; a head's score is the mean over its trials. Heads keep
+    their own scores; `convert --group-reduce` says how those of a group become one.
+
+    \b
+    kvsurgery profile import headkv ./Llama-3-8B-Instruct_R2.json \\
+        --method headkv-r2 --model ./llama3 -o r2.safetensors
+    """
+    from kvsurgery.score.importers import import_headkv
+
+    model, name, commit = _model(source, revision)
+    _write(import_headkv(path, model, base_model or name, commit, method), out)
+
+
+@profile.command()
+@click.argument("path", metavar="PROFILE", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
+def show(path: Path, as_json: bool, picture: Path | None) -> None:
+    """Show a head profile: facts, a heat map, and how many heads of each layer stay full.
+
+    \b
+    kvsurgery profile show duo.safetensors --plot heads.png
+    """
+    import json
+
+    from kvsurgery import console
+    from kvsurgery.score import heatmap
+    from kvsurgery.score.profile import HeadProfile
+
+    loaded = HeadProfile.load(path)
+    if picture is not None:
+        heatmap.plot(loaded, picture)
+        console.stderr.print(f"wrote {picture}", markup=False)
+    if as_json:
+        click.echo(json.dumps({**heatmap.facts(loaded), "scores": loaded.scores.tolist()}))
+        return
+    out = console.stdout
+    colour = out.is_terminal and out.color_system is not None and not out.no_color
+    out.print(heatmap.describe(loaded), markup=False)
+    out.print(heatmap.draw(loaded, out.width, colour))
+
+
+def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str | None]:
+    """Dimensions of the model at a folder, a config.json or a Hub id; the name and the commit to record."""
+    from kvsurgery.checkpoint.source import read_config
+    from kvsurgery.plan.family import Family
+
+    folder, name = Path(source), source
+    if folder.is_file() and folder.name == "config.json":
+        folder = folder.parent
+        name = str(folder)
+    elif not folder.is_dir():
+        folder = _download_config(source, revision)
+        revision = folder.name
+    config = read_config(folder)
+    return Family.of(config).dimensions(config), name, revision
+
+
+def _download_config(repo_id: str, revision: str | None) -> Path:
+    """The Hub's cached snapshot folder, named for its commit, with the model's config.json.
+
+    Raises:
+        HubError: it is not there, not ours to read, or the Hub cannot be reached.
+    """
+    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import logging
+
+    from kvsurgery.errors import HubError
+
+    logging.set_verbosity_error()  # its retries, a warning each
+    try:
+        return Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+    except errors.HFValidationError:
+        problem = f"no model folder {repo_id}, and it cannot be a Hub id"
+    except errors.GatedRepoError:
+        problem = f"{repo_id} is gated: accept its terms on its Hub page, then `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        problem = f"no model folder {repo_id}, and no such model on the Hub; a private one needs `hf auth login`"
+    except errors.RevisionNotFoundError:
+        problem = f"{repo_id} has no revision {revision} on the Hub"
+    except errors.LocalEntryNotFoundError:
+        problem = f"no model folder {repo_id}, and the Hub cannot be reached; check the network or give a local folder"
+    except errors.EntryNotFoundError:
+        problem = f"{repo_id} has no config.json on the Hub"
+    except Exception as error:  # the client's transport, which differs by version, has errors of its own
+        problem = f"cannot fetch config.json of {repo_id} from the Hub: {str(error).partition(chr(10))[0]}"
+    raise HubError(problem)
+
+
+def _write(profile: HeadProfile, out: Path) -> None:
+    from kvsurgery import console
+    from kvsurgery.score.heatmap import describe
+
+    profile.save(out)
+    console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
+    console.stderr.print(f"next: kvsurgery convert --profile {out} --out DIR", markup=False)

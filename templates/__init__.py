@@ -1,0 +1,1 @@
+"""What conversion emits: self-contained modules that need torch and transformers only."""

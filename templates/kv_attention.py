@@ -1,0 +1,246 @@
+"""Attention over full and streaming heads, with this model's cache or without one.
+
+A full head sees every earlier token of its row. A streaming head at position i sees position j <= i when j < sink or
+i - j < recent; positions count a row's tokens without its left padding. One-shot, chunked and token-by-token use give
+the same result. Long inputs go through in blocks of queries, so that no mask is larger than one block.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from .kv_cache import Handle, HeadGroup, KVLayerCache, check_padding, leading_padding
+
+# one registry entry per copy of this module: two converted checkpoints may live in one process
+NAME = "kvsurgery_" + __name__.replace(".", "_")
+BLOCK = 256  # queries per block of a streaming group
+SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
+
+
+def padding_mask(batch_size, *args, attention_mask=None, **kwargs):
+    """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch], or None without any.
+
+    Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
+    since no token sees a later one.
+    """
+    if attention_mask is None or attention_mask.shape[-1] == 1:
+        return None
+    padded_left, _ = check_padding(attention_mask)
+    return leading_padding(attention_mask) if padded_left else None
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | Handle,
+    value: torch.Tensor | Handle,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that stock attention modules call.
+
+    Args:
+        module: the attention module, whose `kv_layout` is its `LayerLayout`.
+        query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
+        key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim].
+        attention_mask: left padding of each row, int64 [batch]; read without a cache only.
+        scaling: factor of the scores; default head_dim ** -0.5.
+        softcap: bound c of scores, c * tanh(score / c) (Gemma 2).
+
+    Returns:
+        [batch, tokens, query_heads, head_dim], and no attention weights.
+
+    Raises:
+        TypeError: a cache of another class, or a mask that is not two-dimensional.
+        RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
+    """
+    layout = module.kv_layout
+    layer, padding = None, attention_mask
+    if isinstance(key, Handle):
+        layer, key, value = key
+        padding = layer.padding()
+    elif key.shape[2] != query.shape[2]:
+        raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
+    if padding is not None and padding.ndim != 1:
+        raise TypeError("attention masks must be two-dimensional padding masks")
+    if key.shape[1] != layout.heads:
+        raise RuntimeError(
+            f"this checkpoint's layout has {layout.heads} KV heads a layer, this process holds {key.shape[1]}: "
+            "it was not converted for tensor parallelism"
+        )
+    options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
+    queries = query.split([heads * query.shape[1] // layout.heads for heads in (layout.full, layout.streaming)], 1)
+    if layer and query.shape[2] == 1:
+        layer.append(key, value)
+        outputs = [_decode(part, group, layer, options) for part, group in zip(queries, layer.groups, strict=True)]
+    else:
+        past = layer.seen if layer else 0
+        window = layer.recent_window() if past else None
+        if layer:
+            layer.append(key, value)
+        (full_keys, new_keys), (full_values, new_values) = (
+            states.split([layout.full, layout.streaming], 1) for states in (key, value)
+        )
+        if past:
+            full = _after_past(queries[0], layer.full, past, padding, options)
+            sinks = tuple(states[:, :, : layout.sink] for states in (layer.streaming.keys, layer.streaming.values))
+            streaming = _streaming(queries[1], sinks, window, (new_keys, new_values), past, padding, layout, options)
+        else:
+            full = _causal(queries[0], full_keys, full_values, padding, options)
+            streaming = _streaming_from_start(queries[1], new_keys, new_values, padding, layout, options)
+        outputs = [full, streaming]
+    return torch.cat(outputs, 1).transpose(1, 2).contiguous(), None
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Softmax attention with grouped heads, keys and values never repeated.
+
+    Args:
+        query: [batch, kv_heads * group, tokens, head_dim].
+        keys, values: [batch, kv_heads, n, head_dim].
+        allowed: bool [1 or batch, tokens, n], or None where every query sees every key.
+
+    Returns:
+        [batch, kv_heads * group, tokens, head_dim]
+    """
+    batch, kv_heads, _, head_dim = keys.shape
+    tokens = query.shape[2]
+    group = query.shape[1] // kv_heads
+    # a group's query heads become further queries of their KV head
+    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
+    mask = None if allowed is None else allowed[:, None].repeat(1, 1, group, 1)
+    if softcap is None:
+        output = F.scaled_dot_product_attention(folded, keys, values, mask, dropout, scale=scaling)
+    else:
+        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
+        scores = softcap * torch.tanh(scores / softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(values.dtype), dropout)
+        output = weights @ values
+    return output.view(batch, kv_heads * group, tokens, head_dim)
+
+
+def _decode(query: torch.Tensor, group: HeadGroup, layer: KVLayerCache, options: dict) -> torch.Tensor:
+    """One query per row, over everything that is stored; its own token is stored already."""
+    if not query.shape[1]:
+        return query
+    slots = min(layer.seen, group.slots)
+    allowed = None
+    if layer.padding() is not None or group.margin:
+        lengths = layer.lengths()
+        position, newest = group.positions(lengths, slots, group.ring), (lengths - 1).clamp(min=0)
+        allowed = (position >= 0) & (position <= newest)
+        if group.sink is not None:
+            allowed &= (position < group.sink) | (newest - position < group.recent)
+        allowed = allowed[:, None]
+    return attend(query, group.keys[:, :, :slots], group.values[:, :, :slots], allowed, **options)
+
+
+def _causal(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None, options: dict
+) -> torch.Tensor:
+    """Queries over the same tokens' keys, nothing before them: every earlier token of the row is visible."""
+    if not query.shape[1]:
+        return query
+    if padding is None and options["softcap"] is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, dropout_p=options["dropout"], is_causal=True, scale=options["scaling"], enable_gqa=True
+        )
+    first = torch.zeros(1, 1, 1, device=query.device, dtype=torch.long) if padding is None else padding[:, None, None]
+
+    def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
+
+    return _blocks(query, keys, values, 0, allowed, options)
+
+
+def _after_past(
+    query: torch.Tensor, group: HeadGroup, past: int, padding: torch.Tensor | None, options: dict
+) -> torch.Tensor:
+    """Queries of full heads over the cache, their own tokens stored already."""
+    if not query.shape[1]:
+        return query
+    pad = 0 if padding is None else padding[:, None, None]
+
+    def allowed(queries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return slots <= (queries - pad).clamp(min=0)
+
+    return _blocks(query, group.keys, group.values, past, allowed, options)
+
+
+def _blocks(query, keys, values, past: int, allowed, options: dict) -> torch.Tensor:
+    """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask, in columns."""
+    batch, heads, tokens, _ = query.shape
+    per_query = batch * heads * (past + tokens) if options["softcap"] else batch * heads // keys.shape[1] * (past + tokens)
+    block = min(max(SCORES // per_query, 16), 1024)
+    outputs = []
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        rows = torch.arange(past + start, past + stop, device=query.device)[None, :, None]
+        columns = torch.arange(past + stop, device=query.device)[None, None]
+        part = (states[:, :, : past + stop] for states in (keys, values))
+        outputs.append(attend(query[:, :, start:stop], *part, allowed(rows, columns), **options))
+    return torch.cat(outputs, 2)
+
+
+def _streaming_from_start(query, keys, values, padding, layout, options) -> torch.Tensor:
+    """Queries of streaming heads over the same tokens' keys, nothing before them."""
+    tokens = query.shape[2]
+    if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
+        return _causal(query, keys, values, padding, options)
+    if padding is None:
+        sinks = keys[:, :, : layout.sink], values[:, :, : layout.sink]
+    else:
+        columns = padding[:, None] + torch.arange(layout.sink, device=query.device)
+        index = columns.clamp(max=tokens - 1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        sinks = keys.gather(2, index), values.gather(2, index)
+    nothing = keys[:, :, :0], values[:, :, :0]
+    return _streaming(query, sinks, nothing, (keys, values), 0, padding, layout, options)
+
+
+def _streaming(query, sinks, window, new, past: int, padding, layout, options) -> torch.Tensor:
+    """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
+        sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
+        window: those of the last columns before `past`.
+        new: those of the queries' own columns.
+    """
+    if not query.shape[1]:
+        return query
+    pad = 0 if padding is None else padding[:, None, None]
+    before, tokens = window[0].shape[2], query.shape[2]
+    sink = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
+    outputs = []
+    for start in range(0, tokens, BLOCK):
+        stop = min(start + BLOCK, tokens)
+        first = max(start - layout.recent + 1, -before)
+        parts = (
+            torch.cat([still, old[:, :, before + first :] if first < 0 else old[:, :, :0], own[:, :, max(first, 0) : stop]], 2)
+            for still, old, own in zip(sinks, window, new, strict=True)
+        )
+        position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
+        recent = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
+        in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
+        in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
+        allowed = torch.cat([sink <= position, in_window], 2)
+        outputs.append(attend(query[:, :, start:stop], *parts, allowed, **options))
+    return torch.cat(outputs, 2)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, padding_mask)

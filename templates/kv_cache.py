@@ -1,0 +1,358 @@
+"""The KV cache of a model whose heads keep different amounts: preallocated, stored by position, once per KV head.
+
+Stock attention calls `cache.update(k, v, layer)` and passes what it gets to the attention function. Here it gets a
+`Handle`: the new keys and values, and the layer cache that they belong to. The attention function (kv_attention.py)
+appends them and attends.
+"""
+
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .kv_layout import KVLayout, LayerLayout
+
+GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
+
+
+def leading_padding(mask: torch.Tensor) -> torch.Tensor:
+    """Leading zeros of each row of a padding mask: [batch, tokens] -> int64 [batch]. A row may be all padding."""
+    return (mask.bool().cumsum(-1) == 0).sum(-1)
+
+
+def check_padding(mask: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a padding mask [batch, tokens] pads rows on the left and on the right. Waits for the device.
+
+    Raises:
+        ValueError: a hole between the tokens of a row.
+    """
+    mask = mask.bool()
+    left, right = ~mask[:, 0], ~mask[:, -1]
+    edges = (mask[:, 1:] != mask[:, :-1]).sum(-1)
+    holes = edges > left.long() + right.long()
+    padded_left, padded_right, holed = torch.stack([left.any(), (right & mask.any(-1)).any(), holes.any()]).tolist()
+    if holed:
+        raise ValueError("the attention mask has holes between tokens; only padding at the ends of a row is supported")
+    return padded_left, padded_right
+
+
+class HeadGroup:
+    """Keys and values of one layer's heads of one kind: [batch, heads, slots, head_dim] each.
+
+    A token's position is its column less its row's left padding. Full heads store position p in slot p. Streaming heads
+    do so while p < sink, and from there on go round a ring: slot sink + (p - sink) % ring.
+    """
+
+    def __init__(self, states: torch.Tensor, heads: int, sink: int | None = None, recent: int = 0):
+        """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
+        self.sink, self.recent, self.margin = sink, recent, 0
+        self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
+
+    @property
+    def slots(self) -> int:
+        """Tokens per row that storage is allocated for."""
+        return self.keys.shape[2]
+
+    @property
+    def ring(self) -> int:
+        """Slots that the newest tokens of a streaming head go round in: its window and what may be taken back."""
+        return self.recent + self.margin
+
+    def slot(self, position):
+        """The slot of a position: an integer, or a tensor of them."""
+        if self.sink is None:
+            return position
+        in_ring = self.sink + (position - self.sink) % self.ring
+        if isinstance(position, int):
+            return position if position < self.sink else in_ring
+        return torch.where(position < self.sink, position, in_ring)
+
+    def positions(self, lengths: torch.Tensor, slots: int, ring: int) -> torch.Tensor:
+        """The position that each of `slots` slots holds in rows of `lengths` tokens; -1 or >= length: it is empty.
+
+        [rows, 1] -> int64 [rows, slots]
+        """
+        slot = torch.arange(slots, device=lengths.device)
+        if self.sink is None:
+            return slot.expand(lengths.shape[0], -1)
+        newest = lengths - 1 - (lengths - 1 - slot) % ring
+        return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for positions below `capacity`; what is stored stays in its slot."""
+        slots = capacity if self.sink is None else min(capacity, self.sink + self.ring)
+        if slots > self.slots:
+            # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
+            keys, values = (old.new_zeros(*old.shape[:2], slots, old.shape[3]) for old in (self.keys, self.values))
+            keys[:, :, : self.slots], values[:, :, : self.slots] = self.keys, self.values
+            self.keys, self.values = keys, values
+
+    def widen(self, margin: int, capacity: int, lengths: torch.Tensor, wrapped: bool) -> None:
+        """Let the ring hold `margin` tokens beyond the window; rows have `lengths` [rows, 1] tokens so far."""
+        if wrapped:
+            ring = self.recent + margin
+            positions = self.positions(lengths, min(capacity, self.sink + ring), ring)
+            # positions that the old ring has dropped yield other tokens, outside of every window that can come
+            self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))
+        self.margin = margin
+
+    def take(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of some slots: int64 [1 or batch, n] -> keys and values [batch, heads, n, head_dim]."""
+        batch, heads, _, head_dim = self.keys.shape
+        index = slot[:, None, :, None].expand(batch, heads, -1, head_dim)
+        return self.keys.gather(2, index), self.values.gather(2, index)
+
+    def write(self, row: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store positions start, start + 1, ... of some rows: [rows, heads, tokens, head_dim]. Older ones may go."""
+        stop = start + keys.shape[2]
+        if self.sink is None:
+            spans = [(start, stop)]
+        else:
+            first = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
+            turn = min(stop, first + self.ring - (first - self.sink) % self.ring)
+            spans = [(start, min(stop, self.sink)), (first, turn), (turn, stop)]
+        for begin, end in spans:
+            if begin < end:
+                slot, size = self.slot(begin), end - begin
+                self.keys[row, :, slot : slot + size] = keys[:, :, begin - start : end - start]
+                self.values[row, :, slot : slot + size] = values[:, :, begin - start : end - start]
+
+    def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one token per row at `position` [batch]. Padding, at a negative one, is overwritten by the first token."""
+        rows = torch.arange(keys.shape[0], device=keys.device)
+        slot = self.slot(position.clamp(min=0))
+        self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
+
+
+class Handle(NamedTuple):
+    """What `update` returns in place of keys and of values."""
+
+    layer: "KVLayerCache"
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KVLayerCache(CacheLayerMixin):
+    """One layer: a group of full heads and a group of streaming heads."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, layout: LayerLayout, cache: "KVSurgeryCache"):
+        super().__init__()
+        self.layout, self.cache = layout, cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything and free the storage."""
+        self.full = self.streaming = None
+        self.seen = self.capacity = self.restorable = 0
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.full = HeadGroup(key_states, self.layout.full)
+        self.streaming = HeadGroup(key_states, self.layout.streaming, self.layout.sink, self.layout.recent)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    @property
+    def groups(self) -> tuple[HeadGroup, ...]:
+        return (self.full, self.streaming) if self.is_initialized else ()
+
+    def padding(self) -> torch.Tensor | None:
+        """Left padding of each row, int64 [batch], or None where no row is padded."""
+        padding = self.cache.padding
+        return None if padding is None else padding.to(self.device)
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row so far, padding aside: int64 [1 or batch, 1]."""
+        padding = self.padding()
+        if padding is None:
+            return torch.full((1, 1), self.seen, device=self.device)
+        return self.seen - padding[:, None]
+
+    @torch.no_grad()
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens: [batch, kv_heads, tokens, head_dim]."""
+        tokens = keys.shape[2]
+        seen = self.seen + tokens
+        if seen != self.cache.expected:
+            raise RuntimeError("a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`")
+        if seen > self.capacity:
+            grown = max(seen, self.capacity + self.capacity // GROWTH)
+            self.capacity = self.cache.reserved if seen <= self.cache.reserved else grown
+        if self.cache.margin > self.streaming.margin:
+            wrapped = self.seen > self.layout.sink + self.streaming.ring
+            self.streaming.widen(self.cache.margin, self.capacity, self.lengths(), wrapped)
+        padding = self.padding()
+        start = 0
+        for group in self.groups:
+            stop = start + group.keys.shape[1]
+            if start < stop:
+                group.reserve(self.capacity)
+                self._store(group, keys[:, start:stop], values[:, start:stop], padding)
+            start = stop
+        self.seen = seen
+        if seen > self.layout.sink + self.streaming.ring:
+            self.restorable = max(self.restorable, seen - self.streaming.margin)
+
+    def _store(self, group: HeadGroup, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
+        if padding is None:
+            group.write(slice(None), self.seen, keys, values)
+        elif keys.shape[2] == 1:
+            group.write_one(self.seen - padding, keys, values)
+        else:
+            for row, pad in enumerate(padding.tolist()):
+                skip = max(0, pad - self.seen)
+                here = slice(row, row + 1)
+                group.write(here, self.seen + skip - pad, keys[here, :, skip:], values[here, :, skip:])
+
+    def recent_window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of streaming heads in the last recent - 1 columns, oldest first. To call before `append`."""
+        window = min(self.layout.recent - 1, self.seen)
+        columns = torch.arange(self.seen - window, self.seen, device=self.device)[None]
+        padding = self.padding()
+        positions = columns if padding is None else columns - padding[:, None]
+        return self.streaming.take(self.streaming.slot(positions.clamp(min=0)))
+
+    def crop_to(self, length: int) -> None:
+        """Take back every token from column `length` on."""
+        if self.layout.streaming and length < min(self.restorable, self.seen):
+            raise ValueError(
+                f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is needed "
+                f"from {self.restorable} on; call activate_past_recording() before the tokens that may be taken back"
+            )
+        self.seen = min(self.seen, length)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        # an integer, or the tensor of cache positions in transformers 4
+        return self.seen + (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def _map_rows(self, change) -> None:
+        for group in self.groups:
+            group.keys, group.values = change(group.keys), change(group.values)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda states: states.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_rows(lambda states: states[indices.to(states.device)])
+
+
+class KVSurgeryCache(Cache):
+    """The cache of a converted model: `generate` makes one, and returns it as `past_key_values` for the next turn.
+
+    Args:
+        config: the model's config, with its `kv_surgery` section.
+        capacity: tokens to allocate for; without it storage grows by a quarter whenever it is full.
+    """
+
+    def __init__(self, config, capacity: int = 0):
+        layout = KVLayout.from_config(config)
+        self.reserved = capacity  # columns to allocate for, known in advance
+        super().__init__(layers=[KVLayerCache(layer, self) for layer in layout.layers])
+        self._clear()
+
+    def _clear(self) -> None:
+        self.padding: torch.Tensor | None = None  # left padding of each row, int64 [batch]; None: no row is padded
+        self.padded_right = False
+        self.expected = 0  # columns that the forward under way will have been seen after it
+        self.record_past = False
+        self.confirmed = 0  # columns that will never be taken back
+        self.margin = 0  # tokens that streaming heads keep beyond their window, to be taken back
+
+    def begin(self, mask: torch.Tensor | None, tokens: int) -> None:
+        """Announce a forward of `tokens` new columns; `mask` [batch, columns] covers all columns, or is None.
+
+        Waits for the device on the first forward and on later ones of more than one token, never in a decode step.
+
+        Raises:
+            ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding.
+        """
+        seen = self.get_seq_length()
+        if self.padded_right:
+            raise ValueError("the cache ends in right padding, so nothing can follow; pad prompts on the left to generate")
+        if mask is not None and mask.shape[-1] != seen + tokens:
+            raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
+        if mask is not None and (seen == 0 or tokens > 1):
+            padded_left, self.padded_right = check_padding(mask)
+            if seen and padded_left != (self.padding is not None):
+                raise ValueError("the attention mask pads other tokens than it did in an earlier call")
+            if padded_left:
+                self.padding = leading_padding(mask)
+        elif mask is not None and self.padding is not None:
+            self.padding = leading_padding(mask)
+        self.expected = seen + tokens
+        if self.record_past:
+            self.confirmed = self.confirmed or tokens
+            self.margin = max(self.margin, self.expected - self.confirmed)
+
+    def reserve(self, capacity: int) -> None:
+        """State how many tokens the cache will hold, so that storage is allocated once and exactly."""
+        self.reserved = max(self.reserved, capacity)
+
+    def confirm(self, tokens: int) -> None:
+        """State that the first `tokens` columns will never be taken back."""
+        self.confirmed = max(self.confirmed, tokens)
+
+    def allocated_bytes(self) -> int:
+        """Bytes of keys and values that are allocated, as `KVLayout.kv_bytes` predicts."""
+        return sum(group.keys.nbytes + group.values.nbytes for layer in self.layers for group in layer.groups)
+
+    def activate_past_recording(self) -> None:
+        """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`."""
+        self.record_past = True
+        self.confirm(self.get_seq_length())
+
+    def crop(self, tokens: int) -> None:
+        """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
+
+        Raises:
+            ValueError: streaming heads have dropped what the earlier state needs.
+        """
+        seen = self.get_seq_length()
+        length = tokens if tokens > 0 else max(seen + tokens, 0)
+        for layer in self.layers:
+            layer.crop_to(length)
+        self.confirmed = min(seen, length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""
+        return max(layer.seen for layer in self.layers)
+
+    def reset(self) -> None:
+        super().reset()
+        self._clear()
+
+    def _map_padding(self, change) -> None:
+        if self.padding is not None:
+            self.padding = change(self.padding)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map_padding(lambda padding: padding.index_select(0, beam_idx.to(padding.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map_padding(lambda padding: padding.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map_padding(lambda padding: padding[indices.to(padding.device)])

@@ -1,0 +1,91 @@
+"""What a stock transformers model needs to run with this checkpoint's head-level KV cache."""
+
+import functools
+import inspect
+
+import torch
+
+from .kv_attention import NAME
+from .kv_cache import KVSurgeryCache
+from .kv_layout import KVLayout
+
+
+class KVSurgeryModel:
+    """Mixin, first in the bases: every attention layer gets its layout and this checkpoint's attention function."""
+
+    def __init__(self, config, *args, **kwargs):
+        layout = KVLayout.from_config(config)
+        super().__init__(config, *args, **kwargs)
+        for decoder_layer, layer in zip(self.base_model.layers, layout.layers, strict=True):
+            decoder_layer.self_attn.kv_layout = layer
+
+    def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
+        # whatever implementation is asked for, only this one knows the heads
+        return NAME
+
+
+class KVSurgeryGeneration(KVSurgeryModel):
+    """The same for a model that generates: `generate` makes, sizes and continues a `KVSurgeryCache`."""
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
+        if generation_config.use_cache is False:
+            return
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+                raise ValueError(
+                    f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
+                    "this checkpoint brings its own KV cache; leave the option out"
+                )
+            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+        check_cache(cache)
+        cache.confirm(cache.get_seq_length())
+        if generation_config.max_new_tokens is not None:
+            cache.reserve(max_cache_length + 1)
+
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            cache.activate_past_recording()
+            cache.confirm(input_ids.shape[1])  # the first forward holds the prompt and candidates
+        return super()._assisted_decoding(input_ids, *args, **kwargs)
+
+
+def with_kv_cache(forward):
+    """Wrap a stock model's `forward`: it makes a `KVSurgeryCache` where a cache is wanted, and checks the mask."""
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        bound = signature.bind_partial(self, *args, **kwargs)
+        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        mask, cache, use_cache = (given.get(name) for name in ("attention_mask", "past_key_values", "use_cache"))
+        inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
+            raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not (self.training and self.is_gradient_checkpointing)
+        if cache is None and use_cache:
+            cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
+        if cache is not None:
+            check_cache(cache)
+            cache.begin(mask, inputs.shape[1])
+        elif mask is None and given.get("position_ids") is not None:
+            check_not_packed(given["position_ids"])
+        return forward(*bound.args, **bound.kwargs)
+
+    return wrapper
+
+
+def check_cache(cache) -> None:
+    """Raise TypeError for a cache of another class."""
+    if not isinstance(cache, KVSurgeryCache):
+        raise TypeError(f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out")
+
+
+def check_not_packed(position_ids: torch.Tensor) -> None:
+    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens]."""
+    if (position_ids.diff(dim=-1) != 1).any():
+        raise ValueError("packed sequences are not supported; pass one sequence a row, padded, with an attention mask")

@@ -1,0 +1,17 @@
+"""Llama with a head-level KV cache: retrieval heads keep every token, streaming heads sinks and a recent window."""
+
+from transformers.models.llama import modeling_llama as stock
+
+# transformers 4 copies only the modules that are imported here
+from .kv_attention import attention  # noqa: F401
+from .kv_cache import KVSurgeryCache  # noqa: F401
+from .kv_layout import KVLayout  # noqa: F401
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+
+
+class LlamaModel(KVSurgeryModel, stock.LlamaModel):
+    forward = with_kv_cache(stock.LlamaModel.forward)
+
+
+class LlamaForCausalLM(KVSurgeryGeneration, stock.LlamaForCausalLM):
+    forward = with_kv_cache(stock.LlamaForCausalLM.forward)

@@ -1,0 +1,68 @@
+"""An independent statement of what a converted model computes: the stock model with one dense mask per head."""
+
+from __future__ import annotations
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "tests_dense_reference"
+
+
+def visible(tokens: int, padding: int, sink: int | None, recent: int) -> torch.Tensor:
+    """bool [tokens, tokens]: which column j a query at column i sees, by the definition, one pair at a time."""
+    result = torch.eye(tokens, dtype=torch.bool)
+    for i in range(padding, tokens):
+        for j in range(padding, i + 1):
+            result[i, j] = sink is None or j - padding < sink or i - j < recent
+    return result
+
+
+def dense_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, sliding_window=None, **kwargs):
+    group = query.shape[1] // key.shape[1]
+    tokens = query.shape[2]
+    mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask
+    full, sink, recent = module.reference
+    rows = []
+    for row in mask.bool().tolist():
+        padding = row.index(True) if True in row else tokens
+        heads = []
+        for is_full in full:
+            if sliding_window is not None:
+                heads.append(visible(tokens, padding, 0, sliding_window))
+            else:
+                heads.append(visible(tokens, padding, None if is_full else sink, recent))
+        rows.append(torch.stack(heads).repeat_interleave(group, 0))
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query.double() @ key.double().transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~torch.stack(rows), float("-inf")).softmax(-1)
+    return (weights @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, dense_attention)
+AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
+
+
+def reference_logits(
+    model: torch.nn.Module,
+    full: list[list[bool]],
+    sink: int,
+    recent: int,
+    tokens: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits of a stock model whose KV head h of layer l keeps everything if full[l][h] and streams otherwise.
+
+    Layers with a sliding window of their own keep it.
+    """
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    for layer, heads in zip(model.base_model.layers, full, strict=True):
+        layer.self_attn.reference = (heads, sink, recent)
+    try:
+        with torch.no_grad():
+            return model(tokens, attention_mask=mask, use_cache=False).logits
+    finally:
+        model.config._attn_implementation = before
