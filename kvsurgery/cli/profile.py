@@ -130,45 +130,25 @@ def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str
     from kvsurgery.plan.family import Family
 
     folder, name = Path(source), source
-    if folder.is_file() and folder.name == "config.json":
+    if folder.name == "config.json" and folder.is_file():
         folder = folder.parent
         name = str(folder)
-    elif not folder.is_dir():
-        folder = _download_config(source, revision)
-        revision = folder.name
-    config = read_config(folder)
+    if folder.is_dir():
+        config = read_config(folder)
+    else:
+        config, revision = _hub_config(source, revision)
     return Family.of(config).dimensions(config), name, revision
 
 
-def _download_config(repo_id: str, revision: str | None) -> Path:
-    """The Hub's cached snapshot folder, named for its commit, with the model's config.json.
+def _hub_config(repo_id: str, revision: str | None) -> tuple[dict[str, Any], str]:
+    from kvsurgery import hub
+    from kvsurgery.checkpoint.source import read_config
+    from kvsurgery.errors import CheckpointError
 
-    Raises:
-        HubError: it is not there, not ours to read, or the Hub cannot be reached.
-    """
-    from huggingface_hub import errors, hf_hub_download
-    from huggingface_hub.utils import logging
-
-    from kvsurgery.errors import HubError
-
-    logging.set_verbosity_error()  # its retries, a warning each
-    try:
-        return Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
-    except errors.HFValidationError:
-        problem = f"no model folder {repo_id}, and it cannot be a Hub id"
-    except errors.GatedRepoError:
-        problem = f"{repo_id} is gated: accept its terms on its Hub page, then `hf auth login`"
-    except errors.RepositoryNotFoundError:
-        problem = f"no model folder {repo_id}, and no such model on the Hub; a private one needs `hf auth login`"
-    except errors.RevisionNotFoundError:
-        problem = f"{repo_id} has no revision {revision} on the Hub"
-    except errors.LocalEntryNotFoundError:
-        problem = f"no model folder {repo_id}, and the Hub cannot be reached; check the network or give a local folder"
-    except errors.EntryNotFoundError:
-        problem = f"{repo_id} has no config.json on the Hub"
-    except Exception as error:  # the client's transport, which differs by version, has errors of its own
-        problem = f"cannot fetch config.json of {repo_id} from the Hub: {str(error).partition(chr(10))[0]}"
-    raise HubError(problem)
+    if not hub.is_repo_id(repo_id):
+        raise CheckpointError(f"{repo_id} is no model folder, no config.json and no Hub id")
+    with hub.headers(repo_id, revision) as remote:
+        return read_config(remote.folder), remote.commit
 
 
 def _write(profile: HeadProfile, out: Path) -> None:

@@ -120,12 +120,11 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     axes.set_xlabel("layer")
     axes.set_xticks(_ticks(layers))
     axes.set_yticks(_ticks(heads))
-    axes.set_ylabel("KV head")
-    if profile.granularity == "query":
-        axes.set_ylabel("query head (lines part the groups of a KV head)" if profile.model.group > 1 else "query head")
-        axes.hlines(
-            np.arange(profile.model.group, heads, profile.model.group) - 0.5, -0.5, layers - 0.5, "white", lw=0.5
-        )
+    axes.set_ylabel("KV head" if profile.granularity == "kv" else "query head")
+    group = profile.model.group
+    if profile.granularity == "query" and group > 1:
+        axes.set_ylabel("query head, lines between KV heads")
+        axes.hlines(np.arange(group, heads, group) - 0.5, -0.5, layers - 0.5, "white", lw=0.5)
     figure.colorbar(image, ax=axes, label="score", pad=0.02)
     try:
         figure.savefig(path, dpi=150)
