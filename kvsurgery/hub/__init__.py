@@ -1,0 +1,9 @@
+"""The Hugging Face Hub: headers before weights on the way in, one atomic commit on the way out.
+
+Runs on huggingface_hub 0.34 to 2.x.
+"""
+
+from kvsurgery.hub.download import fetch_checkpoint, fetch_config, headers, is_repo_id
+from kvsurgery.hub.upload import check_login, push
+
+__all__ = ["check_login", "fetch_checkpoint", "fetch_config", "headers", "is_repo_id", "push"]

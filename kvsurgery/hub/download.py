@@ -1,0 +1,166 @@
+"""Checkpoints from the Hub, headers before weights: what cannot be converted is refused in seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
+from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
+from kvsurgery.errors import HubError, KVSurgeryError
+from kvsurgery.hub.errors import explained
+
+# never downloaded, unless they are shards of the checkpoint: weights in other formats and copies
+OTHER_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.h5", "*.msgpack"),
+    *("*.onnx", "*.onnx_data", "*.ot", "*.npz", "*.tflite", "*.mlmodel", "*.zip", "*.tar", "*.tar.gz"),
+    *("original/*", "onnx/*", "openvino/*", "coreml/*", "metal/*", ".*"),
+)
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A checkpoint on the Hub as a folder without its weights.
+
+    Attributes:
+        folder: config, index and provenance whole; each shard its header, then a hole up to the true size, so that
+            what reads the headers of a local checkpoint reads these. Offline, the cached snapshot itself.
+        commit: the commit it shows.
+        files: the names of all files of that commit.
+    """
+
+    folder: Path
+    commit: str
+    files: tuple[str, ...]
+
+
+def is_repo_id(source: str) -> bool:
+    """Whether a source that is no local folder can be a Hub repository: `name` or `owner/name`."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) is not None
+
+
+def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
+    """Fetch config.json alone.
+
+    Returns:
+        Its folder in the Hub's cache, and the commit. Asked for by branch or tag, it is found again offline.
+
+    Raises:
+        HubError: it cannot be had; the line says why and what to do.
+    """
+    with explained(repo_id, revision):
+        folder = Path(hf_hub_download(repo_id, CONFIG, revision=revision)).parent
+    return folder, folder.name
+
+
+@contextmanager
+def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
+    """Fetch all of a checkpoint but its weights; the folder is gone afterwards.
+
+    Errors raised inside the block name the repository in place of the temporary folder.
+
+    Raises:
+        HubError: it cannot be had; the line says why and what to do.
+    """
+    if constants.HF_HUB_OFFLINE:
+        with explained(repo_id, revision):
+            # without the patterns, a snapshot that `fetch_checkpoint` made counts as incomplete
+            cached = snapshot_download(
+                repo_id, revision=revision, local_files_only=True, ignore_patterns=list(OTHER_WEIGHTS)
+            )
+        folder = Path(cached)
+        yield RemoteCheckpoint(folder, folder.name, tuple(path.name for path in folder.iterdir()))
+        return
+    _, commit = fetch_config(repo_id, revision)
+    with tempfile.TemporaryDirectory(prefix="kvsurgery-") as temporary:
+        folder = Path(temporary)
+        with explained(repo_id, revision):
+            files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings)
+            _fetch_headers(repo_id, commit, files, folder)
+        try:
+            yield RemoteCheckpoint(folder, commit, files)
+        except KVSurgeryError as error:
+            raise type(error)(str(error).replace(temporary, repo_id)) from error
+
+
+def fetch_checkpoint(
+    repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None
+) -> tuple[Path, str]:
+    """Download a checkpoint into the Hub's cache; a second call downloads only what is missing.
+
+    Args:
+        repo_id, revision: what to fetch; a branch or tag is pinned to its commit first.
+        check: called with the folder of `headers` before any weight is downloaded; what it raises ends the call.
+
+    Returns:
+        The snapshot folder and its commit.
+
+    Raises:
+        HubError: it cannot be had; the line says why and what to do.
+    """
+    with headers(repo_id, revision) as remote:
+        if check:
+            check(remote.folder)
+        if constants.HF_HUB_OFFLINE:
+            return remote.folder, remote.commit
+        shards = {path.name for path in remote.folder.glob("*.safetensors")}
+    wanted = [name for name in remote.files if name in shards or not matches(name, OTHER_WEIGHTS)]
+    with explained(repo_id, revision):
+        folder = Path(snapshot_download(repo_id, revision=remote.commit, allow_patterns=[*map(escape, wanted)]))
+    # huggingface_hub 0.x returns what the cache holds when the Hub is gone in between
+    if missing := [name for name in wanted if not (folder / name).exists()]:
+        raise HubError(f"{repo_id}: {missing[0]} did not arrive; check the network and run again")
+    return folder, remote.commit
+
+
+def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path) -> None:
+    for name in {CONFIG, INDEX, "kvsurgery.json", "adapter_config.json"}.intersection(files):
+        shutil.copyfile(hf_hub_download(repo_id, name, revision=commit), folder / name)
+    for name in files:
+        # their presence is all that anyone looks at
+        if name.endswith((".bin", ".pt", ".pth")) and Path(name).name == name:
+            (folder / name).touch()
+    try:
+        indexed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        indexed = set()  # `Checkpoint.open` says what is wrong with an index
+    shards = [name for name in files if (name in indexed or name == SINGLE) and Path(name).name == name]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(lambda name: _fetch_header(repo_id, commit, name, folder / name), shards))
+
+
+def _fetch_header(repo_id: str, commit: str, name: str, path: Path) -> None:
+    """Write a shard's header by ranged requests, and a hole as large as its tensors."""
+
+    def get(first: int, last: int) -> tuple[bytes, int]:
+        ask = {**build_hf_headers(), "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
+        response = http_backoff("GET", hf_hub_url(repo_id, name, revision=commit), headers=ask)
+        hf_raise_for_status(response)
+        if response.status_code != 206:
+            raise HubError(f"{constants.ENDPOINT} ignores Range requests, so headers cannot be read before weights")
+        return response.content, int(response.headers["Content-Range"].rpartition("/")[2])
+
+    content, size = get(0, 7)
+    length = int.from_bytes(content, "little")
+    # an impossible length is left to whoever reads the file
+    if 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+        content += get(8, 7 + length)[0]
+    with open(path, "wb") as file:
+        file.write(content)
+        file.truncate(size)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,82 @@
+"""What the Hub's library raises, in one line each.
+
+Between 0.34 and 2.x huggingface_hub has used requests, httpx and httpx2, and lets their exceptions through.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from kvsurgery.checkpoint.source import CONFIG
+from kvsurgery.errors import HubError, KVSurgeryError
+
+
+@contextmanager
+def explained(repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Turn whatever the Hub's library raises into one line with the fix."""
+    try:
+        yield
+    except KVSurgeryError:
+        raise
+    except Exception as error:
+        raise HubError(_explain(error, repo_id, revision)) from error
+
+
+def _explain(error: BaseException, repo_id: str, revision: str | None) -> str:
+    url = f"{constants.ENDPOINT}/{repo_id}"
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
+        chain.append(link)
+
+    def raised(*types: type) -> bool:
+        return any(isinstance(link, types) for link in chain)
+
+    statuses = (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
+    status = next((status for status in statuses if status is not None), None)
+    if raised(HFValidationError):
+        return f"{repo_id!r} is no repository name; the Hub's names look like owner/name"
+    if raised(GatedRepoError):
+        return f"{repo_id} is gated: accept its terms at {url}, then log in with `hf auth login`"
+    if raised(RevisionNotFoundError):
+        return f"{repo_id} has no revision {revision!r}; {url}/commits/main lists them"
+    if raised(EntryNotFoundError) and status == 404:
+        return f"{repo_id} has no {CONFIG} at this revision, so it is no transformers model"
+    if raised(LocalTokenNotFoundError):
+        return f"no Hub token for {repo_id}: log in with `hf auth login`, or set HF_TOKEN"
+    if status == 401:
+        return f"{repo_id} is private, gated or not there, or the token is not valid (401): log in with `hf auth login`"
+    if raised(RepositoryNotFoundError):
+        return (
+            f"{repo_id} is not on {constants.ENDPOINT}: check the name; if it is private, log in with `hf auth login`"
+        )
+    if status == 403:
+        return f"the token has no right to do this with {repo_id} (403): log in with one that has, `hf auth login`"
+    if status is not None and (status == 429 or status >= 500):
+        return f"{constants.ENDPOINT} answers {status} for {repo_id}: wait a little and run the same command again"
+    if constants.HF_HUB_OFFLINE or raised(OfflineModeIsEnabled):
+        return f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set: unset it, or give a local folder"
+    if any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in chain):
+        return f"no disk space for {repo_id} in {constants.HF_HUB_CACHE}: free some, or set HF_HOME to another disk"
+    # whichever HTTP client this version uses: requests, httpx or httpx2
+    if status is None and any(type(link).__module__.startswith(("requests", "urllib3", "http")) for link in chain):
+        return f"cannot reach {constants.ENDPOINT} for {repo_id} ({_line(chain[-1])}): check the network and run again"
+    return f"{repo_id}: {_line(error)}"
+
+
+def _line(error: BaseException) -> str:
+    """An error's first line that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)

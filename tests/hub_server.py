@@ -1,0 +1,359 @@
+"""A Hub on the loopback: the calls of huggingface_hub that download, upload and list, in memory, with faults on demand.
+
+It follows the Hub's own contract: LFS objects are refused unless their bytes have the announced SHA-256, a commit is
+atomic and moves one ref, and every revision stays readable. Xet is not offered, so clients fall back to LFS.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_loopback"
+USER = "surgeon"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One file of one commit; an LFS file's identity is the SHA-256 that was committed, whatever is stored under it."""
+
+    content: bytes
+    lfs: str | None = None
+
+    @property
+    def git_oid(self) -> str:
+        data = self.content
+        if self.lfs:
+            data = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.lfs}\nsize {len(data)}\n".encode()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class Repo:
+    private: bool = False
+    gated: bool = False
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, files: dict[str, Blob], ref: str) -> str:
+        listing = "".join(f"{path}\0{blob.git_oid}\n" for path, blob in sorted(files.items()))
+        sha = hashlib.sha1(f"{len(self.commits)} {self.refs.get(ref)}\n{listing}".encode()).hexdigest()
+        self.commits[sha] = files
+        self.refs[ref] = sha
+        return sha
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        """What a user sees at a revision."""
+        return {path: blob.content for path, blob in self.commits[self.refs.get(revision, revision)].items()}
+
+
+@dataclass
+class Fault:
+    """For requests whose "METHOD path" matches: answer `status`, or drop the connection after `drop` body bytes."""
+
+    pattern: str
+    status: int = 500
+    drop: int | None = None
+    times: float = 1
+
+
+class Hub(ThreadingHTTPServer):
+    """The server and everything it stores and has seen.
+
+    Attributes:
+        requests: "METHOD path" of every request, in order.
+        received: SHA-256 of every LFS object that was sent whole, in order.
+        served: bytes of bodies sent per path.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.received: list[str] = []
+        self.served: dict[str, int] = {}
+        self.lock = threading.RLock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up are part of the tests."""
+
+    def create(self, repo_id: str, private: bool = False) -> Repo:
+        """A repository with the one commit that the Hub makes."""
+        repo = self.repos[repo_id] = Repo(private)
+        repo.commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")}, "main")
+        return repo
+
+    def publish(self, repo_id: str, folder: Path) -> Repo:
+        """A repository with a folder's files on main, weights in LFS."""
+        repo = self.create(repo_id)
+        files = dict(repo.commits[repo.refs["main"]])
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            lfs = hashlib.sha256(content).hexdigest() if is_lfs(path.name) else None
+            files[path.relative_to(folder).as_posix()] = Blob(content, lfs)
+        repo.commit(files, "main")
+        return repo
+
+
+@contextmanager
+def serve() -> Iterator[Hub]:
+    hub = Hub()
+    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
+
+
+def is_lfs(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".gguf", ".model"))
+
+
+class Refusal(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **body: str) -> None:
+        self.status, self.body = status, {"error": message, **body}
+        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
+
+
+class Dropped(Exception):
+    """The connection is gone."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: object) -> None: ...
+
+    def answer_request(self) -> None:
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        request = f"{self.command} {url.path}"
+        try:
+            with self.server.lock:
+                self.server.requests.append(request)
+                fault = next((f for f in self.server.faults if f.times > 0 and re.search(f.pattern, request)), None)
+                if fault:
+                    fault.times -= 1
+            self.read_body(fault)
+            if fault:
+                raise Refusal(fault.status, f"fault {fault.status}")
+            for method, pattern, handle in ROUTES:
+                if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, url.path)):
+                    with self.server.lock:
+                        answer = handle(self, *map(unquote, match.groups()))
+                    if answer is not None:
+                        self.reply(200, json.dumps(answer).encode())
+                    return
+            raise Refusal(404, f"no route for {request}")
+        except Refusal as refusal:
+            self.reply(refusal.status, json.dumps(refusal.body).encode(), refusal.headers)
+        except (Dropped, ConnectionError):
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer_request
+
+    def read_body(self, fault: Fault | None) -> None:
+        """Read the whole body, or part of it and reset the connection."""
+        length = int(self.headers.get("Content-Length", 0))
+        if fault and fault.drop is not None:
+            self.rfile.read(min(fault.drop, length))
+            # linger 0: close sends RST, as a lost link does, rather than an orderly end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            raise Dropped
+        self.body = self.rfile.read(length)
+
+    def reply(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            path = urlsplit(self.path).path
+            self.server.served[path] = self.server.served.get(path, 0) + len(content)
+            self.wfile.write(content)
+
+    @property
+    def logged_in(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def need_login(self) -> None:
+        if not self.logged_in:
+            raise Refusal(401, "Invalid username or password.")
+
+    def repo(self, repo_id: str) -> Repo:
+        repo = self.server.repos.get(repo_id)
+        if repo is None or (repo.private and not self.logged_in):
+            # the Hub does not tell a stranger which names exist
+            raise Refusal(404 if self.logged_in else 401, "Repository not found", "RepoNotFound")
+        return repo
+
+    def snapshot(self, repo: Repo, revision: str) -> tuple[str, dict[str, Blob]]:
+        sha = repo.refs.get(revision, revision)
+        if sha not in repo.commits:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return sha, repo.commits[sha]
+
+    def whoami(self) -> dict:
+        self.need_login()
+        return {"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+
+    def create_repo(self) -> dict:
+        self.need_login()
+        asked = json.loads(self.body)
+        repo_id = f"{asked.get('organization') or USER}/{asked['name']}"
+        url = f"{self.server.url}/{repo_id}"
+        if repo_id in self.server.repos:
+            raise Refusal(409, "You already created this model repo", url=url)
+        if not repo_id.startswith(f"{USER}/"):
+            raise Refusal(403, "You don't have the rights to create a model under this namespace")
+        # huggingface_hub 2 says visibility, 0.x says private
+        self.server.create(repo_id, private=asked.get("private", False) or asked.get("visibility") == "private")
+        return {"url": url, "name": repo_id}
+
+    def model_info(self, repo_id: str, revision: str = "main") -> dict:
+        repo = self.repo(repo_id)
+        sha, files = self.snapshot(repo, revision)
+        siblings = [{"rfilename": path} for path in sorted(files)]
+        return {"id": repo_id, "sha": sha, "private": repo.private, "gated": repo.gated, "siblings": siblings}
+
+    def preupload(self, repo_id: str, revision: str) -> dict:
+        self.need_login()
+        _, files = self.snapshot(self.repo(repo_id), revision)
+        answer = []
+        for file in json.loads(self.body)["files"]:
+            path, blob = file["path"], files.get(file["path"])
+            oid = blob and (blob.lfs or blob.git_oid)
+            mode = "lfs" if is_lfs(path) else "regular"
+            answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return {"files": answer}
+
+    def lfs_batch(self, repo_id: str) -> dict:
+        self.need_login()
+        self.repo(repo_id)
+        objects = []
+        for wanted in json.loads(self.body)["objects"]:
+            oid = wanted["oid"]
+            if oid not in self.server.objects:
+                verify = {"href": f"{self.server.url}/lfs-verify"}
+                wanted = {**wanted, "actions": {"upload": {"href": f"{self.server.url}/lfs/{oid}"}, "verify": verify}}
+            objects.append(wanted)
+        return {"transfer": "basic", "objects": objects}
+
+    def lfs_put(self, oid: str) -> None:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise Refusal(400, "the content's SHA-256 is not the announced one")
+        self.server.objects[oid] = self.body
+        self.server.received.append(oid)
+        self.reply(200)
+
+    def lfs_verify(self) -> dict:
+        asked = json.loads(self.body)
+        if len(self.server.objects.get(asked["oid"], b"")) != asked["size"]:
+            raise Refusal(404, "object not found")
+        return {}
+
+    def commit(self, repo_id: str, revision: str) -> dict:
+        self.need_login()
+        repo = self.repo(repo_id)
+        files = dict(self.snapshot(repo, revision)[1])
+        for line in self.body.splitlines():
+            operation = json.loads(line)
+            value = operation["value"]
+            match operation["key"]:
+                case "file":
+                    files[value["path"]] = Blob(base64.b64decode(value["content"]))
+                case "lfsFile":
+                    if value["oid"] not in self.server.objects:
+                        raise Refusal(400, f"LFS pointer of {value['path']} points to a file that does not exist")
+                    files[value["path"]] = Blob(self.server.objects[value["oid"]], lfs=value["oid"])
+                case "deletedFile":
+                    del files[value["path"]]
+        number = 1 + sum(ref.startswith("refs/pr/") for ref in repo.refs)
+        create_pr = "create_pr" in self.query
+        sha = repo.commit(files, f"refs/pr/{number}" if create_pr else revision)
+        url = f"{self.server.url}/{repo_id}"
+        answer = {"success": True, "commitOid": sha, "commitUrl": f"{url}/commit/{sha}"}
+        return answer | ({"pullRequestUrl": f"{url}/discussions/{number}"} if create_pr else {})
+
+    def tree(self, repo_id: str, revision: str) -> list:
+        _, files = self.snapshot(self.repo(repo_id), revision)
+        return [entry(path, blob) for path, blob in sorted(files.items())]
+
+    def paths_info(self, repo_id: str, revision: str) -> list:
+        _, files = self.snapshot(self.repo(repo_id), revision)
+        return [entry(path, files[path]) for path in parse_qs(self.body.decode())["paths"] if path in files]
+
+    def resolve(self, repo_id: str, revision: str, path: str) -> None:
+        repo = self.repo(repo_id)
+        if repo.gated and path != "README.md":
+            raise Refusal(403, f"Access to model {repo_id} is restricted", "GatedRepo")
+        sha, files = self.snapshot(repo, revision)
+        if path not in files:
+            raise Refusal(404, "Entry not found", "EntryNotFound")
+        blob = files[path]
+        content = blob.content
+        headers = {"ETag": f'"{blob.lfs or blob.git_oid}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        headers["Content-Type"] = "application/octet-stream"
+        if blob.lfs:
+            headers |= {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(len(content))}
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+            if start >= len(content):
+                raise Refusal(416, "Range Not Satisfiable")
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            return self.reply(206, content[start:stop], headers)
+        return self.reply(200, content, headers)
+
+
+def entry(path: str, blob: Blob) -> dict:
+    """A file as the listings show it; an LFS file's checksum is that of the stored bytes."""
+    result = {"type": "file", "path": path, "size": len(blob.content), "oid": blob.git_oid}
+    if blob.lfs:
+        result["lfs"] = {"oid": hashlib.sha256(blob.content).hexdigest(), "size": len(blob.content), "pointerSize": 134}
+    return result
+
+
+NAME = r"([\w.-]+/[\w.-]+)"
+ROUTES: list[tuple[str, str, Callable]] = [
+    ("GET", "/api/whoami-v2", Handler.whoami),
+    ("POST", "/api/repos/create", Handler.create_repo),
+    ("POST", "/api/validate-yaml", lambda self: {"errors": [], "warnings": []}),
+    ("GET", f"/api/models/{NAME}", Handler.model_info),
+    ("GET", f"/api/models/{NAME}/revision/(.+)", Handler.model_info),
+    ("GET", f"/api/models/{NAME}/tree/([^/]+)", Handler.tree),
+    ("POST", f"/api/models/{NAME}/paths-info/([^/]+)", Handler.paths_info),
+    ("POST", f"/api/models/{NAME}/preupload/([^/]+)", Handler.preupload),
+    ("POST", f"/api/models/{NAME}/commit/([^/]+)", Handler.commit),
+    ("POST", f"/{NAME}.git/info/lfs/objects/batch", Handler.lfs_batch),
+    ("PUT", "/lfs/([0-9a-f]{64})", Handler.lfs_put),
+    ("POST", "/lfs-verify", Handler.lfs_verify),
+    ("GET", f"/{NAME}/resolve/([^/]+)/(.+)", Handler.resolve),
+]
