@@ -147,6 +147,8 @@ def _fetch_header(repo_id: str, commit: str, name: str, path: Path) -> None:
     def get(first: int, last: int) -> tuple[bytes, int]:
         ask = {**build_hf_headers(), "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
         response = http_backoff("GET", hf_hub_url(repo_id, name, revision=commit), headers=ask)
+        if response.status_code == 416:  # an empty file has no range at all
+            return b"", 0
         hf_raise_for_status(response)
         if response.status_code != 206:
             raise HubError(f"{constants.ENDPOINT} ignores Range requests, so headers cannot be read before weights")
