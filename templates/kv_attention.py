@@ -184,7 +184,9 @@ def _after_past(
 def _blocks(query, keys, values, past: int, allowed, options: dict) -> torch.Tensor:
     """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask, in columns."""
     batch, heads, tokens, _ = query.shape
-    per_query = batch * heads * (past + tokens) if options["softcap"] else batch * heads // keys.shape[1] * (past + tokens)
+    per_query = (
+        batch * heads * (past + tokens) if options["softcap"] else batch * heads // keys.shape[1] * (past + tokens)
+    )
     block = min(max(SCORES // per_query, 16), 1024)
     outputs = []
     for start in range(0, tokens, block):
@@ -230,7 +232,9 @@ def _streaming(query, sinks, window, new, past: int, padding, layout, options) -
         stop = min(start + BLOCK, tokens)
         first = max(start - layout.recent + 1, -before)
         parts = (
-            torch.cat([still, old[:, :, before + first :] if first < 0 else old[:, :, :0], own[:, :, max(first, 0) : stop]], 2)
+            torch.cat(
+                [still, old[:, :, before + first :] if first < 0 else old[:, :, :0], own[:, :, max(first, 0) : stop]], 2
+            )
             for still, old, own in zip(sinks, window, new, strict=True)
         )
         position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad

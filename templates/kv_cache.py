@@ -118,7 +118,7 @@ class HeadGroup:
                 self.values[row, :, slot : slot + size] = values[:, :, begin - start : end - start]
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one token per row at `position` [batch]. Padding, at a negative one, is overwritten by the first token."""
+        """Store one token per row at `position` [batch]; padding, at a negative one, is overwritten by position 0."""
         rows = torch.arange(keys.shape[0], device=keys.device)
         slot = self.slot(position.clamp(min=0))
         self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
@@ -183,7 +183,9 @@ class KVLayerCache(CacheLayerMixin):
         tokens = keys.shape[2]
         seen = self.seen + tokens
         if seen != self.cache.expected:
-            raise RuntimeError("a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`")
+            raise RuntimeError(
+                "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`"
+            )
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.cache.reserved if seen <= self.cache.reserved else grown
@@ -225,8 +227,8 @@ class KVLayerCache(CacheLayerMixin):
         """Take back every token from column `length` on."""
         if self.layout.streaming and length < min(self.restorable, self.seen):
             raise ValueError(
-                f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is needed "
-                f"from {self.restorable} on; call activate_past_recording() before the tokens that may be taken back"
+                f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
+                f"needed from {self.restorable} on; call activate_past_recording() before what may be taken back"
             )
         self.seen = min(self.seen, length)
 
@@ -288,7 +290,9 @@ class KVSurgeryCache(Cache):
         """
         seen = self.get_seq_length()
         if self.padded_right:
-            raise ValueError("the cache ends in right padding, so nothing can follow; pad prompts on the left to generate")
+            raise ValueError(
+                "the cache ends in right padding, so nothing can follow; pad prompts on the left to generate"
+            )
         if mask is not None and mask.shape[-1] != seen + tokens:
             raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
         if mask is not None and (seen == 0 or tokens > 1):

@@ -55,7 +55,9 @@ class KVLayout:
         if not isinstance(section, dict):
             raise ValueError("config.json has no kv_surgery section: this code runs converted checkpoints only")
         if section.get("version") != VERSION:
-            raise ValueError(f"kv_surgery version {section.get('version')!r} is unknown here; this code reads {VERSION}")
+            raise ValueError(
+                f"kv_surgery version {section.get('version')!r} is unknown here; this code reads {VERSION}"
+            )
         try:
             layers = tuple(_layer(entry) for entry in section["layers"])
             head_dim = _count(section["head_dim"], least=1)
@@ -85,13 +87,12 @@ class KVLayout:
 
     def dense_bytes(self, batch: int, prompt: int, new: int = 0, itemsize: int = 2) -> int:
         """Bytes of the unconverted model's cache: every head keeps all tokens, but for the model's own windows."""
-        rows = sum(
-            layer.rows(prompt + new) if layer.native else layer.heads * (prompt + new)
-            for layer in self.layers
-        )
+        rows = sum(layer.rows(prompt + new) if layer.native else layer.heads * (prompt + new) for layer in self.layers)
         return 2 * batch * rows * self.head_dim * itemsize
 
-    def prefill_peak_bytes(self, batch: int, prompt: int, new: int = 0, chunk: int | None = None, itemsize: int = 2) -> int:
+    def prefill_peak_bytes(
+        self, batch: int, prompt: int, new: int = 0, chunk: int | None = None, itemsize: int = 2
+    ) -> int:
         """Bytes of keys and values at the peak of a prefill: the cache, plus one layer's chunk on its way in."""
         heads = max(layer.heads for layer in self.layers)
         arriving = 2 * batch * heads * min(chunk or prompt, prompt) * self.head_dim * itemsize

@@ -16,7 +16,7 @@ class KVSurgeryModel:
     def __init__(self, config, *args, **kwargs):
         layout = KVLayout.from_config(config)
         super().__init__(config, *args, **kwargs)
-        for decoder_layer, layer in zip(self.base_model.layers, layout.layers, strict=True):
+        for decoder_layer, layer in zip(getattr(self, "model", self).layers, layout.layers, strict=True):
             decoder_layer.self_attn.kv_layout = layer
 
     def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
@@ -82,7 +82,9 @@ def with_kv_cache(forward):
 def check_cache(cache) -> None:
     """Raise TypeError for a cache of another class."""
     if not isinstance(cache, KVSurgeryCache):
-        raise TypeError(f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out")
+        raise TypeError(
+            f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out"
+        )
 
 
 def check_not_packed(position_ids: torch.Tensor) -> None:

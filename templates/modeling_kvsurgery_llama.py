@@ -1,4 +1,4 @@
-"""Llama with a head-level KV cache: retrieval heads keep every token, streaming heads sinks and a recent window."""
+"""Llama with a head-level KV cache: retrieval heads keep all tokens, streaming heads sinks and a recent window."""
 
 from transformers.models.llama import modeling_llama as stock
 

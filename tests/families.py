@@ -73,5 +73,3 @@ def tokens(batch: int, length: int, seed: int = 0, vocabulary: int = 101) -> tor
 def largest(difference: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest absolute difference, relative to max(1, the largest reference value)."""
     return (difference.abs().max() / reference.abs().max().clamp(min=1)).item()
-
-

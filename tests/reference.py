@@ -18,7 +18,9 @@ def visible(tokens: int, padding: int, sink: int | None, recent: int) -> torch.T
     return result
 
 
-def dense_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, sliding_window=None, **kwargs):
+def dense_attention(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, sliding_window=None, **kwargs
+):
     group = query.shape[1] // key.shape[1]
     tokens = query.shape[2]
     mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask

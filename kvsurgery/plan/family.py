@@ -49,9 +49,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family; `name` is the `model_type` of its config."""
+    """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class."""
 
     name: str
+    classes: Mapping[str, str]
     defaults: Mapping[str, Any]
     refusals: Mapping[str, str]
     window: Mapping[str, Any] | None
@@ -74,6 +75,12 @@ class Family:
         if "kv_surgery" in config:
             raise UnsupportedModel("this checkpoint is already converted; give the original, or `kvsurgery revert` it")
         family = _load(name)
+        architectures = config.get("architectures") or list(family.classes.values())
+        if not isinstance(architectures, list) or any(name not in family.classes.values() for name in architectures):
+            raise UnsupportedModel(
+                f"architectures {architectures} is not supported; a {name} checkpoint must be one of "
+                f"{', '.join(family.classes.values())}"
+            )
         for key, reason in family.refusals.items():
             if config.get(key):
                 raise UnsupportedModel(f"config.json has {key}: {reason}")
@@ -194,6 +201,7 @@ def _load(name: str) -> Family:
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     return Family(
         name=name,
+        classes=patch["classes"],
         defaults=patch["defaults"],
         refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
         window=patch.get("windows"),

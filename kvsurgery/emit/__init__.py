@@ -1,0 +1,1 @@
+"""Emitting: config, modeling code, model card and provenance of a converted checkpoint."""

@@ -1,0 +1,71 @@
+"""The model card of a converted checkpoint, and the table of KV bytes that it shares with the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from string import Template
+from typing import Any
+
+from kvsurgery import __version__, resources
+from kvsurgery.console import size
+from kvsurgery.decide.policy import Policy
+from kvsurgery.score.profile import HeadProfile
+
+LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
+# keys of the source's card that stay true after surgery
+KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+
+def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """(length, bytes before, bytes after) of one sequence's KV cache in 16 bit, for a converted config."""
+    layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+    return [(name, layout.dense_bytes(1, length), layout.kv_bytes(1, length)) for name, length in LENGTHS.items()]
+
+
+def model_card(
+    base_model: str, config: Mapping[str, Any], profile: HeadProfile, policy: Policy, original: str = ""
+) -> str:
+    """README.md of a converted checkpoint.
+
+    Args:
+        base_model: what was converted: a Hub id or a folder's name.
+        config: the converted config.
+        profile, policy: what decided the heads.
+        original: the source's README.md, for its licence and language.
+    """
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
+    front = ["library_name: transformers", *([f"base_model: {base_model}"] if on_hub else [])]
+    front += ["tags:", "- kvsurgery", "- long-context", "- kv-cache", *_kept(original)]
+    rows = [
+        f"| {name} | {size(before)} | {size(after)} | {after / before:.2f} |"
+        for name, before, after in kv_table(config)
+    ]
+    return Template((resources.folder("templates") / "model_card.md").read_text(encoding="utf-8")).substitute(
+        front_matter="\n".join(front),
+        title=base_model.rsplit("/", 1)[-1],
+        base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
+        tool_version=__version__,
+        sink=policy.options["sink"],
+        recent=policy.options["recent"],
+        eligible=policy.eligible,
+        full=policy.eligible - policy.streaming,
+        streaming=policy.streaming,
+        method=profile.method,
+        profile_model=profile.base_model,
+        profile_hash=profile.hash[:16],
+        policy_hash=policy.hash[:16],
+        kv_table="\n".join(["| tokens | before | after | ratio |", "|---|---|---|---|", *rows]),
+    )
+
+
+def _kept(card: str) -> list[str]:
+    """Lines of a card's front matter whose keys stay true, with the list items that belong to them."""
+    match = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
+    lines, keep = [], False
+    for line in match[1].splitlines() if match else []:
+        if not line.startswith((" ", "-")):
+            keep = line.split(":")[0].strip() in KEPT_KEYS
+        if keep:
+            lines.append(line)
+    return lines

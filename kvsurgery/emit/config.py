@@ -1,0 +1,91 @@
+"""config.json of a converted checkpoint: the source's, with the heads' layout and the emitted code's names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvsurgery import resources
+from kvsurgery.decide.policy import Policy
+from kvsurgery.errors import CheckpointError
+from kvsurgery.plan.family import Family
+
+# a cache implementation in a generation config would push the emitted cache aside
+CACHE_OPTIONS = ("cache_implementation", "cache_config")
+
+
+def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+    """The source's config.json with `auto_map`, `kv_surgery`, and RoPE as transformers 4 and 5 spell it.
+
+    `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads.
+    """
+    family = Family.of(config)
+    result = copy.deepcopy(dict(config))
+    result.update(both_rope_spellings(config))
+    result["auto_map"] = {auto: f"{family.modeling}.{name}" for auto, name in family.classes.items()}
+    result["kv_surgery"] = {
+        "version": resources.template_module("kv_layout").VERSION,
+        "head_dim": family.dimensions(config).head_dim,
+        "layers": [
+            {
+                "blocks": [[layer.full, len(layer.order) - layer.full]],
+                "sink": layer.sink,
+                "recent": layer.recent,
+                **({"native": True} if layer.native else {}),
+            }
+            for layer in policy.layers
+        ],
+    }
+    return result
+
+
+def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The RoPE settings of a config in the spelling that it lacks.
+
+    transformers 5 writes one dict, `rope_parameters`, nested by layer type where types differ. transformers 4 reads
+    `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`, and knows no other.
+    """
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, Mapping) and parameters:
+        whole = _mapping(parameters.get("full_attention", parameters))
+        scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        result = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
+        result["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        if "sliding_attention" in parameters:
+            result["rope_local_base_freq"] = _mapping(parameters["sliding_attention"]).get("rope_theta", 10_000.0)
+        return result
+    if "rope_theta" not in config:
+        return {}
+    scaling = dict(_mapping(config.get("rope_scaling") or {}))
+    kind = scaling.pop("type", "default")
+    whole = {"rope_type": kind, **scaling, "rope_theta": config["rope_theta"]}
+    if "partial_rotary_factor" in config:
+        whole["partial_rotary_factor"] = config["partial_rotary_factor"]
+    if "rope_local_base_freq" not in config:
+        return {"rope_parameters": whole}
+    local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: RoPE settings should be an object, not {value!r}")
+    return value
+
+
+def converted_generation_config(raw: bytes) -> bytes:
+    """generation_config.json without a cache implementation; the same bytes where it names none."""
+    try:
+        settings = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"generation_config.json is not JSON: {error}") from error
+    if not isinstance(settings, dict) or not any(key in settings for key in CACHE_OPTIONS):
+        return raw
+    return to_json({key: value for key, value in settings.items() if key not in CACHE_OPTIONS})
+
+
+def to_json(content: Mapping[str, Any]) -> bytes:
+    """JSON as transformers writes it: two spaces, a final newline."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

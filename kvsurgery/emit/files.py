@@ -1,0 +1,35 @@
+"""Every file that conversion emits beside the weights, as bytes."""
+
+from __future__ import annotations
+
+from kvsurgery import resources
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.decide.policy import Policy
+from kvsurgery.emit.card import model_card
+from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
+from kvsurgery.plan.family import Family
+from kvsurgery.score.profile import HeadProfile
+
+RUNTIME = ("kv_attention.py", "kv_cache.py", "kv_layout.py", "kv_model.py")
+
+
+def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:
+    """config.json, the modeling code, the model card, and generation_config.json where it has to change.
+
+    Raises:
+        UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
+    """
+    config = converted_config(checkpoint.config, policy)
+    readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
+    original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    modeling = f"{Family.of(checkpoint.config).modeling}.py"
+    templates = resources.folder("templates")
+    files = {name: (templates / name).read_bytes() for name in (modeling, *RUNTIME)}
+    files["README.md"] = model_card(checkpoint.name, config, profile, policy, original).encode()
+    if generation.is_file():
+        before = generation.read_bytes()
+        after = converted_generation_config(before)
+        if after != before:
+            files["generation_config.json"] = after
+    files["config.json"] = to_json(config)
+    return files

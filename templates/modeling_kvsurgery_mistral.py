@@ -1,0 +1,17 @@
+"""Mistral with a head-level KV cache: retrieval heads keep all tokens, streaming heads sinks and a recent window."""
+
+from transformers.models.mistral import modeling_mistral as stock
+
+# transformers 4 copies only the modules that are imported here
+from .kv_attention import attention  # noqa: F401
+from .kv_cache import KVSurgeryCache  # noqa: F401
+from .kv_layout import KVLayout  # noqa: F401
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+
+
+class MistralModel(KVSurgeryModel, stock.MistralModel):
+    forward = with_kv_cache(stock.MistralModel.forward)
+
+
+class MistralForCausalLM(KVSurgeryGeneration, stock.MistralForCausalLM):
+    forward = with_kv_cache(stock.MistralForCausalLM.forward)

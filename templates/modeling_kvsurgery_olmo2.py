@@ -1,0 +1,17 @@
+"""OLMo 2 with a head-level KV cache: retrieval heads keep all tokens, streaming heads sinks and a recent window."""
+
+from transformers.models.olmo2 import modeling_olmo2 as stock
+
+# transformers 4 copies only the modules that are imported here
+from .kv_attention import attention  # noqa: F401
+from .kv_cache import KVSurgeryCache  # noqa: F401
+from .kv_layout import KVLayout  # noqa: F401
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+
+
+class Olmo2Model(KVSurgeryModel, stock.Olmo2Model):
+    forward = with_kv_cache(stock.Olmo2Model.forward)
+
+
+class Olmo2ForCausalLM(KVSurgeryGeneration, stock.Olmo2ForCausalLM):
+    forward = with_kv_cache(stock.Olmo2ForCausalLM.forward)

@@ -1,0 +1,17 @@
+"""Phi-3 with a head-level KV cache: retrieval heads keep all tokens, streaming heads sinks and a recent window."""
+
+from transformers.models.phi3 import modeling_phi3 as stock
+
+# transformers 4 copies only the modules that are imported here
+from .kv_attention import attention  # noqa: F401
+from .kv_cache import KVSurgeryCache  # noqa: F401
+from .kv_layout import KVLayout  # noqa: F401
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+
+
+class Phi3Model(KVSurgeryModel, stock.Phi3Model):
+    forward = with_kv_cache(stock.Phi3Model.forward)
+
+
+class Phi3ForCausalLM(KVSurgeryGeneration, stock.Phi3ForCausalLM):
+    forward = with_kv_cache(stock.Phi3ForCausalLM.forward)
