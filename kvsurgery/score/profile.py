@@ -60,7 +60,8 @@ class HeadProfile:
 
     def __post_init__(self) -> None:
         with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
-            scores = np.array(self.scores, dtype=np.float32, order="C") + np.float32(0)  # own copy, no negative zeros
+            scores = np.array(self.scores, dtype=np.float32, order="C")
+        scores += 0  # no negative zeros: equal scores are equal bytes
         scores.flags.writeable = False
         object.__setattr__(self, "scores", scores)
         if self.method not in METHODS:
@@ -91,9 +92,9 @@ class HeadProfile:
             )
         ceiling = METHODS[self.method]
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
+            bound = "" if ceiling is None else f" and <= {ceiling:g}"
             raise ProfileError(
-                f"{self.method} scores lie in [0, {'inf' if ceiling is None else ceiling:g}], "
-                f"got {scores.min():.4g}..{scores.max():.4g}"
+                f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}; measure them again"
             )
 
     def __eq__(self, other: object) -> bool:

@@ -1,0 +1,255 @@
+"""`decide`: counts are exact, ties fall by place, and nothing but whole KV heads of eligible layers takes part."""
+
+from decimal import ROUND_HALF_EVEN, Decimal
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvsurgery.decide.policy import decide, keep_all, kv_scores
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import PolicyError
+from kvsurgery.score.profile import HeadProfile
+
+
+def profile(scores, query_heads=None):
+    """KV-head scores; of a GQA model with groups of two unless told otherwise."""
+    layers, heads = np.shape(scores)
+    model = ModelDimensions(layers, query_heads or 2 * heads, heads, 8)
+    return HeadProfile(np.array(scores), "ablation", "kv", "test", model)
+
+
+def query_profile(scores, kv_heads):
+    layers, heads = np.shape(scores)
+    return HeadProfile(np.array(scores), "headkv-r", "query", "test", ModelDimensions(layers, heads, kv_heads, 8))
+
+
+def full(policy):
+    """{(layer, source head)} that stay full in eligible layers."""
+    return {(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]}
+
+
+def full_windows(made):
+    return [None] * made.model.layers
+
+
+@st.composite
+def cases(draw):
+    """A profile with many ties, and windows of which one at least is None."""
+    layers, heads = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    scores = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=layers * heads, max_size=layers * heads))
+    windows = draw(st.lists(st.sampled_from([None, 16]), min_size=layers, max_size=layers).filter(lambda w: None in w))
+    return profile(np.reshape(scores, (layers, heads))), windows
+
+
+def ranking(made, windows):
+    """Eligible (layer, head), best first, ties to the earlier place: said a second way, as a sort of tuples."""
+    places = ((n, head) for n in range(made.model.layers) for head in range(made.model.kv_heads) if windows[n] is None)
+    return sorted(places, key=lambda place: (-made.scores[place], *place))
+
+
+class TestSelection:
+    @given(cases(), st.decimals(0, 1, places=3))
+    def test_sparsity_is_exact(self, case, sparsity):
+        made, windows = case
+        policy = decide(made, windows, sparsity=float(sparsity))
+        eligible = windows.count(None) * made.model.kv_heads
+        streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
+        assert policy.streaming == streaming
+        assert policy.eligible == eligible
+        assert full(policy) == set(ranking(made, windows)[: eligible - streaming])
+
+    @given(cases(), st.data())
+    def test_full_heads_is_exact(self, case, data):
+        made, windows = case
+        ranked = ranking(made, windows)
+        count = data.draw(st.integers(0, len(ranked)))
+        assert full(decide(made, windows, full_heads=count)) == set(ranked[:count])
+
+    @given(cases(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.1]))
+    def test_threshold(self, case, threshold):
+        made, windows = case
+        expected = {place for place in ranking(made, windows) if made.scores[place] >= threshold}
+        assert full(decide(made, windows, threshold=threshold)) == expected
+
+    @given(cases(), st.floats(0, 1))
+    def test_layers_are_permutations_in_source_order(self, case, sparsity):
+        made, windows = case
+        for layer, window in zip(
+            decide(made, windows, sparsity=sparsity, sink=3, recent=5).layers, windows, strict=True
+        ):
+            assert sorted(layer.order) == list(range(made.model.kv_heads))
+            for group in (layer.order[: layer.full], layer.order[layer.full :]):
+                assert list(group) == sorted(group)
+            assert (layer.sink, layer.recent) == ((3, 5) if window is None else (0, window))
+            assert layer.native is (window is not None)
+            if layer.native:
+                assert layer.order == tuple(range(made.model.kv_heads))
+                assert layer.full == 0
+
+    @given(cases(), st.floats(0, 1), st.floats(0, 1))
+    def test_more_sparsity_never_makes_a_head_full(self, case, one, other):
+        low, high = sorted((one, other))
+        assert full(decide(*case, sparsity=high)) <= full(decide(*case, sparsity=low))
+
+    @pytest.mark.parametrize(
+        ("sparsity", "heads", "streaming"),
+        [
+            (0.3, 10, 3),
+            (0.07, 100, 7),  # 7.000000000000001 in floats
+            (0.29, 100, 29),  # 28.999999999999996
+            (0.575, 100, 58),  # 57.49999999999999, but 57.5 as written
+            (0.5, 5, 2),
+            (0.5, 7, 4),
+            (0.25, 2, 0),
+            (0.75, 2, 2),
+            (1, 7, 7),
+            (0, 7, 0),
+        ],
+    )
+    def test_counts_by_hand(self, sparsity, heads, streaming):
+        made = profile(np.linspace(0, 1, heads)[None])
+        policy = decide(made, [None], sparsity=sparsity)
+        assert policy.streaming == streaming
+        assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
+
+    def test_ties_fall_to_the_earlier_layer_then_head(self):
+        made = profile([[0, 1, 1], [1, 0.5, 1], [1, 1, 1]])
+        assert full(decide(made, full_windows(made), full_heads=3)) == {(0, 1), (0, 2), (1, 0)}
+        assert full(decide(made, full_windows(made), full_heads=5)) == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)}
+
+    def test_order_by_hand(self):
+        made = profile([[0.1, 0.9, 0.2, 0.8], [1, 1, 1, 1], [0, 0, 0, 0]])
+        first, all_full, all_streaming = decide(made, full_windows(made), sparsity=0.5).layers
+        assert (first.order, first.full) == ((1, 3, 0, 2), 2)
+        assert (all_full.order, all_full.full) == ((0, 1, 2, 3), 4)
+        assert (all_streaming.order, all_streaming.full) == ((0, 1, 2, 3), 0)
+
+    def test_native_layers_win_nothing_by_high_scores(self):
+        made = profile([[1, 1], [0.1, 0.2], [1, 1], [0.4, 0.3]])
+        policy = decide(made, [8, None, 8, None], sparsity=0.5)
+        assert full(policy) == {(3, 0), (3, 1)}
+        assert policy.eligible == 4
+        assert full(decide(made, [8, None, 8, None], threshold=0.2)) == {(1, 1), (3, 0), (3, 1)}
+
+    def test_threshold_in_the_scores_own_precision(self):
+        # 0.3 in float32 is below and 0.1 above the float64 of the same spelling
+        made = profile([[0.1, 0.3]])
+        assert full(decide(made, [None], threshold=0.3)) == {(0, 1)}
+        assert full(decide(made, [None], threshold=0.1)) == {(0, 0), (0, 1)}
+
+    def test_threshold_beyond_float32(self):
+        made = profile([[0.1, 0.3]])
+        assert decide(made, [None], threshold=1e39).streaming == 2
+        assert decide(made, [None], threshold=-1e39).streaming == 0
+
+    def test_defaults_are_the_paper_s(self):
+        gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
+        assert decide(gqa, [None] * 2).streaming == 4
+        assert decide(mha, [None] * 2).streaming == 6
+        assert {(layer.sink, layer.recent) for layer in decide(gqa, [None] * 2).layers} == {(64, 256)}
+
+
+class TestGroupReduce:
+    def test_by_hand(self):
+        # groups (0, 0.6), (0.4, 0.4): the mean prefers the second, the maximum the first
+        made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
+        np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
+        np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
+        assert full(decide(made, [None], full_heads=1, group_reduce="mean")) == {(0, 1)}
+        assert full(decide(made, [None], full_heads=1, group_reduce="max")) == {(0, 0)}
+        assert full(decide(made, [None], full_heads=1)) == {(0, 1)}
+
+    def test_groups_are_neighbours(self):
+        made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
+        assert kv_scores(made, "max").tolist() == [[1, 3, 5], [7, 9, 11]]
+
+    @given(st.permutations(range(8)), st.lists(st.floats(2**-16, 1, width=32), min_size=8, max_size=8))
+    @example([1, 2, 0, 3, 4, 5, 6, 7], [0.1, 0.2, 0.3, 0, 0, 0, 0, 0])
+    def test_equal_groups_tie_whatever_their_order(self, order, group):
+        shuffled = [group[place] for place in order]
+        made = query_profile([[*shuffled, *group]], kv_heads=2)
+        assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
+        assert full(decide(made, [None], full_heads=1)) == {(0, 0)}
+
+    def test_kv_scores_are_left_alone(self):
+        made = profile([[0.1, 0.3]])
+        assert kv_scores(made, "max") is made.scores
+
+    def test_recorded_where_it_matters(self):
+        made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
+        assert decide(made, [None], group_reduce="max").options["group_reduce"] == "max"
+        assert "group_reduce" not in decide(profile([[0.1, 0.3]]), [None]).options
+
+    def test_unknown(self):
+        for made in (profile([[0.1, 0.3]]), query_profile([[0, 1]], kv_heads=1)):
+            with pytest.raises(PolicyError, match="--group-reduce is mean or max, got 'median'"):
+                decide(made, [None], group_reduce="median")
+
+
+class TestRecord:
+    def test_options(self):
+        options = decide(profile([[0.1, 0.3]]), [None], full_heads=1, sink=2, recent=3).options
+        assert options == {"full_heads": 1, "method": "ablation", "sink": 2, "recent": 3}
+
+    def test_default_sparsity_is_recorded(self):
+        assert decide(profile([[0.1, 0.3]]), [None]).options["sparsity"] == 0.5
+
+    def test_hash_is_of_the_layers_not_of_the_way_there(self):
+        made = profile([[0.1, 0.3], [0.2, 0.9]])
+        windows = full_windows(made)
+        same = [decide(made, windows, **how) for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})]
+        assert len({policy.hash for policy in same}) == 1
+        others = [
+            decide(made, windows, full_heads=1),
+            decide(made, windows, full_heads=2, sink=1),
+            decide(made, windows, full_heads=2, recent=1),
+            decide(made, [None, 256], full_heads=1),
+            keep_all(made.model, windows),
+        ]
+        assert len({policy.hash for policy in [same[0], *others]}) == 6
+
+    def test_keep_all(self):
+        policy = keep_all(ModelDimensions(2, 4, 4, 8), [None, 7])
+        assert policy.layers[0].order == policy.layers[1].order == (0, 1, 2, 3)
+        assert (policy.layers[0].full, policy.streaming, policy.eligible) == (4, 0, 4)
+        assert (policy.layers[1].native, policy.layers[1].sink, policy.layers[1].recent) == (True, 0, 7)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"sparsity": 0.5, "threshold": 0.5}, "--sparsity and --threshold exclude each other"),
+            ({"sparsity": 0.0, "full_heads": 0}, "--sparsity and --full-heads exclude each other"),
+            ({"threshold": 0.5, "full_heads": 1}, "--threshold and --full-heads exclude each other"),
+            ({"sparsity": 0.5, "threshold": 0.5, "full_heads": 1}, "--sparsity and --threshold and --full-heads"),
+            ({"sparsity": -0.01}, r"--sparsity lies in \[0, 1\], got -0.01"),
+            ({"sparsity": 1.01}, r"--sparsity lies in \[0, 1\], got 1.01"),
+            ({"sparsity": 50}, r"--sparsity lies in \[0, 1\], got 50"),
+            ({"sparsity": float("nan")}, r"--sparsity lies in \[0, 1\], got nan"),
+            ({"threshold": float("nan")}, "--threshold must be finite, got nan"),
+            ({"threshold": float("inf")}, "--threshold must be finite, got inf"),
+            ({"full_heads": -1}, r"--full-heads lies in \[0, 4\] for this model, got -1"),
+            ({"full_heads": 5}, r"--full-heads lies in \[0, 4\] for this model, got 5"),
+            ({"sink": -1}, "--sink must be >= 0"),
+            ({"recent": 0}, "--recent >= 1"),
+        ],
+        ids=str,
+    )
+    def test_options(self, options, message):
+        with pytest.raises(PolicyError, match=message):
+            decide(profile(np.eye(2)), [None, None], **options)
+
+    def test_full_heads_counts_eligible_layers_only(self):
+        with pytest.raises(PolicyError, match=r"--full-heads lies in \[0, 2\] for this model, got 3"):
+            decide(profile(np.eye(2)), [None, 8], full_heads=3)
+
+    def test_nothing_eligible(self):
+        with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
+            decide(profile(np.eye(2)), [8, 8])
+
+    def test_another_model_s_layers(self):
+        with pytest.raises(PolicyError, match="the profile has 2 layers, the model 3"):
+            decide(profile(np.eye(2)), [None] * 3)
