@@ -1,0 +1,210 @@
+"""`kvsurgery convert`: the whole surgery, from a checkpoint and a head profile to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvsurgery.operation import Operation
+    from kvsurgery.score.profile import HeadProfile
+
+
+@click.command()
+@click.argument("source", metavar="[SRC]", required=False)
+@click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--sparsity", type=float, help="Share of streaming heads.  [default: 0.5 with GQA, 0.75 without]")
+@click.option("--threshold", type=float, help="Instead: heads with this score or more stay full.")
+@click.option("--full-heads", type=int, help="Instead: so many KV heads over the whole model stay full.")
+@click.option("--sink", type=int, default=64, show_default=True, help="First tokens that a streaming head keeps.")
+@click.option("--recent", type=int, default=256, show_default=True, help="Latest tokens that a streaming head keeps.")
+@click.option(
+    "--group-reduce",
+    type=click.Choice(["mean", "max"]),
+    default="mean",
+    show_default=True,
+    help="How scores of the query heads of a group become their KV head's.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
+def convert(
+    source: str | None,
+    profile_path: Path,
+    out: Path | None,
+    revision: str | None,
+    jobs: int | None,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Rewrite the checkpoint SRC after a head profile.
+
+    SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
+    token, the others stream. Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
+
+    A killed run continues when the same command is given again.
+
+    \b
+    kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
+    kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
+    """
+    from kvsurgery import console
+    from kvsurgery.score.profile import HeadProfile
+
+    if out is None and not dry_run:
+        raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
+    profile = HeadProfile.load(profile_path)
+    if source is None:
+        source, revision = profile.base_model, revision or profile.base_revision
+    if dry_run:
+        facts = _facts(_plan_only(source, revision, profile, options))
+        click.echo(json.dumps(facts, indent=2)) if as_json else _print_plan(facts)
+        return
+
+    operation = _operate(source, revision, profile, options)
+    report = _convert(operation, out, jobs)
+    if as_json:
+        click.echo(json.dumps({**_facts(operation), **report}, indent=2))
+        return
+    _print_kv_bytes(_facts(operation))
+    if report["finished_before"]:
+        console.stdout.print(f"{out} is this conversion already; nothing to do")
+    else:
+        console.stdout.print(
+            f"wrote {out}: {console.size(report['bytes'])} in {report['seconds']:.1f} s, "
+            f"{report['bytes'] / report['seconds'] / 1e9:.2f} GB/s, peak memory {console.size(report['peak_memory'])}",
+            markup=False,
+        )
+    console.stderr.print(f"next: kvsurgery verify {out}", markup=False)
+
+
+def _operate(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any]) -> Operation:
+    """Prepare a folder, or download a Hub id once its headers have shown that it can be converted."""
+    from kvsurgery.operation import Operation
+
+    if Path(source).is_dir():
+        return Operation.prepare(Path(source), profile, **options)
+    from kvsurgery import hub
+
+    _check_repo_id(source)
+    folder, commit = hub.fetch_checkpoint(
+        source, revision, check=lambda headers: Operation.prepare(headers, profile, name=source, **options)
+    )
+    return Operation.prepare(folder, profile, name=source, revision=commit, **options)
+
+
+def _plan_only(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any]) -> Operation:
+    """Prepare from headers alone; of a Hub id no weights are downloaded."""
+    from kvsurgery.operation import Operation
+
+    if Path(source).is_dir():
+        return Operation.prepare(Path(source), profile, **options)
+    from kvsurgery import hub
+
+    _check_repo_id(source)
+    with hub.headers(source, revision) as remote:
+        return Operation.prepare(remote.folder, profile, name=source, revision=remote.commit, **options)
+
+
+def _check_repo_id(source: str) -> None:
+    from kvsurgery import hub
+    from kvsurgery.errors import CheckpointError
+
+    if not hub.is_repo_id(source):
+        raise CheckpointError(f"{source} is no folder and no Hub id; give the checkpoint as the first argument")
+
+
+def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any]:
+    import resource
+    import time
+
+    from kvsurgery import console
+    from kvsurgery.convert.convert import convert
+    from kvsurgery.convert.engine import JOBS
+
+    started = time.perf_counter()
+    with console.progress(bytes=True) as bar:
+        task = bar.add_task("converting", total=operation.checkpoint.size)
+        report = convert(
+            operation.checkpoint,
+            operation.plan,
+            out,
+            operation.files,
+            jobs=jobs or JOBS,
+            progress=lambda count: bar.advance(task, count),
+        )
+    return {
+        "out": str(out),
+        "bytes": report.bytes,
+        "seconds": time.perf_counter() - started,
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "finished_before": report.finished_before,
+    }
+
+
+def _facts(operation: Operation) -> dict[str, Any]:
+    """The plan as plain data."""
+    from kvsurgery.emit.card import kv_table
+
+    checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
+    moved = set(plan.moved)
+    return {
+        "source": checkpoint.name,
+        "revision": checkpoint.revision,
+        "family": plan.family,
+        "policy": {**policy.options, "hash": policy.hash},
+        "kv_heads": {"eligible": policy.eligible, "streaming": policy.streaming},
+        "layers": [
+            {
+                "full": layer.full,
+                "streaming": len(layer.order) - layer.full,
+                "window": layer.recent if layer.native else None,
+            }
+            for layer in policy.layers
+        ],
+        "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
+        "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
+        "kv_bytes": [
+            {"tokens": name, "before": before, "after": after}
+            for name, before, after in kv_table(json.loads(files["config.json"]))
+        ],
+    }
+
+
+def _print_plan(facts: dict[str, Any]) -> None:
+    from kvsurgery import console
+
+    out = console.stdout
+    policy = ", ".join(f"{name} {value}" for name, value in facts["policy"].items() if name != "hash")
+    out.print(f"{facts['source']}: {facts['family']}; {policy}", markup=False)
+    rows = [
+        (index, layer["full"], layer["streaming"], f"own window of {layer['window']}" if layer["window"] else "")
+        for index, layer in enumerate(facts["layers"])
+    ]
+    out.print(console.table("KV heads per layer", ["layer", "full", "streaming", ""], rows))
+    heads = facts["kv_heads"]
+    out.print(f"{heads['streaming']} of {heads['eligible']} KV heads stream")
+    _print_kv_bytes(facts)
+    tensors = facts["tensors"]
+    out.print(
+        f"{tensors['moved']} tensors permuted, {tensors['copied']} copied, "
+        f"{console.size(facts['bytes_to_write'])} to write"
+    )
+
+
+def _print_kv_bytes(facts: dict[str, Any]) -> None:
+    from kvsurgery import console
+
+    rows = [
+        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
+        for row in facts["kv_bytes"]
+    ]
+    console.stdout.print(
+        console.table("KV cache of one sequence, 16 bit", ["tokens", "before", "after", "ratio"], rows)
+    )

@@ -1,0 +1,51 @@
+"""`Operation`: everything about one conversion that is decided before a byte moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.decide.policy import Policy, decide
+from kvsurgery.emit.files import emitted_files
+from kvsurgery.errors import ProfileError
+from kvsurgery.plan.family import Family
+from kvsurgery.plan.surgery import SurgeryPlan, plan_surgery
+from kvsurgery.score.profile import HeadProfile
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A checkpoint, what becomes of its heads, where every byte goes, and the files that are emitted beside them."""
+
+    checkpoint: Checkpoint
+    policy: Policy
+    plan: SurgeryPlan
+    files: dict[str, bytes]
+
+    @classmethod
+    def prepare(
+        cls, folder: Path, profile: HeadProfile, *, name: str | None = None, revision: str | None = None, **options: Any
+    ) -> Operation:
+        """Read a checkpoint's headers and plan its conversion.
+
+        Args:
+            folder: the checkpoint.
+            profile: measured on a model of the same dimensions.
+            name, revision: what the checkpoint is called, and its commit, if it comes from the Hub.
+            options: as `decide` takes them.
+
+        Raises:
+            KVSurgeryError: every reason why the conversion cannot be done that headers can show.
+        """
+        checkpoint = Checkpoint.open(folder, name, revision)
+        family = Family.of(checkpoint.config)
+        dimensions = family.dimensions(checkpoint.config)
+        if dimensions != profile.model:
+            raise ProfileError(
+                f"the profile is of {profile.base_model} ({profile.model}), but {checkpoint.name} has {dimensions}"
+            )
+        policy = decide(profile, family.windows(checkpoint.config), **options)
+        plan = plan_surgery(checkpoint, policy, profile.hash)
+        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile))
