@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from tests.families import make
+from tests.surgery import Converted, convert_folder
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Remote code is copied to a folder of this run, so that no run sees another's."""
+    from transformers import dynamic_module_utils
+
+    modules = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
+        patch.syspath_prepend(modules)
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A stock checkpoint of a family, made once."""
+    return cache(lambda family: make(family, tmp_path_factory.mktemp("stock") / f"{family}-stock"))
+
+
+@pytest.fixture(scope="session")
+def mixed(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """A family's checkpoint converted with half of its heads streaming."""
+    return cache(
+        lambda family: convert_folder(
+            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-mixed", sparsity=0.5
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def all_full(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """A family's checkpoint converted with every head full."""
+    return cache(
+        lambda family: convert_folder(
+            checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-full", sparsity=0.0
+        )
+    )

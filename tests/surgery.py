@@ -1,0 +1,66 @@
+"""Conversions for tests: a stock checkpoint, a profile of random scores, and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.convert.convert import convert
+from kvsurgery.decide.policy import Policy
+from kvsurgery.operation import Operation
+from kvsurgery.plan.family import Family
+from kvsurgery.score.profile import HeadProfile
+
+SINK, RECENT = 3, 5
+
+
+def random_profile(folder: Path, seed: int = 0) -> HeadProfile:
+    """A DuoAttention-like profile of random scores for the model in a folder."""
+    config = read_config(folder)
+    model = Family.of(config).dimensions(config)
+    scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
+    return HeadProfile(scores, "duo", "kv", str(folder), model)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A checkpoint before and after surgery."""
+
+    source: Path
+    folder: Path
+    policy: Policy
+
+    @cached_property
+    def stock(self) -> torch.nn.Module:
+        """The original model."""
+        return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The emitted model; tests must not change it."""
+        return self.load()
+
+    def load(self, auto: type = AutoModelForCausalLM, **options: Any) -> torch.nn.Module:
+        """A fresh emitted model."""
+        options = {"dtype": torch.float32, **options}
+        return auto.from_pretrained(self.folder, trust_remote_code=True, **options).eval()
+
+    @property
+    def full(self) -> list[list[bool]]:
+        """[layer][source KV head]: whether it keeps every token."""
+        return [[head in layer.order[: layer.full] for head in range(len(layer.order))] for layer in self.policy.layers]
+
+
+def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, **options: Any) -> Converted:
+    """Convert a folder after a profile, by default a random one, with small sinks and windows."""
+    profile = profile or random_profile(source)
+    operation = Operation.prepare(source, profile, **{"sink": SINK, "recent": RECENT, **options})
+    convert(operation.checkpoint, operation.plan, out, operation.files)
+    return Converted(source, out, operation.policy)

@@ -1,0 +1,137 @@
+"""A converted checkpoint computes what the definition says: on every family, in one go, in chunks, and padded."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.families import FAMILIES, largest, tokens
+from tests.reference import reference_logits
+from tests.surgery import RECENT, SINK
+
+LENGTH = 45
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, **options).logits
+
+
+def chunked(model, ids, size, mask=None, position_ids=None):
+    """Logits of an input that is fed through the cache in chunks, and the cache."""
+    cache, parts = None, []
+    for start in range(0, ids.shape[1], size):
+        stop = min(start + size, ids.shape[1])
+        options = (
+            {} if mask is None else {"attention_mask": mask[:, :stop], "position_ids": position_ids[:, start:stop]}
+        )
+        with torch.no_grad():
+            output = model(ids[:, start:stop], past_key_values=cache, **options)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    return torch.cat(parts, 1), cache
+
+
+def left_padded(ids, lengths):
+    """Rows of `lengths` tokens, padded on the left, with mask and position ids."""
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, ids.shape[1] - length :] = 1
+    return ids * mask, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@families
+def test_without_trust_the_folder_is_the_stock_model(mixed, family):
+    converted, ids = mixed(family), tokens(2, LENGTH)
+    stock = AutoModelForCausalLM.from_pretrained(converted.folder, dtype=torch.float32).eval()
+    assert type(stock) is type(converted.stock)
+    expected = logits(converted.stock, ids)
+    assert largest(logits(stock, ids) - expected, expected) <= 1e-5
+
+
+@families
+def test_all_full_heads_equal_the_stock_model(all_full, family):
+    converted, ids = all_full(family), tokens(2, LENGTH)
+    expected = logits(converted.stock, ids)
+    assert largest(logits(converted.model, ids) - expected, expected) <= 1e-5
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    assert converted.model.generate(ids, **options).equal(converted.stock.generate(ids, **options))
+
+
+@families
+@pytest.mark.parametrize("size", [1, 7, 64], ids="chunks of {}".format)
+def test_mixed_heads_equal_the_dense_reference(mixed, family, size):
+    converted, ids = mixed(family), tokens(2, LENGTH)
+    expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
+    found, cache = chunked(converted.model, ids, size)
+    assert largest(found - expected, expected) <= 1e-4
+    assert cache.get_seq_length() == LENGTH
+    # the streaming heads matter: a model that kept everything would be far off
+    assert largest(logits(converted.stock, ids) - expected, expected) > 1e-2
+
+
+@families
+def test_chunk_sizes_agree(mixed, family):
+    model, ids = mixed(family).model, tokens(2, LENGTH, seed=1)
+    expected = logits(model, ids, use_cache=False)
+    for size in (1, 7, LENGTH - 1, LENGTH):
+        found, _ = chunked(model, ids, size)
+        assert largest(found - expected, expected) <= 1e-5
+
+
+@families
+def test_left_padded_rows_equal_their_unpadded_selves(mixed, family):
+    model = mixed(family).model
+    lengths = [LENGTH, 31, 6, 1]
+    ids, mask, position_ids = left_padded(tokens(4, LENGTH, seed=2), lengths)
+    padded = {"attention_mask": mask, "position_ids": position_ids}
+    whole = logits(model, ids, **padded)
+    uncached = logits(model, ids, use_cache=False, **padded)
+    in_chunks, _ = chunked(model, ids, 7, mask, position_ids)
+    by_token, _ = chunked(model, ids, 1, mask, position_ids)
+    for row, length in enumerate(lengths):
+        alone = logits(model, ids[row : row + 1, LENGTH - length :])
+        for found in (whole, uncached, in_chunks, by_token):
+            assert largest(found[row, -length:] - alone[0], alone) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_right_padding_without_continuing(mixed, family):
+    model, ids = mixed(family).model, tokens(2, LENGTH, seed=3)
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    for use_cache in (False, True):
+        found = logits(model, ids, attention_mask=mask, use_cache=use_cache)
+        alone = logits(model, ids[1:, :20])
+        assert largest(found[1, :20] - alone[0], alone) <= 1e-5
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 1), (0, 8), (1, 1), (60, 60), (2, 300)], ids=str)
+def test_odd_sizes_of_sink_and_window(checkpoint, tmp_path, sink, recent):
+    from tests.surgery import convert_folder
+
+    converted = convert_folder(checkpoint("llama"), tmp_path / "out", sparsity=0.6, sink=sink, recent=recent)
+    ids = tokens(1, 90, seed=4)
+    expected = reference_logits(converted.stock, converted.full, sink, recent, ids)
+    for size in (1, 13, 90):
+        found, _ = chunked(converted.model, ids, size)
+        assert largest(found - expected, expected) <= 1e-4
+
+
+def test_prefill_in_query_blocks(mixed, monkeypatch):
+    """Inputs longer than a block of queries: with blocks of 16, every path of the prefill runs many of them."""
+    import sys
+
+    converted = mixed("llama")
+    attention = sys.modules[type(converted.model).__module__.rsplit(".", 1)[0] + ".kv_attention"]
+    ids, mask, position_ids = left_padded(tokens(2, 100, seed=5), [100, 71])
+    options = {"attention_mask": mask, "position_ids": position_ids}
+    expected = [logits(converted.model, ids, **options), logits(converted.model, ids, use_cache=False, **options)]
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "SCORES", 1)
+    found = [logits(converted.model, ids, **options), logits(converted.model, ids, use_cache=False, **options)]
+    parts, _ = chunked(converted.model, ids, 40, mask, position_ids)
+    for result in (*found, parts):
+        for row, length in enumerate([100, 71]):
+            assert largest((result - expected[0])[row, -length:], expected[0]) <= 1e-5
+    assert largest((expected[1] - expected[0])[0], expected[0]) <= 1e-5

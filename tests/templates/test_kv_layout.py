@@ -1,0 +1,57 @@
+import pytest
+
+from templates.kv_layout import KVLayout
+
+
+def config(layers=None, **overrides):
+    layers = layers or [
+        {"blocks": [[1, 3]], "sink": 4, "recent": 16},
+        {"blocks": [[4, 0]], "sink": 4, "recent": 16},
+        {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True},
+    ]
+    section = {"version": 1, "head_dim": 10, "layers": layers}
+    section.update(overrides)
+    return {"kv_surgery": section, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def test_bytes_by_hand():
+    layout = KVLayout.from_config(config())
+    # 100 tokens: layer 0 keeps 100 + 3 x 20, layer 1 4 x 100, layer 2 4 x 8; keys and values, 10 elements of 2 bytes
+    assert layout.kv_bytes(1, 90, 10) == 2 * (160 + 400 + 32) * 10 * 2
+    assert layout.kv_bytes(3, 90, 10, itemsize=4) == 3 * 2 * layout.kv_bytes(1, 100)
+    # the ring of 3 + 4 streaming heads grows by the margin
+    assert layout.kv_bytes(1, 100, margin=5) - layout.kv_bytes(1, 100) == 2 * (3 + 4) * 5 * 10 * 2
+    # the unconverted model keeps everything but for its own window
+    assert layout.dense_bytes(1, 100) == 2 * (400 + 400 + 32) * 10 * 2
+    assert layout.prefill_peak_bytes(1, 90, 10, chunk=30) == layout.kv_bytes(1, 100) + 2 * 4 * 30 * 10 * 2
+
+
+def test_short_sequences_take_no_more_than_dense():
+    layout = KVLayout.from_config(config())
+    assert layout.kv_bytes(1, 8) == layout.dense_bytes(1, 8) == 2 * 12 * 8 * 10 * 2
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (None, "no kv_surgery section"),
+        ({"version": 2}, "version 2 is unknown"),
+        ({"version": 1}, "malformed"),
+        ({"head_dim": 0}, "malformed"),
+        ({"layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 16}]}, "describes 1 layers"),
+        ({"layers": [{"blocks": [[1, 2]], "sink": 4, "recent": 16}] * 3}, "layer 0 3 KV heads"),
+        ({"layers": [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 16}] * 3}, "malformed"),
+        ({"layers": [{"blocks": [[1, 3]], "sink": -1, "recent": 16}] * 3}, "malformed"),
+        ({"layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 0}] * 3}, "malformed"),
+        ({"layers": [{"blocks": [[1.0, 3]], "sink": 4, "recent": 9}] * 3}, "malformed"),
+        ({"layers": 3}, "malformed"),
+    ],
+)
+def test_inconsistent_sections_are_refused(section, message):
+    given = config()
+    if section is None or "version" in section:
+        given["kv_surgery"] = section
+    else:
+        given["kv_surgery"].update(section)
+    with pytest.raises(ValueError, match=message):
+        KVLayout.from_config(given)
