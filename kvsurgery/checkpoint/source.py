@@ -51,9 +51,7 @@ class Checkpoint:
         config = read_config(folder)
         if (folder / "adapter_config.json").exists():
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
-        index, names = _weight_files(folder)
-        shards = tuple(read_shard(folder / name) for name in sorted(set(names.values())))
-        _check_tensors(folder, shards, names if index is not None else None)
+        shards, index = read_weights(folder)
         return cls(folder, name or folder.resolve().name, revision, config, shards, index)
 
     @property
@@ -82,6 +80,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a checkpoint folder or a Hub id")
     return _json_object(folder / CONFIG)[0]
+
+
+def read_weights(folder: Path) -> tuple[tuple[Shard, ...], bytes | None]:
+    """The headers of a checkpoint's shards, and its raw index, None for a single file without one.
+
+    Raises:
+        CheckpointError, UnsupportedModel: as `Checkpoint.open`.
+    """
+    index, names = _weight_files(folder)
+    shards = tuple(read_shard(folder / name) for name in sorted(set(names.values())))
+    _check_tensors(folder, shards, names if index is not None else None)
+    return shards, index
 
 
 def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:

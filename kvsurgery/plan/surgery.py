@@ -119,7 +119,7 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
         if role.axis is None:
-            moves[tensor.name] = _copy(tensor)
+            moves[tensor.name] = unmoved(tensor)
         else:
             _check_shape(tensor, role, model, hidden)
             moves[tensor.name] = _permute(tensor, role, model, tuple(orders[role.layer]))
@@ -149,7 +149,7 @@ def _heads(letter: str, model: ModelDimensions) -> int:
 
 def _permute(tensor: Tensor, role: Role, model: ModelDimensions, order: tuple[int, ...]) -> Move:
     if order == tuple(range(model.kv_heads)):
-        return _copy(tensor)
+        return unmoved(tensor)
     symbol = role.shape[role.axis]
     # bytes of one head: head_dim rows, or head_dim elements of every row
     head = tensor.size // math.prod(tensor.shape[: role.axis + 1]) * model.head_dim
@@ -167,7 +167,8 @@ def _permute(tensor: Tensor, role: Role, model: ModelDimensions, order: tuple[in
     return Move(_coalesce(runs))
 
 
-def _copy(tensor: Tensor) -> Move:
+def unmoved(tensor: Tensor) -> Move:
+    """The move of a tensor that is copied."""
     return Move((Run(0, 0, tensor.size),))
 
 

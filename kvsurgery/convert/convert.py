@@ -1,0 +1,165 @@
+"""Converting: side files, shards, index, provenance, and config.json last, so that half an output never loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvsurgery import __version__
+from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
+from kvsurgery.convert.engine import JOBS
+from kvsurgery.convert.journal import JOURNAL
+from kvsurgery.convert.output import Output
+from kvsurgery.convert.sidefiles import SideFiles, side_files
+from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.errors import CheckpointError, OutputError
+from kvsurgery.plan.surgery import SurgeryPlan
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        out: the converted checkpoint.
+        size: bytes of its weights.
+        tensors, moved: how many tensors it has, and how many of them changed.
+        left_out: files of the source that it does not have and `revert` will not give back.
+        seconds: wall time.
+        already_done: whether it lay there finished, and nothing was written.
+    """
+
+    out: Path
+    size: int
+    tensors: int
+    moved: int
+    left_out: tuple[str, ...]
+    seconds: float
+    already_done: bool = False
+
+
+def convert(
+    checkpoint: Checkpoint,
+    plan: SurgeryPlan,
+    out: str | Path,
+    files: Mapping[str, bytes],
+    *,
+    jobs: int = JOBS,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Write the converted checkpoint. A run that was interrupted goes on when it is repeated.
+
+    Args:
+        checkpoint, plan: what is converted, and how.
+        out: the folder to fill.
+        files: emitted files by name, config.json among them; they replace the source's.
+        jobs: threads.
+        progress: called with weight bytes done, from any thread.
+
+    Raises:
+        OutputError: `out` cannot be used or written, or holds something else.
+        CheckpointError: the source cannot be read, or changed meanwhile.
+    """
+    begin, out = time.monotonic(), Path(out)
+    weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
+    sides = side_files(checkpoint.folder, weights, files)
+    provenance = _provenance(checkpoint, plan, files, sides)
+    report = Report(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
+    if _already_done(out, checkpoint, provenance):
+        return replace(report, already_done=True, seconds=time.monotonic() - begin)
+
+    copied: dict[str, str | None] = {}
+    tensors: dict[str, str] = {}
+    size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
+    size += sum((checkpoint.folder / name).stat().st_size for name in sides.copied)
+    with Output.open(out, checkpoint.folder, size, _fingerprint(checkpoint, provenance)) as output:
+        for name, content in files.items():
+            if name != CONFIG:
+                output.write(name, content)
+        for name in sides.copied:
+            copied[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
+        for shard in checkpoint.shards:
+            before = _state(shard)
+            tensors |= output.shard(shard, plan.moves, jobs=jobs, progress=progress)
+            if _state(shard) != before:
+                raise CheckpointError(f"{shard.path} changed while it was read; convert again")
+        if checkpoint.index is not None:
+            output.write(INDEX, checkpoint.index)
+            copied[INDEX] = blake3(checkpoint.index).hexdigest()
+        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialise())
+        output.write(CONFIG, files[CONFIG])
+    return replace(report, seconds=time.monotonic() - begin)
+
+
+def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
+    """The provenance but for the hashes of tensors and copied files, which are known once they are read."""
+    return Provenance(
+        tool=__version__,
+        source=checkpoint.name,
+        revision=checkpoint.revision,
+        family=plan.family,
+        permutation=plan.orders,
+        profile=plan.profile,
+        policy=plan.policy.hash,
+        options=plan.policy.options,
+        headers={shard.name: blake3(shard.header).hexdigest() for shard in checkpoint.shards},
+        tensors={},
+        emitted={name: file_hash(name, blake3(content).hexdigest()) for name, content in files.items()},
+        copied=dict.fromkeys([*sides.copied, *([INDEX] if checkpoint.index is not None else [])]),
+        originals=sides.originals,
+        left_out=sides.left_out,
+    )
+
+
+def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
+    """Whether `out` is finished, and came from this very source and plan."""
+    try:
+        names = set(os.listdir(out))
+    except OSError:
+        return False
+    if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
+        return False
+    found = Provenance.read(out)
+    if replace(found, tensors={}, copied=dict.fromkeys(found.copied)).serialise() != provenance.serialise():
+        raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
+    finished = (out / PROVENANCE).stat().st_mtime_ns
+    for shard in checkpoint.shards:
+        # ctime, since a copied file may bring an old mtime along
+        if shard.path.stat().st_ctime_ns > finished:
+            raise OutputError(
+                f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
+                f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"
+            )
+    return True
+
+
+def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, str]:
+    """All that decides the output, in parts that a message can name."""
+    sources = [(shard.name, *_state(shard)) for shard in checkpoint.shards]
+    sources += [(name, *_times(checkpoint.folder / name)) for name in provenance.copied]
+    parts = {
+        "source": [sources, dict(provenance.headers), provenance.source, provenance.revision],
+        "policy": [provenance.permutation, provenance.policy, dict(provenance.options), provenance.profile],
+        "set of emitted files": dict(provenance.emitted),
+        "tool version": provenance.tool,
+    }
+    return {part: blake3(json.dumps(value, sort_keys=True).encode()).hexdigest() for part, value in parts.items()}
+
+
+def _state(shard: Shard) -> tuple[int, int]:
+    return _times(shard.path)
+
+
+def _times(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,59 @@
+"""A converted checkpoint, read for verifying and reverting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_weights
+from kvsurgery.emit.provenance import PROVENANCE, Provenance
+from kvsurgery.errors import CheckpointError, KVSurgeryError, Mismatch
+from kvsurgery.plan.family import Family
+from kvsurgery.plan.surgery import Move, plan_moves
+
+SAVED_AGAIN = "a checkpoint that save_pretrained wrote again can be neither verified nor reverted"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted checkpoint: its provenance, its shards, and the moves that made it."""
+
+    folder: Path
+    provenance: Provenance
+    shards: tuple[Shard, ...]
+    moves: Mapping[str, Move]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+
+def open_converted(folder: Path) -> Converted:
+    """Read provenance and headers of a converted checkpoint, and check that they agree.
+
+    Raises:
+        CheckpointError: this is no converted checkpoint, or its provenance is damaged.
+        Mismatch: its weight files are not the ones that the conversion wrote.
+    """
+    provenance = Provenance.read(folder)
+    try:
+        shards, index = read_weights(folder)
+    except KVSurgeryError as error:
+        raise Mismatch(str(error)) from error
+    headers = {shard.name: blake3(shard.header).hexdigest() for shard in shards}
+    for name in sorted(headers.keys() | provenance.headers.keys()):
+        if headers.get(name) != provenance.headers.get(name):
+            raise Mismatch(f"{folder / name} is not the file that the conversion wrote; {SAVED_AGAIN}")
+    try:
+        config = json.loads(provenance.originals[CONFIG])
+        original = Checkpoint(folder, provenance.source, provenance.revision, config, shards, index)
+        moves = plan_moves(original, Family.of(config), provenance.permutation)
+    except (KVSurgeryError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / PROVENANCE} is damaged: {error}") from error
+    return Converted(folder, provenance, shards, moves)

@@ -1,0 +1,167 @@
+"""One loop for converting, reverting and verifying: read, hash and write a shard's tensors window by window.
+
+Tensors are independent, so threads take them in file order: while one waits for the disk, another hashes or shuffles
+(pread, pwrite, BLAKE3 and numpy's take all release the GIL). A tensor is always walked, and hashed, in the order of the
+original checkpoint; going back, a window is gathered from the places where the plan sent its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from blake3 import blake3
+
+from kvsurgery.checkpoint.headers import Shard, Tensor
+from kvsurgery.errors import CheckpointError, Mismatch
+from kvsurgery.plan.surgery import Move
+
+# bytes of a window; a thread holds two of them
+WINDOW = 8 << 20
+JOBS = 4
+
+
+def move_bytes(
+    shard: Shard,
+    moves: Mapping[str, Move],
+    target: int | None = None,
+    *,
+    inverse: bool = False,
+    expected: Mapping[str, str] | None = None,
+    jobs: int = JOBS,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, str]:
+    """Move one shard's bytes.
+
+    Args:
+        shard: what is read: original, or with `inverse` converted.
+        moves: by tensor name, from the original to the converted checkpoint.
+        target: descriptor of the file that is written, header included; None only hashes.
+        expected: hashes that the tensors must have.
+        jobs: threads.
+        progress: called with bytes done, from any thread.
+
+    Returns:
+        By tensor name in file order, the BLAKE3 of its bytes in the original order.
+
+    Raises:
+        CheckpointError: the shard cannot be read, or ends early.
+        Mismatch: a tensor does not have its expected hash.
+        OSError: the target cannot be written.
+    """
+    digests: dict[str, str] = {}
+    failures: list[BaseException] = []
+    pending = iter(shard.tensors)
+    source = _open(shard)
+
+    def work() -> None:
+        buffers = np.empty(WINDOW, np.uint8), np.empty(WINDOW, np.uint8)
+        for tensor in pending:
+            try:
+                hasher = blake3()
+                for count in _windows(shard, tensor, moves[tensor.name], source, target, inverse, buffers, hasher):
+                    if failures:
+                        return
+                    if progress is not None:
+                        progress(count)
+                digests[tensor.name] = hasher.hexdigest()
+                if expected is not None and expected.get(tensor.name) != digests[tensor.name]:
+                    raise Mismatch(f"{tensor.name} in {shard.path} does not have the bytes that were recorded")
+            except BaseException as failure:
+                failures.append(failure)
+                return
+
+    try:
+        if target is not None:
+            os.ftruncate(target, shard.size)
+            _write(target, memoryview(shard.header), 0)
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for worker in [pool.submit(work) for _ in range(jobs)]:
+                    worker.result()
+            except BaseException as interrupt:
+                failures.append(interrupt)
+    finally:
+        os.close(source)
+    if failures:
+        raise failures[0]
+    return {tensor.name: digests[tensor.name] for tensor in shard.tensors}
+
+
+def _windows(
+    shard: Shard,
+    tensor: Tensor,
+    move: Move,
+    source: int,
+    target: int | None,
+    inverse: bool,
+    buffers: tuple[np.ndarray, np.ndarray],
+    hasher: blake3,
+) -> Iterator[int]:
+    """Read, hash and write one tensor; yields the bytes of each window done."""
+    step = WINDOW
+    if move.columns is not None:
+        step -= WINDOW % move.columns.row
+    for start in range(0, tensor.size, step):
+        length = min(step, tensor.size - start)
+        original, moved = buffers[0][:length], buffers[1][:length]
+        straight = ((start, 0, length),)
+        scattered = tuple(_scatter(move, start, length))
+        if inverse:
+            into = original if move.columns is None else moved
+            for place, offset, count in scattered:
+                _read(shard, source, memoryview(into[offset : offset + count]), tensor.start + place)
+            if move.columns is not None:
+                _shuffle(moved, original, move.columns.block, np.argsort(move.columns.order))
+        else:
+            _read(shard, source, memoryview(original), tensor.start + start)
+        hasher.update(original)
+        if target is not None:
+            out = original
+            if move.columns is not None and not inverse:
+                _shuffle(original, moved, move.columns.block, np.asarray(move.columns.order))
+                out = moved
+            for place, offset, count in straight if inverse else scattered:
+                _write(target, memoryview(out[offset : offset + count]), tensor.start + place)
+        yield length
+
+
+def _scatter(move: Move, start: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(place in the converted tensor, offset in the window, bytes) of the pieces of one window of the original."""
+    for run in move.runs:
+        first, last = max(run.source, start), min(run.source + run.length, start + length)
+        if first < last:
+            yield run.destination + first - run.source, first - start, last - first
+
+
+def _shuffle(rows: np.ndarray, out: np.ndarray, block: int, order: np.ndarray) -> None:
+    """Copy rows of `len(order)` blocks so that place p holds block order[p]."""
+    shape = (-1, len(order), block)
+    # with mode "raise", take goes through a buffer of its own
+    np.take(rows.reshape(shape), order, axis=1, out=out.reshape(shape), mode="clip")
+
+
+def _open(shard: Shard) -> int:
+    try:
+        return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shard.path}: {error.strerror}") from error
+
+
+def _read(shard: Shard, source: int, into: memoryview, place: int) -> None:
+    try:
+        while into:
+            count = os.preadv(source, [into], place)
+            if count == 0:
+                raise CheckpointError(f"{shard.path} ends early; it changed while it was read")
+            into, place = into[count:], place + count
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shard.path}: {error.strerror}") from error
+
+
+def _write(target: int, data: memoryview, place: int) -> None:
+    while data:
+        count = os.pwrite(target, data, place)
+        data, place = data[count:], place + count

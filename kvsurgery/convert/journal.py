@@ -1,0 +1,101 @@
+"""The journal of an unfinished output folder: what it is going to be, and which shards are finished.
+
+One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvsurgery.errors import OutputError
+
+JOURNAL = ".kvsurgery-journal"
+PART = ".part"
+
+
+class Journal:
+    """Which shards of an output folder are finished, with their tensors' hashes."""
+
+    def __init__(self, folder: Path, descriptor: int, finished: dict[str, dict[str, str]]) -> None:
+        self.path = folder / JOURNAL
+        self.finished = finished
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, folder: Path, fingerprint: Mapping[str, str]) -> Journal:
+        """Start a journal, or go on with the one of the same fingerprint.
+
+        Raises:
+            OutputError: the folder is being filled by another process, or was to become something else.
+        """
+        path = folder / JOURNAL
+        if not path.exists():
+            _create(path, fingerprint)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            _lock(descriptor, folder)
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            lines = [_parse(line) for line in content[:whole].splitlines()]
+            _compare(folder, lines[0] if lines else {}, fingerprint)
+            os.ftruncate(descriptor, whole)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        finished = {line["shard"]: line["tensors"] for line in lines[1:] if line.keys() == {"shard", "tensors"}}
+        return cls(folder, descriptor, finished)
+
+    def record(self, shard: str, tensors: dict[str, str]) -> None:
+        """Note that a shard lies in the folder for good."""
+        line = json.dumps({"shard": shard, "tensors": tensors}) + "\n"
+        with os.fdopen(os.dup(self._descriptor), "ab") as file:
+            file.write(line.encode())
+        os.fsync(self._descriptor)
+        self.finished[shard] = tensors
+
+    def close(self) -> None:
+        """Let another process go on with it."""
+        os.close(self._descriptor)
+
+
+def _create(path: Path, fingerprint: Mapping[str, str]) -> None:
+    part = path.with_name(path.name + PART)
+    with open(part, "wb") as file:
+        file.write(json.dumps({"fingerprint": dict(fingerprint)}).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"another process is writing {folder}; wait for it, or choose another folder") from None
+    except OSError:
+        # some network file systems have no locks; one writer is the ordinary case
+        pass
+
+
+def _parse(line: bytes) -> dict:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _compare(folder: Path, first: dict, fingerprint: Mapping[str, str]) -> None:
+    before = first.get("fingerprint")
+    if not isinstance(before, dict):
+        raise OutputError(f"{folder / JOURNAL} is damaged; remove {folder} and start again")
+    changed = [part for part, value in fingerprint.items() if before.get(part) != value]
+    if changed:
+        raise OutputError(
+            f"{folder} holds an unfinished run with another {' and '.join(changed)}; "
+            "repeat that command, or remove the folder"
+        )

@@ -1,0 +1,201 @@
+"""`Output`: a folder that is being filled. Every file appears whole or not at all, and a killed run can go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from blake3 import blake3
+
+from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.console import size as readable
+from kvsurgery.convert.engine import JOBS, move_bytes
+from kvsurgery.convert.journal import JOURNAL, PART, Journal
+from kvsurgery.convert.sidefiles import chunks
+from kvsurgery.errors import Mismatch, OutputError
+from kvsurgery.plan.surgery import Move
+
+
+class Output:
+    """An output folder that is being filled; use as a context manager.
+
+    Leaving it without an error removes the journal, which makes the folder an ordinary checkpoint. After an error
+    finished shards and the journal stay, so that the same command goes on; after a mismatch nothing stays.
+    """
+
+    def __init__(self, folder: Path, journal: Journal, created: bool) -> None:
+        self.folder = folder
+        self._journal = journal
+        self._created = created
+        self._written: list[Path] = []
+
+    @classmethod
+    def open(cls, folder: Path, source: Path, size: int, fingerprint: Mapping[str, str]) -> Output:
+        """Check everything that can be checked before writing, then create the folder or go on with it.
+
+        Args:
+            folder: what is filled.
+            source: the folder that is read.
+            size: bytes that will be written.
+            fingerprint: what decides the output; a run that was killed goes on only if it is the same.
+
+        Raises:
+            OutputError: the folder is not usable, the disk too small, or the fingerprint another.
+        """
+        created = False
+        try:
+            _check_place(folder, source)
+            _check_space(folder, size)
+            created = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            _sync(folder.parent)
+            return cls(folder, Journal.open(folder, fingerprint), created)
+        except OSError as error:
+            if created:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OutputError(f"cannot write {folder}: {error.strerror}") from error
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        with self._file(name) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(content)
+
+    def copy(self, name: str, path: Path) -> str:
+        """Copy a file; returns its BLAKE3."""
+        hasher = blake3()
+        with self._file(name) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+            for chunk in chunks(path):
+                hasher.update(chunk)
+                file.write(chunk)
+        return hasher.hexdigest()
+
+    def shard(
+        self,
+        shard: Shard,
+        moves: Mapping[str, Move],
+        *,
+        inverse: bool = False,
+        expected: Mapping[str, str] | None = None,
+        jobs: int = JOBS,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[str, str]:
+        """Move a shard's bytes, or find it finished; returns its tensors' hashes. Arguments as in `move_bytes`."""
+        finished = self._journal.finished.get(shard.name, {})
+        names = [tensor.name for tensor in shard.tensors]
+        if list(finished) == names and _size(self.folder / shard.name) == shard.size:
+            if progress is not None:
+                progress(sum(tensor.size for tensor in shard.tensors))
+            return finished
+        with self._file(shard.name) as descriptor:
+            hashes = move_bytes(
+                shard, moves, descriptor, inverse=inverse, expected=expected, jobs=jobs, progress=progress
+            )
+        self._journal.record(shard.name, hashes)
+        return hashes
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                os.unlink(self._journal.path)
+                _sync(self.folder)
+            elif isinstance(error, Mismatch):
+                self._discard()
+        finally:
+            self._journal.close()
+        if isinstance(error, OSError):
+            raise OutputError(
+                f"cannot write {self.folder}: {error.strerror or error}; run the same command again to go on from here"
+            ) from error
+
+    @contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        """Descriptor of a file that gets its name once it is on disk, and is removed on an error."""
+        path = self.folder / name
+        part = path.with_name(path.name + PART)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # the mode is left to the umask
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+        self._written.append(path)
+        _sync(path.parent)
+
+    def _discard(self) -> None:
+        for path in [*self._written, *(self.folder / name for name in self._journal.finished), self._journal.path]:
+            path.unlink(missing_ok=True)
+        folders = {path.parent for path in self._written} - {self.folder}
+        for folder in sorted(folders, reverse=True) + [self.folder] * self._created:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _check_place(folder: Path, source: Path) -> None:
+    place, origin = folder.resolve(), source.resolve()
+    if place == origin or origin in place.parents:
+        raise OutputError(f"{folder} is the source or lies in it; choose a folder of its own")
+    if folder.is_dir():
+        names = set(os.listdir(folder))
+        if JOURNAL not in names and names - {JOURNAL + PART}:
+            raise OutputError(f"{folder} is not empty; choose another folder, or remove it")
+    elif folder.exists() or folder.is_symlink():
+        raise OutputError(f"{folder} is not a folder")
+    ancestor = _existing(folder)
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {folder}: no permission in {ancestor}")
+
+
+def _check_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(_existing(folder)).free
+    if folder.is_dir():
+        # what an interrupted run left is kept or overwritten; .part files have holes, so count blocks
+        size -= sum(512 * entry.stat().st_blocks for entry in os.scandir(folder))
+    if size > free:
+        raise OutputError(f"{folder} needs {readable(size)}, but only {readable(free)} are free there")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    place = folder.resolve()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network file systems cannot sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""What lies beside the weights: copied by deny-list, since a tokenizer's files can have any name."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from kvsurgery.errors import CheckpointError
+
+LEFT_OUT_FOLDERS = (
+    ".*",
+    "__pycache__",
+    "checkpoint-*",
+    "coreml",
+    "gguf",
+    "global_step*",
+    "metal",
+    "onnx",
+    "openvino",
+    "original",
+    "runs",
+)
+# weights in other formats, pickles, and what a download or a training run leaves behind
+LEFT_OUT = (
+    ".*",
+    "*.bin",
+    "*.ckpt",
+    "*.gguf",
+    "*.ggml",
+    "*.h5",
+    "*.incomplete",
+    "*.index.json",
+    "*.index.*.json",
+    "*.lock",
+    "*.mlmodel",
+    "*.msgpack",
+    "*.npy",
+    "*.npz",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.part",
+    "*.pickle",
+    "*.pkl",
+    "*.pt",
+    "*.pth",
+    "*.py",
+    "*.safetensors",
+    "*.tflite",
+    "kvsurgery.json",
+)
+# left out, but their bytes are kept for `revert`
+KEPT = ("*.py", ".gitattributes")
+MAX_KEPT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """The files of a checkpoint that hold no weights; names are relative, with slashes.
+
+    Attributes:
+        copied: names of those that are copied as they are.
+        originals: bytes of those that conversion replaces or leaves out, and `revert` gives back.
+        left_out: names of those that are neither; folders end with a slash.
+    """
+
+    copied: tuple[str, ...]
+    originals: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]) -> SideFiles:
+    """Sort a checkpoint's files, apart from its `weights` and their index.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is a link to nothing.
+    """
+    copied: list[str] = []
+    originals: dict[str, bytes] = {}
+    left_out: list[str] = []
+    try:
+        for name in walk(folder):
+            base = name.rpartition("/")[2]
+            if name in weights:
+                continue
+            if name in replaced or _kept(folder, name, base):
+                originals[name] = (folder / name).read_bytes()
+            elif name.endswith("/") or any(fnmatchcase(base.lower(), pattern) for pattern in LEFT_OUT):
+                left_out.append(name)
+            else:
+                copied.append(name)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+    return SideFiles(tuple(copied), originals, tuple(left_out))
+
+
+def _kept(folder: Path, name: str, base: str) -> bool:
+    matches = any(fnmatchcase(base, pattern) for pattern in KEPT)
+    return matches and (folder / name).stat().st_size <= MAX_KEPT_BYTES
+
+
+def walk(folder: Path, prefix: str = "") -> Iterator[str]:
+    """Names of the regular files, links followed, in a fixed order; a folder that is left out is one name."""
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            if any(fnmatchcase(name.lower(), pattern) for pattern in LEFT_OUT_FOLDERS):
+                yield f"{prefix}{name}/"
+            else:
+                yield from walk(path, f"{prefix}{name}/")
+        elif path.is_file():
+            yield prefix + name
+        elif path.is_dir():
+            yield f"{prefix}{name}/"
+        elif stat.S_ISLNK(mode):
+            raise CheckpointError(f"{path} is a link to nothing; fetch it again")
+
+
+def chunks(path: Path) -> Iterator[bytes]:
+    """A file piece by piece.
+
+    Raises:
+        CheckpointError: it cannot be read; a caller that writes can tell this from an error of its own.
+    """
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                yield chunk
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,95 @@
+"""Reverting: the original checkpoint back from a converted one, byte for byte, every byte checked on the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvsurgery.checkpoint.source import CONFIG, INDEX
+from kvsurgery.convert.converted import Converted, open_converted
+from kvsurgery.convert.engine import JOBS
+from kvsurgery.convert.output import Output
+from kvsurgery.errors import Mismatch
+
+
+@dataclass(frozen=True)
+class RevertReport:
+    """What reverting gave back.
+
+    Attributes:
+        out: the original checkpoint.
+        source: what it was called when it was converted.
+        size: bytes of its weights.
+        tensors, files: how many of them, apart from shards.
+        left_out: files that the original had and conversion did not keep.
+        seconds: wall time.
+    """
+
+    out: Path
+    source: str
+    size: int
+    tensors: int
+    files: int
+    left_out: tuple[str, ...]
+    seconds: float
+
+
+def revert(
+    folder: str | Path, out: str | Path, *, jobs: int = JOBS, progress: Callable[[int], None] | None = None
+) -> RevertReport:
+    """Write the original checkpoint of a converted one. A run that was interrupted goes on when it is repeated.
+
+    Raises:
+        CheckpointError: `folder` is no converted checkpoint, or its provenance is damaged.
+        Mismatch: its bytes are not those that the conversion wrote; then nothing is left in `out`.
+        OutputError: `out` cannot be used or written.
+    """
+    begin, folder, out = time.monotonic(), Path(folder), Path(out)
+    converted = open_converted(folder)
+    provenance = converted.provenance
+    copied = [name for name in provenance.copied if name != INDEX]
+    for name in provenance.copied:
+        if not (folder / name).is_file():
+            raise Mismatch(f"{folder / name} is missing, and the original had it")
+    size = converted.size + sum(len(content) for content in provenance.originals.values())
+    size += sum((folder / name).stat().st_size for name in provenance.copied)
+    with Output.open(out, folder, size, _fingerprint(converted)) as output:
+        for name in copied:
+            _copy(output, converted, name)
+        for name, content in provenance.originals.items():
+            if name != CONFIG:
+                output.write(name, content)
+        for shard in converted.shards:
+            output.shard(
+                shard, converted.moves, inverse=True, expected=provenance.tensors, jobs=jobs, progress=progress
+            )
+        if INDEX in provenance.copied:
+            _copy(output, converted, INDEX)
+        output.write(CONFIG, provenance.originals[CONFIG])
+    files = len(provenance.copied) + len(provenance.originals)
+    return RevertReport(
+        out,
+        provenance.source,
+        converted.size,
+        len(converted.moves),
+        files,
+        provenance.left_out,
+        time.monotonic() - begin,
+    )
+
+
+def _copy(output: Output, converted: Converted, name: str) -> None:
+    recorded = converted.provenance.copied[name]
+    if output.copy(name, converted.folder / name) != recorded and recorded is not None:
+        raise Mismatch(f"{converted.folder / name} was changed after the conversion; the original cannot be given back")
+
+
+def _fingerprint(converted: Converted) -> dict[str, str]:
+    states = [(shard.name, shard.path.stat().st_size, shard.path.stat().st_mtime_ns) for shard in converted.shards]
+    content = converted.provenance.serialise() + json.dumps(states).encode()
+    return {"converted checkpoint": blake3(content).hexdigest()}

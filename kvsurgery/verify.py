@@ -1,0 +1,112 @@
+"""Verifying: is a converted checkpoint what its conversion wrote, and does it hold the source's bytes?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.convert.converted import Converted, open_converted
+from kvsurgery.convert.engine import JOBS, move_bytes
+from kvsurgery.convert.sidefiles import chunks, walk
+from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.errors import Mismatch
+from kvsurgery.plan.surgery import unmoved
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found right.
+
+    Attributes:
+        provenance: where the checkpoint comes from.
+        size: bytes of its weights.
+        tensors, files: how many had their recorded hash.
+        unrecorded: files that the conversion did not write.
+        seconds: wall time.
+    """
+
+    provenance: Provenance
+    size: int
+    tensors: int
+    files: int
+    unrecorded: tuple[str, ...]
+    seconds: float
+
+
+def verify(
+    folder: str | Path,
+    source: str | Path | None = None,
+    *,
+    jobs: int = JOBS,
+    progress: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """Check a converted checkpoint against its provenance, and against its source where that is given.
+
+    Files come before weights, and headers before tensors, so that most damage is found at once.
+
+    Raises:
+        CheckpointError: `folder` is no converted checkpoint, or `source` no checkpoint.
+        Mismatch: the first file or tensor that is not what was recorded.
+    """
+    begin, folder = time.monotonic(), Path(folder)
+    provenance = Provenance.read(folder)
+    recorded = {**provenance.emitted, **provenance.copied}
+    for name, digest in recorded.items():
+        _check_file(folder, name, digest, "was changed after the conversion")
+    converted = open_converted(folder)
+    _check_tensors(converted, jobs, progress)
+    if source is not None:
+        _check_source(converted, Checkpoint.open(source), jobs, progress)
+    known = {PROVENANCE, *recorded, *provenance.headers}
+    return VerifyReport(
+        provenance,
+        converted.size,
+        len(converted.moves),
+        sum(digest is not None for digest in recorded.values()),
+        tuple(name for name in walk(folder) if name not in known and not name.startswith(".")),
+        time.monotonic() - begin,
+    )
+
+
+def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:
+    expected = converted.provenance.tensors
+    missing = expected.keys() - converted.moves.keys()
+    if missing:
+        raise Mismatch(f"{converted.folder} has no tensor {min(missing)}, which was recorded")
+    for shard in converted.shards:
+        move_bytes(shard, converted.moves, inverse=True, expected=expected, jobs=jobs, progress=progress)
+
+
+def _check_source(converted: Converted, source: Checkpoint, jobs: int, progress: Callable[[int], None] | None) -> None:
+    """The recorded hashes are those of the source's own files."""
+    provenance = converted.provenance
+    for name, digest in provenance.copied.items():
+        _check_file(source.folder, name, digest, "is not what was converted")
+    for name, content in provenance.originals.items():
+        _check_file(source.folder, name, file_hash(name, blake3(content).hexdigest()), "is not what was converted")
+    headers = {shard.name: blake3(shard.header).hexdigest() for shard in source.shards}
+    for name in sorted(headers.keys() | provenance.headers.keys()):
+        if headers.get(name) != provenance.headers.get(name):
+            raise Mismatch(f"{source.folder / name} is not what was converted")
+    for shard in source.shards:
+        moves = {tensor.name: unmoved(tensor) for tensor in shard.tensors}
+        move_bytes(shard, moves, expected=provenance.tensors, jobs=jobs, progress=progress)
+
+
+def _check_file(folder: Path, name: str, digest: str | None, fault: str) -> None:
+    """A file is there and, unless people may edit it, has the recorded hash."""
+    path = folder / name
+    if digest is None:
+        return
+    if not path.is_file():
+        raise Mismatch(f"{path} is missing")
+    hasher = blake3()
+    for chunk in chunks(path):
+        hasher.update(chunk)
+    if hasher.hexdigest() != digest:
+        raise Mismatch(f"{path} {fault}")
