@@ -127,28 +127,21 @@ def show(path: Path, as_json: bool, picture: Path | None) -> None:
 def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str | None]:
     """Dimensions of the model at a folder, a config.json or a Hub id; the name and the commit to record."""
     from kvsurgery.checkpoint.source import read_config
+    from kvsurgery.errors import CheckpointError
     from kvsurgery.plan.family import Family
 
     folder, name = Path(source), source
     if folder.name == "config.json" and folder.is_file():
         folder = folder.parent
         name = str(folder)
-    if folder.is_dir():
-        config = read_config(folder)
-    else:
-        config, revision = _hub_config(source, revision)
+    elif not folder.is_dir():
+        from kvsurgery import hub
+
+        if not hub.is_repo_id(source):
+            raise CheckpointError(f"{source} is no model folder, no config.json and no Hub id")
+        folder, revision = hub.fetch_config(source, revision)
+    config = read_config(folder)
     return Family.of(config).dimensions(config), name, revision
-
-
-def _hub_config(repo_id: str, revision: str | None) -> tuple[dict[str, Any], str]:
-    from kvsurgery import hub
-    from kvsurgery.checkpoint.source import read_config
-    from kvsurgery.errors import CheckpointError
-
-    if not hub.is_repo_id(repo_id):
-        raise CheckpointError(f"{repo_id} is no model folder, no config.json and no Hub id")
-    with hub.headers(repo_id, revision) as remote:
-        return read_config(remote.folder), remote.commit
 
 
 def _write(profile: HeadProfile, out: Path) -> None:
