@@ -99,12 +99,14 @@ def model(tmp_path) -> Path:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer [v1].json").write_text("{}")
     (folder / "LICENSE").write_text("as is")
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
     for name in ("pytorch_model.bin", "model.fp32.safetensors", "original/consolidated.00.pth", "model.gguf"):
         (folder / name).write_bytes(b"weights nobody wants")
     return folder
 
 
 WANTED = {
+    ".gitattributes",
     "LICENSE",
     "config.json",
     "model-00001-of-00002.safetensors",

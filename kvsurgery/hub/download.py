@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
@@ -19,15 +19,12 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
+from kvsurgery.convert.sidefiles import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained
 
-# never downloaded, unless they are shards of the checkpoint: weights in other formats and copies
-OTHER_WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.h5", "*.msgpack"),
-    *("*.onnx", "*.onnx_data", "*.ot", "*.npz", "*.tflite", "*.mlmodel", "*.zip", "*.tar", "*.tar.gz"),
-    *("original/*", "onnx/*", "openvino/*", "coreml/*", "metal/*", ".*"),
-)
+# files that decide what conversion makes of a checkpoint
+WHOLE = {CONFIG, INDEX, "generation_config.json", "README.md", "adapter_config.json", "kvsurgery.json"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class RemoteCheckpoint:
     """A checkpoint on the Hub as a folder without its weights.
 
     Attributes:
-        folder: config, index and provenance whole; each shard its header, then a hole up to the true size, so that
-            what reads the headers of a local checkpoint reads these. Offline, the cached snapshot itself.
+        folder: configs, index, card and provenance whole; each shard its header, then a hole up to the true size. What
+            reads the headers of a local checkpoint reads these. Offline, the cached snapshot itself.
         commit: the commit it shows.
         files: the names of all files of that commit.
     """
@@ -61,6 +58,8 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
         HubError: it cannot be had; the line says why and what to do.
     """
     with explained(repo_id, revision):
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(repo_id, revision=revision)  # fails at once, where a download retries for 23 s
         folder = Path(hf_hub_download(repo_id, CONFIG, revision=revision)).parent
     return folder, folder.name
 
@@ -77,9 +76,8 @@ def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpo
     if constants.HF_HUB_OFFLINE:
         with explained(repo_id, revision):
             # without the patterns, a snapshot that `fetch_checkpoint` made counts as incomplete
-            cached = snapshot_download(
-                repo_id, revision=revision, local_files_only=True, ignore_patterns=list(OTHER_WEIGHTS)
-            )
+            ignored = [*LEFT_OUT, *(f"{name}/*" for name in LEFT_OUT_FOLDERS)]
+            cached = snapshot_download(repo_id, revision=revision, local_files_only=True, ignore_patterns=ignored)
         folder = Path(cached)
         yield RemoteCheckpoint(folder, folder.name, tuple(path.name for path in folder.iterdir()))
         return
@@ -116,7 +114,7 @@ def fetch_checkpoint(
         if constants.HF_HUB_OFFLINE:
             return remote.folder, remote.commit
         shards = {path.name for path in remote.folder.glob("*.safetensors")}
-    wanted = [name for name in remote.files if name in shards or not matches(name, OTHER_WEIGHTS)]
+    wanted = [name for name in remote.files if name in shards or name == INDEX or _is_side_file(name)]
     with explained(repo_id, revision):
         folder = Path(snapshot_download(repo_id, revision=remote.commit, allow_patterns=[*map(escape, wanted)]))
     # huggingface_hub 0.x returns what the cache holds when the Hub is gone in between
@@ -126,7 +124,7 @@ def fetch_checkpoint(
 
 
 def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path) -> None:
-    for name in {CONFIG, INDEX, "kvsurgery.json", "adapter_config.json"}.intersection(files):
+    for name in WHOLE.intersection(files):
         shutil.copyfile(hf_hub_download(repo_id, name, revision=commit), folder / name)
     for name in files:
         # their presence is all that anyone looks at
@@ -164,5 +162,14 @@ def _fetch_header(repo_id: str, commit: str, name: str, path: Path) -> None:
         file.truncate(size)
 
 
+def _is_side_file(name: str) -> bool:
+    """Whether conversion has a use for a file that holds no weights of the checkpoint."""
+    *folders, base = name.split("/")
+    if any(matches(folder.lower(), LEFT_OUT_FOLDERS) for folder in folders):
+        return False
+    return matches(base, KEPT) or not matches(base.lower(), LEFT_OUT)
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    """Whether a name matches one of the patterns; `*` spans slashes."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

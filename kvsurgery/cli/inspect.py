@@ -1,0 +1,122 @@
+"""`kvsurgery inspect`: say what a checkpoint is, from its headers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvsurgery.inspection import Facts, Surgery
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.option("--revision", help="Branch, tag or commit, where SRC is a Hub id.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(source: str, revision: str | None, as_json: bool) -> None:
+    """Say what a checkpoint is, and whether it can be converted or how it was.
+
+    SRC is a folder or a Hub id. Only headers are read: of a model on the Hub no weights are downloaded.
+
+    \b
+    kvsurgery inspect ./llama3-duo
+    kvsurgery inspect meta-llama/Llama-3.1-8B-Instruct --json
+    """
+    from kvsurgery.errors import CheckpointError
+    from kvsurgery.inspection import inspect_checkpoint
+
+    folder = Path(source)
+    if folder.is_dir():
+        facts = inspect_checkpoint(folder, source)
+    else:
+        from kvsurgery import hub
+
+        if not hub.is_repo_id(source):
+            raise CheckpointError(f"{source} is not a folder, and no name that a model on the Hub can have")
+        with hub.headers(source, revision) as remote:
+            facts = inspect_checkpoint(remote.folder, source, remote.commit)
+    if as_json:
+        click.echo(json.dumps(facts.to_json(), indent=2))
+    else:
+        _show(facts)
+
+
+def _show(facts: Facts) -> None:
+    from kvsurgery import console
+
+    def say(line: str) -> None:
+        console.stdout.print(line, markup=False)
+
+    console.stdout.print(facts.name, style="bold", markup=False)
+    for name, value in _rows(facts):
+        say(f"  {name:<15}{value}")
+    if facts.problem:
+        say(f"cannot be converted: {facts.problem}")
+    elif facts.surgery is None:
+        say("can be converted")
+    else:
+        _show_surgery(facts.surgery)
+
+
+def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
+    from kvsurgery import console
+
+    if facts.revision:
+        yield "commit", facts.revision
+    yield "family", facts.model_type
+    if facts.dimensions:
+        yield "attention", facts.dimensions
+        sliding = Counter(window for window in facts.windows if window is not None)
+        for window, layers in sliding.items():
+            yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens"
+    if facts.context:
+        yield "positions", facts.context
+    yield from _ropes(facts.rope)
+    if facts.parameters:
+        dtypes = ", ".join(f"{count:,} in {dtype}" for dtype, count in facts.parameters.items())
+        yield "parameters", dtypes
+        yield "output layer", "the embedding" if facts.tied else "of its own"
+        yield "weights", f"{console.size(facts.size)} in {facts.shards} {'file' if facts.shards == 1 else 'files'}"
+
+
+def _ropes(rope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """One line per rotary embedding; models with two kinds of layers have two."""
+    if rope and all(isinstance(value, dict) for value in rope.values()):
+        for kind, inner in rope.items():
+            yield from ((f"rope, {kind.partition('_')[0]}", line) for _, line in _ropes(inner))
+    elif rope:
+        settings = (f"{key.removeprefix('rope_')} {_brief(value)}" for key, value in rope.items() if key != "rope_type")
+        yield "rope", ", ".join([str(rope.get("rope_type", "default")), *settings])
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{len(value)} values]"
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _show_surgery(surgery: Surgery) -> None:
+    from kvsurgery import console
+
+    rows = [
+        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
+        for row in surgery.kv_bytes
+    ]
+    console.stdout.print(
+        console.table("KV cache of one sequence, 16 bit", ("tokens", "before", "after", "ratio"), rows)
+    )
+    if surgery.revertible:
+        commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
+        how = ", ".join(f"{name} {value}" for name, value in surgery.options.items())
+        lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {how}"]
+    else:
+        lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
+    full = sum(count for count in surgery.full_heads if count is not None)
+    per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
+    lines.append(f"{full} KV heads full, {surgery.streaming} streaming; full heads per layer: {per_layer}")
+    console.stdout.print("\n".join(lines), markup=False)

@@ -1,0 +1,173 @@
+"""What a checkpoint is, and whether surgery covers it or which surgery it had. From headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsurgery import resources
+from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.emit.card import kv_table
+from kvsurgery.emit.config import both_rope_spellings
+from kvsurgery.emit.provenance import PROVENANCE, Provenance
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.plan.family import Family
+from kvsurgery.plan.surgery import plan_moves
+
+# what stands in the way of naming a family, though its dimensions are plain
+NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
+
+
+@dataclass(frozen=True)
+class Surgery:
+    """What was done to a converted checkpoint.
+
+    Attributes:
+        full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
+        streaming: KV heads that stream, in the layers with full heads.
+        kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
+        base_model, base_revision: what was converted.
+        options: how the heads were decided.
+        tool: version that did it.
+        revertible: False after `save_pretrained`, which loses the provenance that the four above come from.
+    """
+
+    full_heads: tuple[int | None, ...]
+    streaming: int
+    kv_bytes: tuple[Mapping[str, Any], ...]
+    base_model: str | None = None
+    base_revision: str | None = None
+    options: Mapping[str, Any] | None = None
+    tool: str | None = None
+    revertible: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint in numbers.
+
+    Attributes:
+        name, revision: folder or Hub id, and the commit of the latter.
+        model_type: as config.json has it.
+        dimensions: attention dimensions, None where the family is unknown.
+        windows: per layer, the model's own sliding window in tokens, None for full attention.
+        context: positions that the model was made for.
+        rope: its rotary embedding, as transformers 5 spells it.
+        parameters: by dtype; empty where there are no safetensors weights.
+        shards, size: weight files, and their bytes.
+        tied: whether the output layer is the embedding.
+        problem: why it cannot be converted, None where it can be or was.
+        surgery: what was done to a converted one.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str | None
+    dimensions: ModelDimensions | None
+    windows: tuple[int | None, ...]
+    context: int | None
+    rope: Mapping[str, Any]
+    parameters: Mapping[str, int]
+    shards: int
+    size: int
+    tied: bool
+    problem: str | None
+    surgery: Surgery | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        return {**asdict(self), "supported": self.problem is None}
+
+
+def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> Facts:
+    """Look at a checkpoint folder, or at the stand-in that `hub.headers` makes of a remote one.
+
+    Raises:
+        CheckpointError: it is malformed, which is more than not being supported.
+    """
+    config = read_config(folder)
+    problem, checkpoint = None, None
+    try:
+        checkpoint = Checkpoint.open(folder, name, revision)
+    except UnsupportedModel as error:
+        problem = str(error)
+    surgery = _surgery(folder, config) if "kv_surgery" in config else None
+    if checkpoint is not None and surgery is None:
+        problem = _problem(checkpoint)
+    parameters: Counter[str] = Counter()
+    for tensor in checkpoint.tensors if checkpoint else ():
+        parameters[tensor.dtype] += math.prod(tensor.shape)
+    dimensions, windows = _dimensions(config)
+    return Facts(
+        name=name,
+        revision=revision,
+        model_type=config.get("model_type"),
+        dimensions=dimensions,
+        windows=windows,
+        context=config.get("max_position_embeddings"),
+        rope=_rope(config),
+        parameters=dict(parameters.most_common()),
+        shards=len(checkpoint.shards) if checkpoint else 0,
+        size=checkpoint.size if checkpoint else 0,
+        tied=checkpoint.tied if checkpoint else False,
+        problem=problem,
+        surgery=surgery,
+    )
+
+
+def _problem(checkpoint: Checkpoint) -> str | None:
+    """Why a stock checkpoint cannot be converted, whatever the policy."""
+    try:
+        family = Family.of(checkpoint.config)
+        model = family.dimensions(checkpoint.config)
+        if None not in family.windows(checkpoint.config):
+            return "every layer has a sliding window of its own; there is nothing to convert"
+        plan_moves(checkpoint, family, [range(model.kv_heads)] * model.layers)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
+
+
+def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tuple[int | None, ...]]:
+    """Dimensions and windows, as far as the family is known."""
+    stock = {key: value for key, value in config.items() if key not in NOT_STOCK}
+    try:
+        family = Family.of(stock)
+        return family.dimensions(stock), family.windows(stock)
+    except UnsupportedModel:
+        return None, ()
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {**config, **both_rope_spellings(config)}.get("rope_parameters") or {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the RoPE settings of config.json are malformed: {error!r}") from error
+
+
+def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
+    try:
+        layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    facts = {
+        "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
+        "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
+        "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
+    }
+    if not (folder / PROVENANCE).exists():
+        return Surgery(**facts)
+    origin = Provenance.read(folder)
+    return Surgery(
+        **facts,
+        base_model=origin.source,
+        base_revision=origin.revision,
+        options=origin.options,
+        tool=origin.tool,
+        revertible=True,
+    )
