@@ -57,7 +57,7 @@ def describe(profile: HeadProfile) -> str:
     return (
         f"{profile.base_model} ({profile.model})\n"
         f"{profile.method} scores of {layers} x {heads} {kind} heads: {scores.min():.4g} to {scores.max():.4g}, "
-        f"mean {scores.mean():.4g}, {at_max} of {scores.size} at the maximum"
+        f"mean {scores.mean(dtype=np.float64):.4g}, {at_max} of {scores.size} at the maximum"
     )
 
 
