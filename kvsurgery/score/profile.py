@@ -93,9 +93,7 @@ class HeadProfile:
         ceiling = METHODS[self.method]
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
             bound = "" if ceiling is None else f" and <= {ceiling:g}"
-            raise ProfileError(
-                f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}; measure them again"
-            )
+            raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadProfile) and self.hash == other.hash
