@@ -9,53 +9,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.hub_repo import Blob, Repo, is_lfs
+
 TOKEN = "hf_loopback"
 USER = "surgeon"
-
-
-@dataclass(frozen=True)
-class Blob:
-    """One file of one commit; an LFS file's identity is the SHA-256 that was committed, whatever is stored under it."""
-
-    content: bytes
-    lfs: str | None = None
-
-    @property
-    def git_oid(self) -> str:
-        data = self.content
-        if self.lfs:
-            data = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.lfs}\nsize {len(data)}\n".encode()
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-@dataclass
-class Repo:
-    private: bool = False
-    gated: bool = False
-    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)
-
-    def commit(self, files: dict[str, Blob], ref: str) -> str:
-        listing = "".join(f"{path}\0{blob.git_oid}\n" for path, blob in sorted(files.items()))
-        sha = hashlib.sha1(f"{len(self.commits)} {self.refs.get(ref)}\n{listing}".encode()).hexdigest()
-        self.commits[sha] = files
-        self.refs[ref] = sha
-        return sha
-
-    def files(self, revision: str = "main") -> dict[str, bytes]:
-        """What a user sees at a revision."""
-        return {path: blob.content for path, blob in self.commits[self.refs.get(revision, revision)].items()}
 
 
 @dataclass
@@ -96,6 +67,28 @@ class Hub(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that hang up are part of the tests."""
 
+    def client_environment(self, home: Path) -> dict[str, str]:
+        """Environment of a process that takes this server for the Hub, and keeps its cache in `home`."""
+        keep = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
+        return keep | {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home / "hf"),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+
+    def run(self, home: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvsurgery` as a user of this Hub does, but without the pauses of huggingface_hub between retries."""
+        code = "import time; time.sleep = lambda seconds: None; from kvsurgery.cli import main; main()"
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env={**self.client_environment(home), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     def create(self, repo_id: str, private: bool = False) -> Repo:
         """A repository with the one commit that the Hub makes."""
         repo = self.repos[repo_id] = Repo(private)
@@ -125,10 +118,6 @@ def serve() -> Iterator[Hub]:
         hub.shutdown()
         hub.server_close()
         thread.join()
-
-
-def is_lfs(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".gguf", ".model"))
 
 
 class Refusal(Exception):
@@ -305,11 +294,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def tree(self, repo_id: str, revision: str) -> list:
         _, files = self.snapshot(self.repo(repo_id), revision)
-        return [entry(path, blob) for path, blob in sorted(files.items())]
-
-    def paths_info(self, repo_id: str, revision: str) -> list:
-        _, files = self.snapshot(self.repo(repo_id), revision)
-        return [entry(path, files[path]) for path in parse_qs(self.body.decode())["paths"] if path in files]
+        return [blob.entry(path) for path, blob in sorted(files.items())]
 
     def resolve(self, repo_id: str, revision: str, path: str) -> None:
         repo = self.repo(repo_id)
@@ -333,14 +318,6 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(200, content, headers)
 
 
-def entry(path: str, blob: Blob) -> dict:
-    """A file as the listings show it; an LFS file's checksum is that of the stored bytes."""
-    result = {"type": "file", "path": path, "size": len(blob.content), "oid": blob.git_oid}
-    if blob.lfs:
-        result["lfs"] = {"oid": hashlib.sha256(blob.content).hexdigest(), "size": len(blob.content), "pointerSize": 134}
-    return result
-
-
 NAME = r"([\w.-]+/[\w.-]+)"
 ROUTES: list[tuple[str, str, Callable]] = [
     ("GET", "/api/whoami-v2", Handler.whoami),
@@ -349,7 +326,6 @@ ROUTES: list[tuple[str, str, Callable]] = [
     ("GET", f"/api/models/{NAME}", Handler.model_info),
     ("GET", f"/api/models/{NAME}/revision/(.+)", Handler.model_info),
     ("GET", f"/api/models/{NAME}/tree/([^/]+)", Handler.tree),
-    ("POST", f"/api/models/{NAME}/paths-info/([^/]+)", Handler.paths_info),
     ("POST", f"/api/models/{NAME}/preupload/([^/]+)", Handler.preupload),
     ("POST", f"/api/models/{NAME}/commit/([^/]+)", Handler.commit),
     ("POST", f"/{NAME}.git/info/lfs/objects/batch", Handler.lfs_batch),

@@ -1,7 +1,6 @@
 """Downloads from a Hub on the loopback, as a user's process sees them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.hub_server import TOKEN, Fault, Hub, serve
+from tests.hub_server import Fault, Hub, serve
 
 # one call per line of stdin; one JSON line of answer per call: a result, or the error's class and text
 DRIVER = """
 import json, sys, time
-from pathlib import Path
 time.sleep = lambda seconds: None  # huggingface_hub backs off for 23 s before it gives up
 from kvsurgery import hub
 from kvsurgery.checkpoint.source import Checkpoint
@@ -37,13 +35,10 @@ def refuse(repo_id):
         raise UnsupportedModel(f"{folder}/config.json: no")
     return hub.fetch_checkpoint(repo_id, check=check)
 
-def push(folder, repo_id, **options):
-    return hub.push(Path(folder), repo_id, **options)
-
 for line in sys.stdin:
-    name, arguments, options = json.loads(line)
+    name, arguments = json.loads(line)
     try:
-        print(json.dumps(globals()[name](*arguments, **options)))
+        print(json.dumps(globals()[name](*arguments)))
     except KVSurgeryError as error:
         print(json.dumps({"error": type(error).__name__, "line": str(error)}))
 """
@@ -62,8 +57,8 @@ def call(hub, tmp_path):
     def run(*calls, **environment):
         process = subprocess.run(
             [sys.executable, "-c", DRIVER],
-            input="\n".join(json.dumps((name, arguments, {})) for name, *arguments in calls),
-            env={**client_environment(hub, tmp_path), **environment},
+            input="\n".join(json.dumps((name, arguments)) for name, *arguments in calls),
+            env={**hub.client_environment(tmp_path), **environment},
             capture_output=True,
             text=True,
             check=False,
@@ -73,17 +68,6 @@ def call(hub, tmp_path):
         return answers if len(calls) > 1 else answers[0]
 
     return run
-
-
-def client_environment(hub: Hub, home: Path) -> dict[str, str]:
-    keep = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    return keep | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home / "hf"),
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
 
 
 @pytest.fixture

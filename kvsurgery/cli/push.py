@@ -28,7 +28,13 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool) -> None:
     Provenance.read(folder)
     # hashing takes minutes; a missing token should not wait for it
     hub.check_login(repo_id)
-    verify(folder)
+    with console.progress(bytes=True) as bar:
+        task = bar.add_task("verifying", total=sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+        report = verify(folder, progress=lambda count: bar.advance(task, count))
+    if report.unrecorded:
+        console.stderr.print(
+            f"also uploading what the conversion did not write: {', '.join(report.unrecorded)}", markup=False
+        )
     url = hub.push(folder, repo_id, private=private, create_pr=create_pr)
-    console.stderr.print("verified, uploaded, and the Hub's checksums are those of the local files")
+    console.stderr.print("uploaded; the Hub's checksums are those of the local files")
     click.echo(url)

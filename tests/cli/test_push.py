@@ -1,0 +1,179 @@
+"""`kvsurgery push` against a Hub on the loopback, with the faults that networks have."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.families import make
+from tests.hub_repo import Blob
+from tests.hub_server import Fault, Hub, serve
+from tests.surgery import convert_folder
+
+FOREVER = float("inf")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """A converted checkpoint in several shards; tests must not change it."""
+    place = tmp_path_factory.mktemp("shards")
+    return convert_folder(make("llama", place / "stock", shard="100KB"), place / "duo").folder
+
+
+@pytest.fixture
+def hub():
+    with serve() as server:
+        yield server
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def on_hub(hub: Hub, revision: str = "main") -> dict[str, bytes]:
+    """The files of a revision but the one that the Hub makes itself."""
+    files = hub.repos["surgeon/duo"].files(revision)
+    del files[".gitattributes"]
+    return files
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """SHA-256 of every shard."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def the_line(result) -> str:
+    """A failed command's last word: one line, no traceback, nothing on stdout."""
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("kvsurgery: ")]
+    assert result.stderr.endswith(line + "\n")
+    return line
+
+
+def test_the_hub_gets_the_folder_in_one_commit(hub, converted, tmp_path):
+    folder = Path(shutil.copytree(converted, tmp_path / "duo"))
+    (folder / "model.safetensors.part").write_text("half")
+    (folder / ".cache").mkdir()
+    (folder / ".cache/.lock").write_text("")
+    result = hub.run(tmp_path, "push", folder, "duo")
+    assert (result.returncode, result.stdout) == (0, f"{hub.url}/surgeon/duo\n"), result.stderr
+    assert on_hub(hub) == contents(converted)
+    assert not hub.repos["surgeon/duo"].private
+    assert len(hub.repos["surgeon/duo"].commits) == 2
+
+
+def test_pushing_again_changes_nothing(hub, converted, tmp_path):
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    before, hub.received = dict(hub.repos["surgeon/duo"].refs), []
+    again = hub.run(tmp_path, "push", converted, "surgeon/duo")
+    assert (again.returncode, again.stdout) == (0, f"{hub.url}/surgeon/duo\n")
+    assert hub.repos["surgeon/duo"].refs == before
+    assert hub.received == []
+
+
+def test_after_a_lost_connection_only_the_missing_shards_are_sent(hub, converted, tmp_path):
+    first, *others = shards(converted).values()
+    hub.faults = [Fault(f"PUT /lfs/{first}", drop=20_000, times=FOREVER)]
+    lost = hub.run(tmp_path, "push", converted, "surgeon/duo")
+    assert lost.returncode == 1
+    assert "run again" in the_line(lost)
+    assert on_hub(hub) == {}
+    assert sorted(hub.received) == sorted(others)
+
+    hub.faults, hub.received = [], []
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    assert on_hub(hub) == contents(converted)
+    assert hub.received == [first]
+
+
+@pytest.mark.parametrize("fault", [Fault("PUT", drop=20_000), Fault("PUT", status=500)], ids=["dropped", "500"])
+def test_one_fault_in_an_upload_is_survived(hub, converted, tmp_path, fault):
+    hub.faults = [fault]
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    assert fault.times == 0
+    assert on_hub(hub) == contents(converted)
+
+
+@pytest.mark.parametrize("step", ["repos/create", "preupload", "objects/batch", "commit/main", "tree/"])
+def test_a_500_at_any_step_is_survived_or_reported_and_mended_by_a_second_run(hub, converted, tmp_path, step):
+    hub.faults = [Fault(step)]
+    first = hub.run(tmp_path, "push", converted, "surgeon/duo")
+    if first.returncode:
+        assert "500" in the_line(first)
+        assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    assert hub.faults[0].times == 0
+    assert on_hub(hub) == contents(converted)
+    assert len(hub.received) == len(shards(converted))
+
+
+@pytest.mark.parametrize("token", ["", "hf_expired"], ids=["none", "expired"])
+def test_without_a_valid_token_nothing_happens(hub, converted, tmp_path, token):
+    result = hub.run(tmp_path, "push", converted, "surgeon/duo", HF_TOKEN=token)
+    assert result.returncode == 1
+    assert result.stderr == the_line(result) + "\n"
+    assert "hf auth login" in result.stderr
+    assert hub.repos == {}
+
+
+def test_a_token_without_the_right_is_one_line(hub, converted, tmp_path):
+    result = hub.run(tmp_path, "push", converted, "somebody/duo")
+    assert result.returncode == 1
+    assert "somebody/duo" in the_line(result)
+    assert hub.repos == {}
+
+
+def test_a_pull_stepleaves_main_as_it_is(hub, converted, tmp_path):
+    result = hub.run(tmp_path, "push", converted, "surgeon/duo", "--create-pr")
+    assert (result.returncode, result.stdout) == (0, f"{hub.url}/surgeon/duo/discussions/1\n"), result.stderr
+    assert on_hub(hub) == {}
+    assert on_hub(hub, "refs/pr/1") == contents(converted)
+
+
+def test_private_means_private(hub, converted, tmp_path):
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo", "--private").returncode == 0
+    assert hub.repos["surgeon/duo"].private
+    hub.repos["surgeon/duo"].private = False
+    refused = hub.run(tmp_path, "push", converted, "surgeon/duo", "--private")
+    assert refused.returncode == 1
+    assert "public" in the_line(refused)
+
+
+def test_damage_on_the_hub_is_found(hub, converted, tmp_path):
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    repo = hub.repos["surgeon/duo"]
+    files = repo.commits[repo.refs["main"]]
+    name, oid = list(shards(converted).items())[1]
+    flipped = bytearray(files[name].content)
+    flipped[-1] ^= 1
+    files[name] = Blob(bytes(flipped), lfs=oid)
+    result = hub.run(tmp_path, "push", converted, "surgeon/duo")
+    assert result.returncode == 3
+    assert name in the_line(result)
+
+
+def test_weights_that_would_load_in_place_of_these_are_deleted(hub, converted, tmp_path):
+    repo = hub.create("surgeon/duo")
+    old = {name: Blob(b"old") for name in ("model.safetensors", "model-00009-of-00009.safetensors")}
+    kept = {name: Blob(b"kept") for name in ("adapter_model.safetensors", "notes.txt", "config.json")}
+    repo.commit({**repo.commits[repo.refs["main"]], **old, **kept}, "main")
+    assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
+    extra = {"adapter_model.safetensors": b"kept", "notes.txt": b"kept"}
+    assert on_hub(hub) == contents(converted) | extra
+
+
+def test_only_a_sound_converted_checkpoint_is_pushed(hub, converted, tmp_path):
+    folder = Path(shutil.copytree(converted, tmp_path / "duo"))
+    shard = next(folder.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    damaged = hub.run(tmp_path, "push", folder, "surgeon/duo")
+    assert damaged.returncode == 3
+    assert "duo" in the_line(damaged)
+    (folder / "kvsurgery.json").unlink()
+    foreign = hub.run(tmp_path, "push", folder, "surgeon/duo")
+    assert foreign.returncode == 1
+    assert "kvsurgery.json" in the_line(foreign)
+    assert hub.repos == {}
