@@ -1,0 +1,154 @@
+"""`kvsurgery inspect`: facts from headers, against the models that transformers makes of them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvsurgery.cli import cli
+from tests.families import FAMILIES
+from tests.hub_server import serve
+from tests.surgery import RECENT, SINK
+
+
+def inspect(source: Path, *options: str) -> dict:
+    result = CliRunner().invoke(cli, ["inspect", str(source), "--json", *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def text(source: Path) -> str:
+    return CliRunner().invoke(cli, ["inspect", str(source)], catch_exceptions=False).stdout
+
+
+@pytest.fixture
+def broken(checkpoint, tmp_path):
+    """A copy of the stock Llama with its config changed."""
+
+    def change(**keys) -> Path:
+        folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_are_those_of_the_loaded_model(checkpoint, family):
+    folder = checkpoint(family)
+    facts = inspect(folder)
+    config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    attention = model.model.layers[0].self_attn
+    assert facts["dimensions"] == {
+        "layers": len(model.model.layers),
+        "query_heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": attention.head_dim,
+    }
+    assert facts["windows"] == [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
+    assert facts["parameters"] == {"F32": sum(parameter.numel() for parameter in model.parameters())}
+    assert facts["tied"] == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert facts["size"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert (facts["supported"], facts["problem"], facts["surgery"]) == (True, None, None)
+
+
+def test_a_converted_checkpoint_tells_its_surgery(mixed):
+    converted = mixed("gemma3")
+    facts = inspect(converted.folder)
+    surgery = facts["surgery"]
+    native = [window is not None for window in facts["windows"]]
+    assert any(native)
+    assert surgery["full_heads"] == [
+        None if own else sum(full) for own, full in zip(native, converted.full, strict=True)
+    ]
+    assert surgery["streaming"] == sum(
+        len(full) - sum(full) for own, full in zip(native, converted.full, strict=True) if not own
+    )
+    assert surgery["base_model"] == converted.source.name
+    assert surgery["options"]["sparsity"] == 0.5
+    assert surgery["revertible"]
+    # 16 bit, keys and values: full heads keep all tokens, streaming ones sinks and window, native ones their window
+    tokens, head, window = 8192, 2 * 2 * facts["dimensions"]["head_dim"], max(filter(None, facts["windows"]))
+    own = sum(native) * facts["dimensions"]["kv_heads"] * window
+    full, streaming = sum(filter(None, surgery["full_heads"])), surgery["streaming"]
+    assert surgery["kv_bytes"][0] == {
+        "tokens": "8k",
+        "before": head * ((full + streaming) * tokens + own),
+        "after": head * (full * tokens + streaming * (SINK + RECENT) + own),
+    }
+    assert f"{full} KV heads full, {streaming} streaming" in text(converted.folder)
+
+
+def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
+    folder = Path(shutil.copytree(mixed("llama").folder, tmp_path / "saved"))
+    (folder / "kvsurgery.json").unlink()
+    assert not inspect(folder)["surgery"]["revertible"]
+    assert "cannot be reverted" in text(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"model_type": "bert"}, "bert"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"num_hidden_layers": 3}, "beyond the 3 layers"),
+    ],
+    ids=["family", "quantised", "layers"],
+)
+def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason):
+    folder = broken(**keys)
+    facts = inspect(folder)
+    assert not facts["supported"]
+    assert reason in facts["problem"]
+    assert facts["problem"] in text(folder)
+
+
+def test_pickled_weights(broken):
+    folder = broken()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    facts = inspect(folder)
+    assert "save_pretrained" in facts["problem"]
+    assert facts["dimensions"]["layers"] == 4
+    assert facts["shards"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"rope_parameters": {"sliding_attention": 7}}, "RoPE"),
+        ({"kv_surgery": {"version": 99}}, "version 99"),
+        ({"hidden_size": 32}, "shape"),
+    ],
+    ids=["rope", "surgery", "shape"],
+)
+def test_a_malformed_checkpoint_is_an_error(broken, tmp_path, keys, word):
+    with serve() as hub:
+        result = hub.run(tmp_path, "inspect", broken(**keys))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvsurgery: ")
+    assert word in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_on_the_hub_the_same_facts_cost_no_weights(checkpoint, tmp_path):
+    folder = checkpoint("llama")
+    with serve() as hub:
+        commit = hub.publish("surgeon/llama", folder).refs["main"]
+        result = hub.run(tmp_path, "inspect", "surgeon/llama", "--json")
+        fetched = sum(count for path, count in hub.served.items() if path.endswith(".safetensors"))
+    assert json.loads(result.stdout) == {**inspect(folder), "name": "surgeon/llama", "revision": commit}
+    header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    assert fetched == header
+
+
+def test_a_name_that_is_neither_folder_nor_repository(tmp_path):
+    with serve() as hub:
+        result = hub.run(tmp_path, "inspect", str(tmp_path / "nowhere"))
+    assert result.returncode == 1
+    assert "nowhere is not a folder" in result.stderr
+    assert hub.requests == []
