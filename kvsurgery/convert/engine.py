@@ -18,9 +18,12 @@ from kvsurgery.checkpoint.headers import Shard, Tensor
 from kvsurgery.errors import CheckpointError, Mismatch
 from kvsurgery.plan.surgery import Move
 
-# bytes of a window; a thread holds two of them
-WINDOW = 8 << 20
 JOBS = 4
+MAX_JOBS = 32
+# bytes of all windows together; a thread holds two
+MEMORY = 64 << 20
+# pieces of this length are sent to the disk at once; left to the kernel, all would wait for the fsync at the end
+FLUSH = 256 << 10
 
 
 def move_bytes(
@@ -40,7 +43,7 @@ def move_bytes(
         moves: by tensor name, from the original to the converted checkpoint.
         target: descriptor of the file that is written, header included; None only hashes.
         expected: hashes that the tensors must have.
-        jobs: threads.
+        jobs: threads; more than `MAX_JOBS` gain nothing.
         progress: called with bytes done, from any thread.
 
     Returns:
@@ -54,10 +57,11 @@ def move_bytes(
     digests: dict[str, str] = {}
     failures: list[BaseException] = []
     pending = iter(shard.tensors)
+    jobs = min(jobs, MAX_JOBS)
     source = _open(shard)
 
     def work() -> None:
-        buffers = np.empty(WINDOW, np.uint8), np.empty(WINDOW, np.uint8)
+        buffers = np.empty((2, MEMORY // (2 * jobs)), np.uint8)
         for tensor in pending:
             try:
                 hasher = blake3()
@@ -77,6 +81,8 @@ def move_bytes(
         if target is not None:
             os.ftruncate(target, shard.size)
             _write(target, memoryview(shard.header), 0)
+        if progress is not None:
+            progress(len(shard.header))
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 for worker in [pool.submit(work) for _ in range(jobs)]:
@@ -97,13 +103,13 @@ def _windows(
     source: int,
     target: int | None,
     inverse: bool,
-    buffers: tuple[np.ndarray, np.ndarray],
+    buffers: np.ndarray,
     hasher: blake3,
 ) -> Iterator[int]:
     """Read, hash and write one tensor; yields the bytes of each window done."""
-    step = WINDOW
+    step = buffers.shape[1]
     if move.columns is not None:
-        step -= WINDOW % move.columns.row
+        step -= step % move.columns.row
     for start in range(0, tensor.size, step):
         length = min(step, tensor.size - start)
         original, moved = buffers[0][:length], buffers[1][:length]
@@ -162,6 +168,9 @@ def _read(shard: Shard, source: int, into: memoryview, place: int) -> None:
 
 
 def _write(target: int, data: memoryview, place: int) -> None:
+    begin, length = place, len(data)
     while data:
         count = os.pwrite(target, data, place)
         data, place = data[count:], place + count
+    if length >= FLUSH and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(target, begin, length, os.POSIX_FADV_DONTNEED)

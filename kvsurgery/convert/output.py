@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -62,13 +63,13 @@ class Output:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        with self._file(name) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        with self._file(name) as file:
             file.write(content)
 
     def copy(self, name: str, path: Path) -> str:
         """Copy a file; returns its BLAKE3."""
         hasher = blake3()
-        with self._file(name) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        with self._file(name) as file:
             for chunk in chunks(path):
                 hasher.update(chunk)
                 file.write(chunk)
@@ -89,11 +90,11 @@ class Output:
         names = [tensor.name for tensor in shard.tensors]
         if list(finished) == names and _size(self.folder / shard.name) == shard.size:
             if progress is not None:
-                progress(sum(tensor.size for tensor in shard.tensors))
+                progress(shard.size)
             return finished
-        with self._file(shard.name) as descriptor:
+        with self._file(shard.name) as file:
             hashes = move_bytes(
-                shard, moves, descriptor, inverse=inverse, expected=expected, jobs=jobs, progress=progress
+                shard, moves, file.fileno(), inverse=inverse, expected=expected, jobs=jobs, progress=progress
             )
         self._journal.record(shard.name, hashes)
         return hashes
@@ -118,19 +119,16 @@ class Output:
             ) from error
 
     @contextmanager
-    def _file(self, name: str) -> Iterator[int]:
-        """Descriptor of a file that gets its name once it is on disk, and is removed on an error."""
+    def _file(self, name: str) -> Iterator[BinaryIO]:
+        """A file that gets its name once it is on disk, and is removed on an error; its mode is left to the umask."""
         path = self.folder / name
         part = path.with_name(path.name + PART)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # the mode is left to the umask
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                yield descriptor
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with open(part, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(part, path)
         except BaseException:
             with suppress(OSError):

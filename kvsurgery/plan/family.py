@@ -21,6 +21,8 @@ from kvsurgery.errors import UnsupportedModel
 
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
+# a row of o_proj has to fit a window of the engine
+MAX_WIDTH = 1 << 17
 LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
 MODEL = re.compile(r"(?:model\.)?(.+)", re.DOTALL)
 
@@ -106,6 +108,8 @@ class Family:
             raise UnsupportedModel(f"config.json: {query_heads} query heads do not share {kv_heads} KV heads evenly")
         has_head_dim = config.get("head_dim") is not None or "head_dim" in self.defaults
         head_dim = self._number(config, "head_dim") if has_head_dim else self.hidden(config) // query_heads
+        if not 0 < query_heads * head_dim <= MAX_WIDTH:
+            raise UnsupportedModel(f"config.json: {query_heads} query heads of {head_dim} are not a sensible width")
         return ModelDimensions(layers, query_heads, kv_heads, head_dim)
 
     def hidden(self, config: Mapping[str, Any]) -> int:

@@ -1,0 +1,42 @@
+"""`kvsurgery revert`: the way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write; must be empty.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
+    """Give the original of the converted checkpoint DIR back, byte for byte.
+
+    Nothing but DIR is needed. Every tensor and file is compared with the hash that the conversion recorded. A killed
+    run continues when the same command is given again.
+
+    \b
+    kvsurgery revert ./llama3-duo --out ./llama3
+    """
+    from kvsurgery import console
+    from kvsurgery.convert.engine import JOBS
+    from kvsurgery.revert import revert
+
+    with console.progress(bytes=True) as bar:
+        task = bar.add_task("reverting", total=sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+        report = revert(folder, out, jobs=jobs or JOBS, progress=lambda count: bar.advance(task, count))
+    if as_json:
+        facts = {**vars(report), "out": str(report.out)}
+        click.echo(json.dumps(facts, indent=2))
+        return
+    console.stdout.print(
+        f"wrote {out}: {report.source} as it was, {report.tensors} tensors and {report.files} files, "
+        f"{console.size(report.size)} in {report.seconds:.1f} s",
+        markup=False,
+    )
+    if report.left_out:
+        console.stderr.print(f"not kept by the conversion: {', '.join(report.left_out)}", markup=False)

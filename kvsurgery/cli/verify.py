@@ -1,0 +1,70 @@
+"""`kvsurgery verify`: is a converted checkpoint what its conversion wrote?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--source", metavar="SRC", help="Compare with the original too: a folder or a Hub id.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads that hash.  [default: 4]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) -> None:
+    """Check the converted checkpoint DIR against the hashes that its conversion recorded.
+
+    Emitted code, configs and copied files are compared as they are; every tensor is put back into its original order
+    and must have the hash of the original's bytes. The exit code is 3 for a mismatch, and the line names what differs.
+
+    \b
+    kvsurgery verify ./llama3-duo
+    kvsurgery verify ./llama3-duo --source ./llama3
+    """
+    from kvsurgery import console
+    from kvsurgery.convert.engine import JOBS
+    from kvsurgery.verify import verify
+
+    original = None if source is None else _folder(source, folder)
+    folders = [folder] if original is None else [folder, original]
+    total = sum(path.stat().st_size for place in folders for path in place.glob("*.safetensors"))
+    with console.progress(bytes=True) as bar:
+        task = bar.add_task("verifying", total=total)
+        report = verify(folder, original, jobs=jobs or JOBS, progress=lambda count: bar.advance(task, count))
+    if as_json:
+        facts = {
+            "source": report.provenance.source,
+            "revision": report.provenance.revision,
+            "tool": report.provenance.tool,
+            "tensors": report.tensors,
+            "files": report.files,
+            "bytes": report.size,
+            "unrecorded": report.unrecorded,
+            "compared_with_source": source is not None,
+            "seconds": report.seconds,
+        }
+        click.echo(json.dumps(facts, indent=2))
+        return
+    against = "their recorded hashes" if source is None else "their recorded hashes and the source"
+    console.stdout.print(
+        f"{folder} is {report.provenance.source}, converted and unharmed: {report.tensors} tensors and {report.files} "
+        f"files agree with {against}",
+        markup=False,
+    )
+    if report.unrecorded:
+        console.stderr.print(f"not written by the conversion: {', '.join(report.unrecorded)}", markup=False)
+
+
+def _folder(source: str, converted: Path) -> Path:
+    """The source's folder; a Hub id is downloaded at the revision that was converted."""
+    if Path(source).is_dir():
+        return Path(source)
+    from kvsurgery import hub
+    from kvsurgery.emit.provenance import Provenance
+    from kvsurgery.errors import CheckpointError
+
+    if not hub.is_repo_id(source):
+        raise CheckpointError(f"{source} is no folder and no Hub id")
+    return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]
