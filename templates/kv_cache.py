@@ -202,7 +202,7 @@ class KVLayerCache(CacheLayerMixin):
             start = stop
         self.seen = seen
         if seen > self.layout.sink + self.streaming.ring:
-            self.restorable = max(self.restorable, seen - self.streaming.margin)
+            self.restorable = max(self.restorable, seen - self.streaming.margin - 1)
 
     def _store(self, group: HeadGroup, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         if padding is None:

@@ -13,11 +13,16 @@ from .kv_layout import KVLayout
 class KVSurgeryModel:
     """Mixin, first in the bases: every attention layer gets its layout and this checkpoint's attention function."""
 
+    _auto_class = "AutoModel"  # save_pretrained then copies this code, in transformers 4 too
+
     def __init__(self, config, *args, **kwargs):
         layout = KVLayout.from_config(config)
         super().__init__(config, *args, **kwargs)
         for decoder_layer, layer in zip(getattr(self, "model", self).layers, layout.layers, strict=True):
             decoder_layer.self_attn.kv_layout = layer
+
+    def _checkpoints_activations(self) -> bool:
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
         # whatever implementation is asked for, only this one knows the heads
@@ -26,6 +31,8 @@ class KVSurgeryModel:
 
 class KVSurgeryGeneration(KVSurgeryModel):
     """The same for a model that generates: `generate` makes, sizes and continues a `KVSurgeryCache`."""
+
+    _auto_class = "AutoModelForCausalLM"
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
         if generation_config.use_cache is False:
@@ -66,7 +73,7 @@ def with_kv_cache(forward):
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
         if use_cache is None:
-            use_cache = self.config.use_cache and not (self.training and self.is_gradient_checkpointing)
+            use_cache = self.config.use_cache and not (self.training and self._checkpoints_activations())
         if cache is None and use_cache:
             cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
         if cache is not None:
@@ -77,6 +84,21 @@ def with_kv_cache(forward):
         return forward(*bound.args, **bound.kwargs)
 
     return wrapper
+
+
+def convert_experts(class_name: str, model_type: str) -> None:
+    """Load a mixture's experts into a class of this checkpoint as into the stock one.
+
+    transformers 5 stores experts apart and joins them at load, but not for custom code unless it is registered.
+    """
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:  # transformers 4 keeps them apart
+        return
+    register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(model_type), overwrite=True)
 
 
 def check_cache(cache) -> None:

@@ -1,4 +1,4 @@
-"""Gemma 3 text with a head-level KV cache: retrieval heads keep all tokens, streaming heads sinks and a recent window."""
+"""Gemma 3 text with a head-level KV cache: retrieval heads keep all tokens, streaming heads a recent window."""
 
 from transformers.models.gemma3 import modeling_gemma3 as stock
 
@@ -10,8 +10,10 @@ from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
 
 
 class Gemma3TextModel(KVSurgeryModel, stock.Gemma3TextModel):
+    base_model_prefix = "model"  # what the weights are stored under; transformers 4 assumes another
     forward = with_kv_cache(stock.Gemma3TextModel.forward)
 
 
 class Gemma3ForCausalLM(KVSurgeryGeneration, stock.Gemma3ForCausalLM):
+    base_model_prefix = "model"  # what the weights are stored under; transformers 4 assumes another
     forward = with_kv_cache(stock.Gemma3ForCausalLM.forward)

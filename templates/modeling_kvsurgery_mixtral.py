@@ -6,7 +6,9 @@ from transformers.models.mixtral import modeling_mixtral as stock
 from .kv_attention import attention  # noqa: F401
 from .kv_cache import KVSurgeryCache  # noqa: F401
 from .kv_layout import KVLayout  # noqa: F401
-from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, convert_experts, with_kv_cache
+
+convert_experts("MixtralModel", "mixtral")
 
 
 class MixtralModel(KVSurgeryModel, stock.MixtralModel):

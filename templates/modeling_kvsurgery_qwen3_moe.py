@@ -6,7 +6,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
 from .kv_attention import attention  # noqa: F401
 from .kv_cache import KVSurgeryCache  # noqa: F401
 from .kv_layout import KVLayout  # noqa: F401
-from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, convert_experts, with_kv_cache
+
+convert_experts("Qwen3MoeModel", "qwen3_moe")
 
 
 class Qwen3MoeModel(KVSurgeryModel, stock.Qwen3MoeModel):

@@ -61,7 +61,7 @@ def reference_logits(
     """
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
-    for layer, heads in zip(model.base_model.layers, full, strict=True):
+    for layer, heads in zip(model.model.layers, full, strict=True):
         layer.self_attn.reference = (heads, sink, recent)
     try:
         with torch.no_grad():

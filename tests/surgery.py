@@ -39,8 +39,10 @@ class Converted:
 
     @cached_property
     def stock(self) -> torch.nn.Module:
-        """The original model."""
-        return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32).eval()
+        """The original model; eager, since stock SDPA leaves soft caps out."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.source, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     @cached_property
     def model(self) -> torch.nn.Module:

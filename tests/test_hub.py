@@ -15,6 +15,7 @@ from tests.hub_server import Fault, Hub, serve
 DRIVER = """
 import json, sys, time
 time.sleep = lambda seconds: None  # huggingface_hub backs off for 23 s before it gives up
+from huggingface_hub import HfApi
 from kvsurgery import hub
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import KVSurgeryError, UnsupportedModel
@@ -28,6 +29,10 @@ def headers(repo_id, revision=None):
 
 def fetch(repo_id, revision=None):
     folder, commit = hub.fetch_checkpoint(repo_id, revision)
+    return {"folder": str(folder), "commit": commit}
+
+def fetch_while_main_moves(repo_id):
+    folder, commit = hub.fetch_checkpoint(repo_id, check=lambda _: HfApi().delete_file("LICENSE", repo_id))
     return {"folder": str(folder), "commit": commit}
 
 def refuse(repo_id):
@@ -135,6 +140,14 @@ def test_fetched_files_are_the_published_ones(hub, call, model):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         name: (model / name).read_bytes() for name in WANTED
     }
+
+
+def test_a_moving_branch_gives_files_of_one_commit(hub, call, model):
+    commit = hub.publish("surgeon/model", model).refs["main"]
+    fetched = call(("fetch_while_main_moves", "surgeon/model"))
+    assert hub.repos["surgeon/model"].refs["main"] != commit
+    assert fetched["commit"] == commit
+    assert (Path(fetched["folder"]) / "LICENSE").exists()
 
 
 def test_a_broken_download_goes_on_and_a_second_one_sends_no_weights(hub, call, model):

@@ -75,7 +75,7 @@ def test_index_names_only_files_of_the_folder(sharded: Path, name: object) -> No
 
 def test_missing_shard(sharded: Path) -> None:
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors is missing"):
         Checkpoint.open(sharded)
 
 
@@ -89,26 +89,26 @@ def test_link_to_nothing_is_a_missing_shard(sharded: Path) -> None:
 
 def test_tensor_in_another_shard_than_the_index_says(sharded: Path) -> None:
     edit_index(sharded, **{"lm_head.weight": "model-00002-of-00003.safetensors"})
-    with pytest.raises(CheckpointError, match="'lm_head.weight'.*it is in model-00001"):
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight'.*it is in model-00001"):
         Checkpoint.open(sharded)
 
 
 def test_tensor_that_no_shard_has(sharded: Path) -> None:
     edit_index(sharded, ghost="model-00002-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="'ghost'.*it is in no shard"):
+    with pytest.raises(CheckpointError, match=r"'ghost'.*it is in no shard"):
         Checkpoint.open(sharded)
 
 
 def test_tensor_that_the_index_omits(sharded: Path) -> None:
     edit_index(sharded, **{"lm_head.weight": None})
-    with pytest.raises(CheckpointError, match="does not name 'lm_head.weight'"):
+    with pytest.raises(CheckpointError, match=r"does not name 'lm_head.weight'"):
         Checkpoint.open(sharded)
 
 
 def test_tensor_in_two_shards(sharded: Path) -> None:
     noise_shard(sharded / "extra.safetensors", {"lm_head.weight": [1], "extra": [1]})
     edit_index(sharded, extra="extra.safetensors")
-    with pytest.raises(CheckpointError, match="'lm_head.weight' is in both"):
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is in both"):
         Checkpoint.open(sharded)
 
 
@@ -121,7 +121,7 @@ def test_single_file_beside_other_shards(sharded: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"weight_map": []}', '{"weight_map": {}}'])
 def test_broken_index(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
-    with pytest.raises(CheckpointError, match="index.json"):
+    with pytest.raises(CheckpointError, match=r"index.json"):
         Checkpoint.open(sharded)
 
 
@@ -138,7 +138,7 @@ def test_no_folder_and_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
         Checkpoint.open(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(CheckpointError, match="no model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no model.safetensors"):
         Checkpoint.open(tmp_path)
 
 

@@ -1,0 +1,261 @@
+"""Everything users do with `generate` works on an emitted model, and means what it means on a stock one.
+
+The yardstick is the same model without a cache: it computes every step from all tokens, and test_exactness.py holds it
+against an independent reference.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, PreTrainedTokenizerFast, pipeline
+
+from tests.families import largest, make, tokens
+from tests.reference import reference_logits
+from tests.surgery import RECENT, SINK, convert_folder
+
+TRANSFORMERS_4 = transformers.__version__.startswith("4.")
+SAMPLE = ["llama", "qwen2", "gemma2", "gemma3", "mixtral"]
+NEW = 14
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [0, 2]}
+
+
+def batch(rows=3, length=30, seed=0):
+    """Token ids and mask of a batch padded on the left by 0, 5, 10, ... tokens."""
+    ids = tokens(rows, length, seed)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 5 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def same_without_cache(model, inputs, **options):
+    torch.manual_seed(7)
+    with_cache = model.generate(**inputs, **options)
+    torch.manual_seed(7)
+    without = model.generate(**inputs, **options, use_cache=False)
+    assert with_cache.equal(without)
+    return with_cache
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_greedy_equals_the_dense_reference(mixed, family):
+    converted, ids = mixed(family), tokens(2, 25)
+    expected = ids
+    for _ in range(8):
+        step = reference_logits(converted.stock, converted.full, SINK, RECENT, expected)[:, -1]
+        step[:, 2] = -torch.inf  # no end before its time
+        expected = torch.cat([expected, step.argmax(-1, keepdim=True)], 1)
+    options = GREEDY | {"max_new_tokens": 8, "suppress_tokens": [2]}
+    assert converted.model.generate(ids, **options).equal(expected)
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3, "do_sample": False},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "length_penalty": 0.5},
+    ],
+    ids=["greedy", "sampling", "several sequences", "beams", "several beams"],
+)
+def test_batches_with_left_padding(mixed, family, options):
+    same_without_cache(mixed(family).model, batch(), **GREEDY | options)
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("size", [1, 7, 29, 64])
+def test_chunked_prefill(mixed, family, size):
+    model, ids = mixed(family).model, tokens(2, 30)
+    assert model.generate(ids, **GREEDY, prefill_chunk_size=size).equal(model.generate(ids, **GREEDY))
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 fails on a stock Llama too")
+def test_chunked_prefill_with_left_padding(mixed):
+    model = mixed("llama").model
+    assert model.generate(**batch(), **GREEDY, prefill_chunk_size=4).equal(model.generate(**batch(), **GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [("llama", "itself"), ("llama", "another"), ("llama", "stock"), ("gemma2", "itself"), ("gemma2", "another")],
+)
+def test_assisted_decoding(mixed, checkpoint, family, draft, tmp_path):
+    converted, ids = mixed(family), tokens(1, 40, seed=3)
+    assistant = {
+        "itself": converted.load,
+        "another": lambda: convert_folder(make(family, tmp_path / "a", seed=5), tmp_path / "b", sparsity=0.75).load(),
+        "stock": lambda: copy.deepcopy(converted.stock),
+    }[draft]()
+    assistant.generation_config.num_assistant_tokens = 6
+    expected = converted.model.generate(ids, **GREEDY | {"max_new_tokens": 40})
+    found = converted.model.generate(
+        ids, **GREEDY | {"max_new_tokens": 40}, assistant_model=assistant, return_dict_in_generate=True
+    )
+    assert found.sequences.equal(expected)
+    assert found.past_key_values.margin < 40  # the margin follows the candidates, not the length
+
+
+def test_draft_for_a_stock_target(mixed):
+    converted, ids = mixed("llama"), tokens(1, 40, seed=4)
+    draft = converted.load()
+    expected = converted.stock.generate(ids, **GREEDY | {"max_new_tokens": 40})
+    assert converted.stock.generate(ids, **GREEDY | {"max_new_tokens": 40}, assistant_model=draft).equal(expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompt_lookup(mixed, family):
+    model = mixed(family).model
+    ids = tokens(1, 12).repeat(1, 4)
+    options = GREEDY | {"max_new_tokens": 30}
+    found = model.generate(ids, **options, prompt_lookup_num_tokens=5, return_dict_in_generate=True)
+    assert found.sequences.equal(model.generate(ids, **options))
+    assert found.past_key_values.margin <= 12
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_continuing_a_returned_cache(mixed, family):
+    model = mixed(family).model
+    history, cache = tokens(1, 20), None
+    for turn in range(3):
+        history = torch.cat([history, tokens(1, 9, seed=10 + turn)], 1)
+        output = model.generate(history, **GREEDY, past_key_values=cache, return_dict_in_generate=True)
+        assert output.sequences.equal(model.generate(history, **GREEDY))
+        history, cache = output.sequences, output.past_key_values
+    layout = model.model.layers[0].self_attn.kv_layout
+    assert cache.layers[0].streaming.slots == layout.sink + layout.recent
+
+
+def test_continuing_a_padded_batch(mixed):
+    model = mixed("llama").model
+    first = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
+    more = tokens(3, 6, seed=9)
+    ids = torch.cat([first.sequences, more], 1)
+    mask = torch.cat([batch()["attention_mask"], torch.ones(3, ids.shape[1] - 30, dtype=torch.long)], 1)
+    second = {"input_ids": ids, "attention_mask": mask}
+    assert model.generate(**second, **GREEDY, past_key_values=first.past_key_values).equal(
+        model.generate(**second, **GREEDY)
+    )
+
+
+def test_input_embeddings(mixed):
+    model, ids = mixed("llama").model, tokens(2, 20)
+    embeddings = model.get_input_embeddings()(ids)
+    assert model.generate(inputs_embeds=embeddings, **GREEDY).equal(model.generate(ids, **GREEDY)[:, 20:])
+
+
+def test_classifier_free_guidance(mixed):
+    model, ids = mixed("llama").model, tokens(1, 20)
+    same_without_cache(model, {"input_ids": ids}, **GREEDY, guidance_scale=1.5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, 101))])}
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def test_pipeline(mixed, tokenizer):
+    texts = ["w5 w6 w7 w8 w9 w10 w11 w12 w13", "w40 w41", " ".join(f"w{i}" for i in range(20, 50))]
+    generator = pipeline("text-generation", model=mixed("llama").load(), tokenizer=tokenizer)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    together = generator(texts, batch_size=3, **options)
+    assert together == [generator(text, **options) for text in texts]
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_saved_again_and_reloaded(mixed, family, tmp_path):
+    converted, ids = mixed(family), tokens(2, 30)
+    converted.load().save_pretrained(tmp_path / "again")
+    again = type(converted)(converted.source, tmp_path / "again", converted.policy)
+    assert again.load().generate(ids, **GREEDY).equal(converted.model.generate(ids, **GREEDY))
+    assert again.model.config.architectures == converted.stock.config.architectures
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_base_model(mixed, family):
+    converted, ids = mixed(family), tokens(2, 30)
+    base = converted.load(AutoModel)
+    with torch.no_grad():
+        expected = converted.model(ids, output_hidden_states=True)
+        found = base(ids, output_hidden_states=True)
+    assert len(found.hidden_states) == converted.stock.config.num_hidden_layers + 1
+    assert largest(found.last_hidden_state - expected.hidden_states[-1], expected.hidden_states[-1]) <= 1e-6
+    assert found.past_key_values.get_seq_length() == 30
+
+
+def test_two_checkpoints_in_one_process(mixed, checkpoint, tmp_path):
+    ids = tokens(1, 40)
+    one = mixed("llama")
+    before = one.model(ids).logits
+    other = convert_folder(checkpoint("llama"), tmp_path / "other", sparsity=0.75, sink=1, recent=2)
+    expected = reference_logits(other.stock, other.full, 1, 2, ids)
+    assert largest(other.model(ids).logits - expected, expected) <= 1e-4
+    assert one.model(ids).logits.equal(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(mixed, dtype):
+    converted, ids = mixed("llama"), tokens(2, 40)
+    model = converted.load(dtype=dtype)
+    with torch.no_grad():
+        expected, found = converted.model(ids).logits, model(ids).logits
+    assert found.dtype == dtype
+    assert largest(found.float() - expected, expected) < (0.02 if dtype == torch.float16 else 0.15)
+    cache = model.generate(ids, **GREEDY, return_dict_in_generate=True).past_key_values
+    assert cache.layers[0].full.keys.dtype == dtype
+
+
+def test_device_map(mixed):
+    pytest.importorskip("accelerate")
+    converted, ids = mixed("llama"), tokens(2, 30)
+    placed = converted.load(device_map={"": "cpu"})
+    assert placed.generate(ids, **GREEDY).equal(converted.model.generate(ids, **GREEDY))
+
+
+def test_layers_offloaded_to_disk(mixed, tmp_path):
+    pytest.importorskip("accelerate")
+    converted, ids = mixed("llama"), tokens(2, 30)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{index}": "disk" if index == 2 else "cpu" for index in range(4)}
+    placed = converted.load(device_map=places, offload_folder=tmp_path)
+    assert placed.generate(ids, **GREEDY).equal(converted.model.generate(ids, **GREEDY))
+
+
+def test_logits_to_keep_is_honoured(mixed):
+    model, ids = mixed("llama").model, tokens(2, 30)
+    with torch.no_grad():
+        assert model(ids, logits_to_keep=1).logits.shape == (2, 1, 101)
+    assert model._supports_logits_to_keep()
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_training_forward(mixed, family):
+    converted, ids = mixed(family), tokens(2, 40)
+    model = converted.load().train()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert plain["model.layers.0.self_attn.k_proj.weight"].abs().max() > 0
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()  # with a cache, as Trainer runs it
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert largest(parameter.grad - plain[name], plain[name]) <= 1e-5
+
+
+def test_gradient_checkpointing(mixed):
+    model, ids = mixed("llama").load().train(), tokens(2, 40)
+    expected = model(ids, labels=ids, use_cache=False).loss
+    model.gradient_checkpointing_enable()
+    found = model(ids, labels=ids).loss
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
