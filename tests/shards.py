@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.convert.convert import Report, convert
+from kvsurgery.decide.policy import LayerPolicy, Policy
+from kvsurgery.plan.surgery import plan_surgery
+
 # bytes per element
 SIZES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
@@ -102,3 +107,21 @@ def llama_checkpoint(folder: Path, shards: int = 1, dtype: str = "F32", **config
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     return folder
+
+
+FILES = {
+    "README.md": b"converted card",
+    "generation_config.json": b'{"do_sample": true}',
+    "kv_model.py": b"pass",
+    "config.json": b'{"model_type": "llama", "kv_surgery": {}}',
+}
+
+
+def convert_llama(
+    folder: Path, out: Path, orders: Sequence[Sequence[int]] = ((2, 0, 1), (1, 0, 2)), **options: Any
+) -> Report:
+    """Convert a checkpoint of `llama_checkpoint` with stand-ins for the emitted files."""
+    checkpoint = Checkpoint.open(folder)
+    policy = Policy(tuple(LayerPolicy(tuple(order), 1, 2, 4) for order in orders), {"full_heads": 2})
+    files = options.pop("files", FILES)
+    return convert(checkpoint, plan_surgery(checkpoint, policy), out, files, **options)

@@ -147,6 +147,7 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "llama", "kv_surgery": {"version": 1}}, "revert"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ],
     ids=str,

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvsurgery.convert.journal import JOURNAL, Journal
+from kvsurgery.convert.output import Output
+from kvsurgery.errors import CheckpointError, OutputError
+from tests.shards import FILES, convert_llama, llama_checkpoint, tree
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return llama_checkpoint(tmp_path / "source", shards=3)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_what_is_written(source: Path, out: Path) -> None:
+    report = convert_llama(source, out)
+    before, after = tree(source), tree(out)
+    shards = {name for name in before if name.endswith(".safetensors")}
+    copied = {"tokenizer.json", "LICENSE", "picture.png", "additional_chat_templates/tool.jinja", INDEX}
+    assert after.keys() == shards | copied | FILES.keys() | {"kvsurgery.json"}
+    assert {name: after[name] for name in copied} == {name: before[name] for name in copied}
+    assert {name: after[name] for name in FILES} == FILES
+    assert all(len(after[name]) == len(before[name]) for name in shards)
+    assert {".env", ".cache/", "pytorch_model.bin", "original/", "onnx/", "model.Q4_K.gguf"} == set(report.left_out)
+    assert (report.tensors, report.moved) == (21, 8)
+    assert report.size == sum(len(before[name]) for name in shards)
+
+
+def test_secrets_are_not_taken_along(source: Path, out: Path) -> None:
+    convert_llama(source, out)
+    kept = json.loads((out / "kvsurgery.json").read_text())["originals"]
+    assert kept.keys() == {".gitattributes", "README.md", "config.json", "generation_config.json", "modeling_custom.py"}
+    assert b"SECRET" not in b"".join(tree(out).values())
+
+
+def test_provenance_hashes_are_of_the_source(source: Path, out: Path) -> None:
+    convert_llama(source, out)
+    provenance = json.loads((out / "kvsurgery.json").read_text())
+    assert provenance["source"] == "source"
+    assert provenance["permutation"] == [[2, 0, 1], [1, 0, 2]]
+    assert provenance["copied"]["LICENSE"] == blake3(b"do what you like").hexdigest()
+    assert provenance["emitted"]["kv_model.py"] == blake3(b"pass").hexdigest()
+    assert provenance["emitted"]["README.md"] is None
+    assert provenance["copied"]["picture.png"] is None
+    for name, digest in provenance["headers"].items():
+        raw = (source / name).read_bytes()
+        assert digest == blake3(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
+
+
+@pytest.mark.parametrize("jobs", [1, 8])
+def test_the_same_input_gives_the_same_bytes(source: Path, out: Path, tmp_path: Path, jobs: int) -> None:
+    convert_llama(source, out, jobs=jobs)
+    elsewhere = tmp_path / "elsewhere" / "source"
+    shutil.copytree(source, elsewhere)
+    convert_llama(elsewhere, tmp_path / "deep" / "down" / "out")
+    assert tree(out) == tree(tmp_path / "deep" / "down" / "out")
+
+
+def test_modes_are_left_to_the_umask(source: Path, out: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        convert_llama(source, out)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()} == {0o640}
+
+
+def test_repeating_a_finished_conversion(source: Path, out: Path) -> None:
+    convert_llama(source, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert convert_llama(source, out).already_done
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"orders": [(0, 1, 2), (1, 0, 2)]}, {"files": {**FILES, "kv_model.py": b"changed"}}],
+    ids=["policy", "files"],
+)
+def test_finished_conversion_of_something_else(source: Path, out: Path, options: dict) -> None:
+    convert_llama(source, out)
+    before = tree(out)
+    with pytest.raises(OutputError, match="another conversion"):
+        convert_llama(source, out, **options)
+    assert tree(out) == before
+
+
+def test_source_that_changed_after_its_conversion(source: Path, out: Path) -> None:
+    convert_llama(source, out)
+    shard = source / "model-00001-of-00003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + b"x")
+    with pytest.raises(OutputError, match="newer than its conversion"):
+        convert_llama(source, out)
+
+
+def test_out_that_is_not_ours(source: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.tex").write_text("important")
+    with pytest.raises(OutputError, match="not empty"):
+        convert_llama(source, out)
+    assert tree(out) == {"thesis.tex": b"important"}
+
+
+def test_out_that_is_the_source_or_inside_it(source: Path, tmp_path: Path) -> None:
+    before = tree(source)
+    (tmp_path / "link").symlink_to(source)
+    for place in (source, source / "out", tmp_path / "link", tmp_path / "link" / "deep" / "out"):
+        with pytest.raises(OutputError, match="is the source or lies in it"):
+            convert_llama(source, place)
+    assert tree(source) == before
+
+
+def test_out_that_is_a_file(source: Path, out: Path) -> None:
+    out.write_text("a file")
+    for place in (out, out / "deeper"):
+        with pytest.raises(OutputError):
+            convert_llama(source, place)
+    assert out.read_text() == "a file"
+
+
+def test_too_little_disk(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=9_000))
+    with pytest.raises(OutputError, match=r"needs .* but only 8\.79 KiB are free"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+def test_no_permission(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # root may write anywhere, so the answer is made up
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(OutputError, match="no permission"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+def test_link_to_nothing_among_the_side_files(source: Path, out: Path) -> None:
+    (source / "vocab.json").symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match=r"vocab\.json is a link to nothing"):
+        convert_llama(source, out)
+    assert not out.exists()
+
+
+def test_side_files_behind_links_are_copied(source: Path, out: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "blob"
+    blob.write_text("words")
+    (source / "vocab.json").symlink_to(blob)
+    convert_llama(source, out)
+    assert (out / "vocab.json").read_text() == "words"
+    assert not (out / "vocab.json").is_symlink()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The disk is full when the file `name` gets written."""
+    write, shard = Output.write, Output.shard
+
+    def full(output: Output, wanted: str) -> None:
+        if wanted == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Output, "write", lambda self, name, content: full(self, name) or write(self, name, content))
+    monkeypatch.setattr(
+        Output, "shard", lambda self, item, *args, **kw: full(self, item.name) or shard(self, item, *args, **kw)
+    )
+
+
+@pytest.mark.parametrize("where", ["kv_model.py", "model-00002-of-00003.safetensors", "kvsurgery.json", "config.json"])
+def test_failure_in_the_middle(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, where)
+        with pytest.raises(OutputError, match="No space left on device; run the same command again"):
+            convert_llama(source, out)
+    names = tree(out)
+    assert JOURNAL in names
+    assert "config.json" not in names
+    assert not [name for name in names if name.endswith(".part")]
+    for auto in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            auto.from_pretrained(out)
+    convert_llama(source, out)
+    convert_llama(source, tmp_path / "undisturbed")
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+def test_write_error_inside_a_shard(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, calls = os.pwrite, []
+
+    def full(*args: object) -> int:
+        calls.append(args)
+        if len(calls) > 25:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutputError, match="No space left"):
+        convert_llama(source, out)
+    assert (out / "model-00001-of-00003.safetensors").exists()
+    assert not (out / "model-00003-of-00003.safetensors").exists()
+    assert not list(out.glob("*.part"))
+
+
+def test_finished_shards_are_kept(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, "model-00003-of-00003.safetensors")
+        with pytest.raises(OutputError):
+            convert_llama(source, out)
+    kept = [out / f"model-0000{shard}-of-00003.safetensors" for shard in (1, 2)]
+    before = [path.stat().st_mtime_ns for path in kept]
+    done: list[int] = []
+    report = convert_llama(source, out, progress=done.append)
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert sum(done) == report.size
+
+
+def test_finished_shard_that_was_lost_is_written_again(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, "model-00003-of-00003.safetensors")
+        with pytest.raises(OutputError):
+            convert_llama(source, out)
+    (out / "model-00001-of-00003.safetensors").unlink()
+    os.truncate(out / "model-00002-of-00003.safetensors", 100)
+    convert_llama(source, out)
+    convert_llama(source, tmp_path / "undisturbed")
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("what", ["source", "policy", "emitted"])
+def test_unfinished_conversion_of_something_else(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, "config.json")
+        with pytest.raises(OutputError):
+            convert_llama(source, out)
+    before = tree(out)
+    options = {
+        "source": {},
+        "policy": {"orders": [(0, 1, 2), (1, 0, 2)]},
+        "emitted": {"files": {**FILES, "kv_model.py": b"changed"}},
+    }[what]
+    if what == "source":
+        os.utime(source / "model-00001-of-00003.safetensors", (1, 1))
+    with pytest.raises(OutputError, match=f"unfinished run with another .*{what}"):
+        convert_llama(source, out, **options)
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b'{"fingerprint": 3}\n', b"\xff\n", b"[1]\n"])
+def test_damaged_journal(source: Path, out: Path, content: bytes) -> None:
+    out.mkdir()
+    (out / JOURNAL).write_bytes(content)
+    with pytest.raises(OutputError, match="damaged"):
+        convert_llama(source, out)
+
+
+def test_torn_line_of_the_journal(source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, "config.json")
+        with pytest.raises(OutputError):
+            convert_llama(source, out)
+    raw = (out / JOURNAL).read_bytes()
+    (out / JOURNAL).write_bytes(raw[:-20])
+    convert_llama(source, out)
+    convert_llama(source, tmp_path / "undisturbed")
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+def test_two_conversions_at_once(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out.mkdir()
+    journal = Journal.open(out, {"source": "another process"})
+    with pytest.raises(OutputError, match="another process"):
+        convert_llama(source, out)
+    journal.close()
+
+
+def test_source_that_changes_while_it_is_read(source: Path, out: Path) -> None:
+    def touch(count: int) -> None:
+        os.utime(source / "model-00002-of-00003.safetensors")
+
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        convert_llama(source, out, progress=touch)
+    assert not (out / "config.json").exists()
