@@ -73,7 +73,7 @@ def convert(
         click.echo(json.dumps({**_facts(operation), **report}, indent=2))
         return
     _print_kv_bytes(_facts(operation))
-    if report["finished_before"]:
+    if report["already_done"]:
         console.stdout.print(f"{out} is this conversion already; nothing to do")
     else:
         console.stdout.print(
@@ -81,6 +81,8 @@ def convert(
             f"{report['bytes'] / report['seconds'] / 1e9:.2f} GB/s, peak memory {console.size(report['peak_memory'])}",
             markup=False,
         )
+    if report["left_out"]:
+        console.stderr.print(f"not copied, and not restored by revert: {', '.join(report['left_out'])}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {out}", markup=False)
 
 
@@ -122,15 +124,13 @@ def _check_repo_id(source: str) -> None:
 
 def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any]:
     import resource
-    import time
 
     from kvsurgery import console
     from kvsurgery.convert.convert import convert
     from kvsurgery.convert.engine import JOBS
 
-    started = time.perf_counter()
     with console.progress(bytes=True) as bar:
-        task = bar.add_task("converting", total=operation.checkpoint.size)
+        task = bar.add_task("converting", total=sum(tensor.size for tensor in operation.checkpoint.tensors))
         report = convert(
             operation.checkpoint,
             operation.plan,
@@ -141,10 +141,11 @@ def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any
         )
     return {
         "out": str(out),
-        "bytes": report.bytes,
-        "seconds": time.perf_counter() - started,
+        "bytes": report.size,
+        "seconds": report.seconds,
         "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "finished_before": report.finished_before,
+        "left_out": report.left_out,
+        "already_done": report.already_done,
     }
 
 
