@@ -211,7 +211,9 @@ def test_what_cannot_be_fetched_is_one_line_with_the_fix(hub, call, model):
 
 
 @pytest.mark.parametrize(
-    ("status", "fix"), [(401, "hf auth login"), (403, "no right"), (429, "wait"), (503, "wait")], ids=str
+    ("status", "fix"),
+    [(401, "hf auth login"), (403, "another token"), (409, "fault 409"), (429, "wait"), (503, "wait")],
+    ids=str,
 )
 def test_a_hub_that_refuses_everything_is_one_line(hub, call, status, fix):
     hub.faults = [Fault("/surgeon/", status=status, times=float("inf"))]

@@ -44,8 +44,9 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str:
     def raised(*types: type) -> bool:
         return any(isinstance(link, types) for link in chain)
 
-    statuses = (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
-    status = next((status for status in statuses if status is not None), None)
+    answer = next((link for link in chain if getattr(link, "response", None) is not None), None)
+    status = answer and answer.response.status_code
+    reason = _line(getattr(answer, "server_message", None) or answer or error)
     if raised(HFValidationError):
         return f"{repo_id!r} is no repository name; the Hub's names look like owner/name"
     if raised(GatedRepoError):
@@ -63,20 +64,21 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str:
             f"{repo_id} is not on {constants.ENDPOINT}: check the name; if it is private, log in with `hf auth login`"
         )
     if status == 403:
-        return f"the token has no right to do this with {repo_id} (403): log in with one that has, `hf auth login`"
+        return (
+            f"{constants.ENDPOINT} forbids this with {repo_id} ({reason}): log in with another token, `hf auth login`"
+        )
     if status is not None and (status == 429 or status >= 500):
         return f"{constants.ENDPOINT} answers {status} for {repo_id}: wait a little and run the same command again"
     if constants.HF_HUB_OFFLINE or raised(OfflineModeIsEnabled):
-        return f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set: unset it, or give a local folder"
+        return f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set: unset it"
     if any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in chain):
         return f"no disk space for {repo_id} in {constants.HF_HUB_CACHE}: free some, or set HF_HOME to another disk"
     # whichever HTTP client this version uses: requests, httpx or httpx2
     if status is None and any(type(link).__module__.startswith(("requests", "urllib3", "http")) for link in chain):
         return f"cannot reach {constants.ENDPOINT} for {repo_id} ({_line(chain[-1])}): check the network and run again"
-    return f"{repo_id}: {_line(error)}"
+    return f"{repo_id}: {reason}"
 
 
-def _line(error: BaseException) -> str:
-    """An error's first line that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)
+def _line(said: object) -> str:
+    """What was said, in one line of bearable length."""
+    return " ".join(str(said).split())[:300] or type(said).__name__
