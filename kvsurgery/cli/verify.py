@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,9 +12,10 @@ import click
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="SRC", help="Compare with the original too: a folder or a Hub id.")
+@click.option("--logits", is_flag=True, help="Then run stock and emitted model, all heads full, and compare logits.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that hash.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) -> None:
+def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_json: bool) -> None:
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files are compared as they are; every tensor is put back into its original order
@@ -21,7 +23,7 @@ def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) ->
 
     \b
     kvsurgery verify ./llama3-duo
-    kvsurgery verify ./llama3-duo --source ./llama3
+    kvsurgery verify ./llama3-duo --source ./llama3 --logits
     """
     from kvsurgery import console
     from kvsurgery.convert.engine import JOBS
@@ -33,6 +35,7 @@ def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) ->
     with console.progress(bytes=True) as bar:
         task = bar.add_task("verifying", total=total)
         report = verify(folder, original, jobs=jobs or JOBS, progress=lambda count: bar.advance(task, count))
+    compared = _compare_logits(folder) if logits else None
     if as_json:
         facts = {
             "source": report.provenance.source,
@@ -44,6 +47,7 @@ def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) ->
             "unrecorded": report.unrecorded,
             "compared_with_source": source is not None,
             "seconds": report.seconds,
+            "logits": compared,
         }
         click.echo(json.dumps(facts, indent=2))
         return
@@ -53,8 +57,27 @@ def verify(folder: Path, source: str | None, jobs: int | None, as_json: bool) ->
         f"files agree with {against}",
         markup=False,
     )
+    if compared:
+        console.stdout.print(
+            f"logits of the emitted model with all heads full differ from the stock model's by "
+            f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}",
+            markup=False,
+        )
     if report.unrecorded:
         console.stderr.print(f"not written by the conversion: {', '.join(report.unrecorded)}", markup=False)
+
+
+def _compare_logits(folder: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from transformers.utils import logging
+
+    from kvsurgery import console
+    from kvsurgery.logits import compare_logits
+
+    logging.disable_progress_bar()
+    with console.stderr.status("running the stock and the emitted model"):
+        return asdict(compare_logits(folder))
 
 
 def _folder(source: str, converted: Path) -> Path:

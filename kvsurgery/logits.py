@@ -1,0 +1,69 @@
+"""Comparing logits: the emitted model with every head full against the stock class on the same files."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvsurgery.errors import Mismatch
+
+# largest difference over max(1, largest logit): float32 sums in another order, half precision rounds at every layer
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+PROMPT, STEPS = 48, 16
+
+
+@dataclass(frozen=True)
+class LogitsReport:
+    """Largest difference of any logit, relative to max(1, the largest logit), and the bound for the dtype."""
+
+    difference: float
+    bound: float
+    dtype: str
+
+
+def compare_logits(folder: str | Path) -> LogitsReport:
+    """Run both models on the same random tokens, the emitted one through its cache: a prompt, then single steps.
+
+    One model is in memory at a time, in the checkpoint's own dtype. The emitted code is executed: verify it first.
+
+    Raises:
+        Mismatch: the difference exceeds the bound.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, PROMPT + STEPS), generator=generator)
+    # eager: stock SDPA leaves the soft cap of some families out
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    dtype, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
+    del stock
+    gc.collect()
+    for layer in config.kv_surgery["layers"]:
+        if not layer.get("native"):
+            layer["blocks"] = [[full + streaming, 0] for full, streaming in layer["blocks"]]
+    emitted = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", trust_remote_code=True)
+    found = _logits(emitted, tokens, [PROMPT] + [1] * STEPS)
+    difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+    report = LogitsReport(difference, BOUNDS[dtype], str(dtype).removeprefix("torch."))
+    # written so that a NaN fails too
+    if not difference <= report.bound:
+        raise Mismatch(
+            f"{folder}: logits differ from the stock model's by {difference:.2g} of the largest, "
+            f"more than {report.bound:g} for {report.dtype}"
+        )
+    return report
+
+
+def _logits(model: PreTrainedModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """float32 logits [1, tokens, vocabulary], of tokens fed in parts of some sizes."""
+    model.eval()
+    cache, parts = None, []
+    with torch.inference_mode():
+        for part in tokens.split(sizes, 1):
+            output = model(part, past_key_values=cache, use_cache=len(sizes) > 1)
+            cache = output.past_key_values
+            parts.append(output.logits.float())
+    return torch.cat(parts, 1)
