@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,28 +64,29 @@ def convert(
     profile = HeadProfile.load(profile_path)
     if source is None:
         source, revision = profile.base_model, revision or profile.base_revision
+    elif revision is not None and Path(source).is_dir():
+        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
     if dry_run:
-        facts = _facts(_plan_only(source, revision, profile, options))
-        click.echo(json.dumps(facts, indent=2)) if as_json else _print_plan(facts)
+        facts = _facts(_plan_only(source, revision, profile, options), profile)
+        if as_json:
+            click.echo(json.dumps(facts, indent=2))
+        else:
+            _print_plan(facts)
+            console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
     operation = _operate(source, revision, profile, options)
     report = _convert(operation, out, jobs)
+    facts = _facts(operation, profile)
     if as_json:
-        click.echo(json.dumps({**_facts(operation), **report}, indent=2))
-        return
-    _print_kv_bytes(_facts(operation))
-    if report["already_done"]:
-        console.stdout.print(f"{out} is this conversion already; nothing to do")
+        click.echo(json.dumps({**facts, **report}, indent=2))
     else:
-        console.stdout.print(
-            f"wrote {out}: {console.size(report['bytes'])} in {report['seconds']:.1f} s, "
-            f"{report['bytes'] / report['seconds'] / 1e9:.2f} GB/s, peak memory {console.size(report['peak_memory'])}",
-            markup=False,
-        )
+        _print_policy(facts)
+        _print_kv_bytes(facts)
+        _print_report(report)
     if report["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(report['left_out'])}", markup=False)
-    console.stderr.print(f"next: kvsurgery verify {out}", markup=False)
+    console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
 def _operate(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any]) -> Operation:
@@ -123,34 +126,30 @@ def _check_repo_id(source: str) -> None:
 
 
 def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any]:
-    import resource
-
     from kvsurgery import console
     from kvsurgery.convert.convert import convert
     from kvsurgery.convert.engine import JOBS
+    from kvsurgery.memory import peak_memory
 
-    with console.progress(bytes=True) as bar:
-        task = bar.add_task("converting", total=sum(tensor.size for tensor in operation.checkpoint.tensors))
+    with console.byte_progress("converting", operation.checkpoint.size) as advance:
         report = convert(
-            operation.checkpoint,
-            operation.plan,
-            out,
-            operation.files,
-            jobs=jobs or JOBS,
-            progress=lambda count: bar.advance(task, count),
+            operation.checkpoint, operation.plan, out, operation.files, jobs=jobs or JOBS, progress=advance
         )
     return {
         "out": str(out),
         "bytes": report.size,
         "seconds": report.seconds,
-        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        # in KiB, but in bytes on macOS
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         "left_out": report.left_out,
         "already_done": report.already_done,
     }
 
 
-def _facts(operation: Operation) -> dict[str, Any]:
+def _facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
     """The plan as plain data."""
+    from dataclasses import asdict
+
     from kvsurgery.emit.card import kv_table
 
     checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
@@ -159,6 +158,8 @@ def _facts(operation: Operation) -> dict[str, Any]:
         "source": checkpoint.name,
         "revision": checkpoint.revision,
         "family": plan.family,
+        "model": asdict(plan.dimensions),
+        "profile": {"base_model": profile.base_model, "method": profile.method, "hash": profile.hash},
         "policy": {**policy.options, "hash": policy.hash},
         "kv_heads": {"eligible": policy.eligible, "streaming": policy.streaming},
         "layers": [
@@ -181,22 +182,47 @@ def _facts(operation: Operation) -> dict[str, Any]:
 def _print_plan(facts: dict[str, Any]) -> None:
     from kvsurgery import console
 
-    out = console.stdout
-    policy = ", ".join(f"{name} {value}" for name, value in facts["policy"].items() if name != "hash")
-    out.print(f"{facts['source']}: {facts['family']}; {policy}", markup=False)
+    _print_policy(facts)
+    windows = any(layer["window"] for layer in facts["layers"])
+    columns = ["layer", "full", "streaming", *["own window"] * windows]
     rows = [
-        (index, layer["full"], layer["streaming"], f"own window of {layer['window']}" if layer["window"] else "")
+        (index, layer["full"], layer["streaming"], *[layer["window"] or ""] * windows)
         for index, layer in enumerate(facts["layers"])
     ]
-    out.print(console.table("KV heads per layer", ["layer", "full", "streaming", ""], rows))
-    heads = facts["kv_heads"]
-    out.print(f"{heads['streaming']} of {heads['eligible']} KV heads stream")
+    console.stdout.print(console.table("KV heads per layer", columns, rows))
     _print_kv_bytes(facts)
     tensors = facts["tensors"]
-    out.print(
-        f"{tensors['moved']} tensors permuted, {tensors['copied']} copied, "
+    console.stdout.print(
+        f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
         f"{console.size(facts['bytes_to_write'])} to write"
     )
+
+
+def _print_policy(facts: dict[str, Any]) -> None:
+    from kvsurgery import console
+
+    policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
+    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method"))
+    console.stdout.print(
+        f"{facts['source']}, {facts['family']}: {heads['streaming']} of {heads['eligible']} KV heads stream ({options})\n"
+        f"after {profile['method']} scores of {profile['base_model']}\n",
+        markup=False,
+    )
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from kvsurgery import console
+
+    out, written, seconds = report["out"], report["bytes"], report["seconds"]
+    if report["already_done"]:
+        line = f"{out} is this conversion already; nothing to do"
+    else:
+        rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
+        line = (
+            f"wrote {out}: {console.size(written)} of weights in {seconds:.1f} s, {rate}, "
+            f"peak memory {console.size(report['peak_memory'])}"
+        )
+    console.stdout.print(line, markup=False)
 
 
 def _print_kv_bytes(facts: dict[str, Any]) -> None:
