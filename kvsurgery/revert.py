@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
 
-from kvsurgery.checkpoint.source import CONFIG, INDEX
+from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.convert.converted import Converted, open_converted
 from kvsurgery.convert.engine import JOBS
+from kvsurgery.convert.journal import JOURNAL
 from kvsurgery.convert.output import Output
-from kvsurgery.errors import Mismatch
+from kvsurgery.errors import KVSurgeryError, Mismatch
+from kvsurgery.verify import check_source
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RevertReport:
         tensors, files: how many of them, apart from shards.
         left_out: files that the original had and conversion did not keep.
         seconds: wall time.
+        already_done: whether it lay there finished, and nothing was written.
     """
 
     out: Path
@@ -37,6 +40,7 @@ class RevertReport:
     files: int
     left_out: tuple[str, ...]
     seconds: float
+    already_done: bool = False
 
 
 def revert(
@@ -56,6 +60,12 @@ def revert(
     for name in provenance.copied:
         if not (folder / name).is_file():
             raise Mismatch(f"{folder / name} is missing, and the original had it")
+    files = len(provenance.copied) + len(provenance.originals)
+    report = RevertReport(
+        out, provenance.source, converted.size, len(converted.moves), files, provenance.left_out, seconds=0.0
+    )
+    if _already_done(converted, out, jobs):
+        return replace(report, already_done=True, seconds=time.monotonic() - begin)
     size = converted.size + sum(len(content) for content in provenance.originals.values())
     size += sum((folder / name).stat().st_size for name in provenance.copied)
     with Output.open(out, folder, size, _fingerprint(converted)) as output:
@@ -71,16 +81,18 @@ def revert(
         if INDEX in provenance.copied:
             _copy(output, converted, INDEX)
         output.write(CONFIG, provenance.originals[CONFIG])
-    files = len(provenance.copied) + len(provenance.originals)
-    return RevertReport(
-        out,
-        provenance.source,
-        converted.size,
-        len(converted.moves),
-        files,
-        provenance.left_out,
-        time.monotonic() - begin,
-    )
+    return replace(report, seconds=time.monotonic() - begin)
+
+
+def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
+    """Whether `out` is the original; every byte is compared."""
+    if (out / JOURNAL).exists() or not (out / CONFIG).exists():
+        return False
+    try:
+        check_source(converted, Checkpoint.open(out), jobs)
+    except KVSurgeryError:
+        return False
+    return True
 
 
 def _copy(output: Output, converted: Converted, name: str) -> None:

@@ -61,7 +61,7 @@ def verify(
     converted = open_converted(folder)
     _check_tensors(converted, jobs, progress)
     if source is not None:
-        _check_source(converted, Checkpoint.open(source), jobs, progress)
+        check_source(converted, Checkpoint.open(source), jobs, progress)
     known = {PROVENANCE, *recorded, *provenance.headers}
     return VerifyReport(
         provenance,
@@ -82,8 +82,14 @@ def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], No
         move_bytes(shard, converted.moves, inverse=True, expected=expected, jobs=jobs, progress=progress)
 
 
-def _check_source(converted: Converted, source: Checkpoint, jobs: int, progress: Callable[[int], None] | None) -> None:
-    """The recorded hashes are those of the source's own files."""
+def check_source(
+    converted: Converted, source: Checkpoint, jobs: int = JOBS, progress: Callable[[int], None] | None = None
+) -> None:
+    """Check that a checkpoint is the one that was converted.
+
+    Raises:
+        Mismatch: the first file or tensor that is not.
+    """
     provenance = converted.provenance
     for name, digest in provenance.copied.items():
         _check_file(source.folder, name, digest, "is not what was converted")

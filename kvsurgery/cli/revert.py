@@ -33,6 +33,9 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
         facts = {**vars(report), "out": str(report.out)}
         click.echo(json.dumps(facts, indent=2))
         return
+    if report.already_done:
+        console.stdout.print(f"{out} is the original already; nothing to do", markup=False)
+        return
     console.stdout.print(
         f"wrote {out}: {report.source} as it was, {report.tensors} tensors and {report.files} files, "
         f"{console.size(report.size)} in {report.seconds:.1f} s",
