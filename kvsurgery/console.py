@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
@@ -41,6 +42,27 @@ def progress(*, bytes: bool = False) -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), *amount, TextColumn("ETA"), TimeRemainingColumn(), console=stderr
     )
+
+
+@contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes that appears with the first of them, so that a refusal stands alone.
+
+    Yields:
+        What to call with bytes done, from any thread.
+    """
+    bar = progress(bytes=True)
+    task = bar.add_task(what, total=total)
+
+    def advance(count: int) -> None:
+        bar.start()
+        bar.advance(task, count)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def size(count: float) -> str:

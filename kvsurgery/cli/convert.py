@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,7 @@ def convert(
     elif revision is not None and Path(source).is_dir():
         raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
     if dry_run:
-        facts = _facts(_plan_only(source, revision, profile, options), profile)
+        facts = _facts(_prepare(source, revision, profile, options, weights=False), profile)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
@@ -75,7 +74,7 @@ def convert(
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
-    operation = _operate(source, revision, profile, options)
+    operation = _prepare(source, revision, profile, options, weights=True)
     report = _convert(operation, out, jobs)
     facts = _facts(operation, profile)
     if as_json:
@@ -89,40 +88,32 @@ def convert(
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
-def _operate(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any]) -> Operation:
-    """Prepare a folder, or download a Hub id once its headers have shown that it can be converted."""
+def _prepare(
+    source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool
+) -> Operation:
+    """Prepare a folder or a Hub id, whose weights are downloaded only if asked for, and only after its headers."""
     from kvsurgery.operation import Operation
 
     if Path(source).is_dir():
         return Operation.prepare(Path(source), profile, **options)
     from kvsurgery import hub
-
-    _check_repo_id(source)
-    folder, commit = hub.fetch_checkpoint(
-        source, revision, check=lambda headers: Operation.prepare(headers, profile, name=source, **options)
-    )
-    return Operation.prepare(folder, profile, name=source, revision=commit, **options)
-
-
-def _plan_only(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any]) -> Operation:
-    """Prepare from headers alone; of a Hub id no weights are downloaded."""
-    from kvsurgery.operation import Operation
-
-    if Path(source).is_dir():
-        return Operation.prepare(Path(source), profile, **options)
-    from kvsurgery import hub
-
-    _check_repo_id(source)
-    with hub.headers(source, revision) as remote:
-        return Operation.prepare(remote.folder, profile, name=source, revision=remote.commit, **options)
-
-
-def _check_repo_id(source: str) -> None:
-    from kvsurgery import hub
-    from kvsurgery.errors import CheckpointError
+    from kvsurgery.errors import CheckpointError, HubError
 
     if not hub.is_repo_id(source):
         raise CheckpointError(f"{source} is no folder and no Hub id; give the checkpoint as the first argument")
+
+    def prepare(folder: Path, commit: str | None = None) -> Operation:
+        return Operation.prepare(folder, profile, name=source, revision=commit, **options)
+
+    try:
+        if weights:
+            return prepare(*hub.fetch_checkpoint(source, revision, check=prepare))
+        with hub.headers(source, revision) as remote:
+            return prepare(remote.folder, remote.commit)
+    except HubError as error:
+        # a mistyped path looks like a Hub id
+        hint = f" (no folder {source} is here)" if Path(source).parent.is_dir() else ""
+        raise HubError(f"{error}{hint}") from error
 
 
 def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any]:
@@ -139,8 +130,7 @@ def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any
         "out": str(out),
         "bytes": report.size,
         "seconds": report.seconds,
-        # in KiB, but in bytes on macOS
-        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "peak_memory": peak_memory(),
         "left_out": report.left_out,
         "already_done": report.already_done,
     }
@@ -203,9 +193,10 @@ def _print_policy(facts: dict[str, Any]) -> None:
 
     policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
     options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method"))
+    stream = f"{heads['streaming']} of {heads['eligible']} KV heads stream"
     console.stdout.print(
-        f"{facts['source']}, {facts['family']}: {heads['streaming']} of {heads['eligible']} KV heads stream ({options})\n"
-        f"after {profile['method']} scores of {profile['base_model']}\n",
+        f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
+        f"profile: {profile['method']}, measured on {profile['base_model']}\n",
         markup=False,
     )
 
