@@ -20,7 +20,7 @@ test: .venv/ready
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) tests/templates tests/cli tests/test_logits.py tests/test_hub.py tests/examples
+	.venv-$*/bin/python $(PYTEST) tests/templates tests/emit tests/cli tests/test_logits.py tests/test_hub.py tests/examples
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready

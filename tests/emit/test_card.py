@@ -1,0 +1,79 @@
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from kvsurgery.decide.policy import decide
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.emit.card import kv_table, model_card
+from kvsurgery.emit.config import converted_config
+from kvsurgery.score.profile import HeadProfile
+
+MODEL = ModelDimensions(2, 8, 4, 16)
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 128,
+    "max_position_embeddings": 4096,
+}
+ORIGINAL = """---
+license: other
+license_name: llama3
+language:
+- en
+- de
+tags:
+- chat
+base_model: someone/else
+---
+# The original
+"""
+
+
+@pytest.fixture(scope="module")
+def decided():
+    profile = HeadProfile(np.linspace(0, 1, 8).reshape(2, 4), "duo", "kv", "org/base", MODEL)
+    policy = decide(profile, (None, None))
+    return profile, policy, converted_config(CONFIG, policy)
+
+
+def front_matter(card):
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_card_states_what_was_done(decided):
+    profile, policy, config = decided
+    card = model_card("org/base", config, profile, policy, ORIGINAL)
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "base_model": "org/base",
+        "tags": ["kvsurgery", "long-context", "kv-cache"],
+        "license": "other",
+        "license_name": "llama3",
+        "language": ["en", "de"],
+    }
+    assert "$" not in card
+    assert "[org/base](https://huggingface.co/org/base)" in card
+    assert "| streaming heads | 4 |" in card
+    assert policy.hash[:16] in card
+    assert profile.hash[:16] in card
+    for name, before, after in kv_table(config):
+        assert f"| {name} |" in card
+        assert f"{after / before:.2f}" in card
+
+
+def test_a_local_base_model_is_no_link(decided):
+    profile, policy, config = decided
+    card = model_card("llama3", config, profile, policy)
+    assert "base_model" not in front_matter(card)
+    assert "huggingface.co" not in card
+
+
+def test_kv_table_by_hand(decided):
+    _, _, config = decided
+    rows = {name: (before, after) for name, before, after in kv_table(json.loads(json.dumps(config)))}
+    # two layers of 4 heads of 16 elements; keys and values of 2 bytes; half of the heads keep 64 + 256 tokens
+    assert rows["8k"] == (2 * 2 * 4 * 8192 * 16 * 2, 2 * (4 * 8192 + 4 * 320) * 16 * 2)

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvsurgery.decide.policy import keep_all
+from kvsurgery.emit.config import both_rope_spellings, converted_config, converted_generation_config
+from kvsurgery.errors import CheckpointError
+from kvsurgery.plan.family import Family
+from tests.families import FAMILIES, SMALL
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+# family, as transformers 4 spells it, as transformers 5 spells the same
+SPELLINGS = {
+    "default": ("llama", {"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+    "linear": ("llama", {"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 5e5, **LINEAR}),
+    "old key": (
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 5e5, **LINEAR},
+    ),
+    "llama3": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, **LLAMA3}),
+    "yarn": ("qwen2", {"rope_theta": 1e6, "rope_scaling": YARN}, {"rope_theta": 1e6, **YARN}),
+    "by layer type": (
+        "gemma3",
+        {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
+        {
+            "full_attention": {"rope_theta": 1e6, **LINEAR},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    ),
+}
+spellings = pytest.mark.parametrize(("family", "four", "five"), SPELLINGS.values(), ids=SPELLINGS)
+
+
+def settings(family, **rope):
+    return {**SMALL, **FAMILIES[family], **rope}
+
+
+def convert(config):
+    family = Family.of(config)
+    return converted_config(config, keep_all(family.dimensions(config), family.windows(config)))
+
+
+def frequencies(config, folder):
+    """Every RoPE frequency that the stock model of a config.json computes with."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    found = {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name and "original" not in name}
+    assert found
+    return found
+
+
+@spellings
+def test_both_versions_of_transformers_compute_the_same_rope(family, four, five, tmp_path):
+    # whatever version this runs on reads the spelling of transformers 4
+    expected = frequencies(settings(family, **four), tmp_path / "stock")
+    for name, rope in (("four", four), ("five", {"rope_parameters": five})):
+        found = frequencies(convert(settings(family, **rope)), tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key])
+
+
+@spellings
+def test_each_spelling_is_made_from_the_other(family, four, five):
+    made = both_rope_spellings({"rope_parameters": five})
+    assert {key: value for key, value in made.items() if value is not None} == {
+        key: {("rope_type" if k == "type" else k): v for k, v in value.items()} if key == "rope_scaling" else value
+        for key, value in four.items()
+    }
+    whole = both_rope_spellings(four)["rope_parameters"]
+    assert whole == five
+
+
+def test_configs_without_rope_settings_stay_without():
+    assert both_rope_spellings({"model_type": "llama"}) == {}
+
+
+@pytest.mark.parametrize("rope", [{"rope_parameters": {"full_attention": 3}}, {"rope_theta": 1.0, "rope_scaling": [1]}])
+def test_malformed_rope_settings_are_refused(rope):
+    with pytest.raises(CheckpointError, match="RoPE"):
+        both_rope_spellings(rope)
+
+
+def test_the_rest_of_the_config_stays():
+    config = settings("llama", architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "theirs.Theirs"}, custom=[1])
+    before = json.dumps(config)
+    result = convert(config)
+    assert json.dumps(config) == before
+    assert {key: result[key] for key in config if key != "auto_map"} == {
+        key: value for key, value in config.items() if key != "auto_map"
+    }
+    assert result["auto_map"] == {
+        "AutoModel": "modeling_kvsurgery_llama.LlamaModel",
+        "AutoModelForCausalLM": "modeling_kvsurgery_llama.LlamaForCausalLM",
+    }
+    assert result["kv_surgery"]["layers"] == [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 4
+
+
+def test_own_windows_are_native_layers():
+    layers = convert(settings("qwen2"))["kv_surgery"]["layers"]
+    assert layers[3] == {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}
+    assert "native" not in layers[0]
+
+
+def test_generation_config_loses_its_cache_and_nothing_else():
+    plain = b'{"eos_token_id":  [1, 2]}'
+    assert converted_generation_config(plain) == plain
+    cached = b'{"cache_implementation": "hybrid", "cache_config": {"nbits": 4}, "top_k": 5}'
+    assert json.loads(converted_generation_config(cached)) == {"top_k": 5}
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        converted_generation_config(b"{")
