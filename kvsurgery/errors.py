@@ -37,3 +37,12 @@ class OutputError(KVSurgeryError):
 
 class HubError(KVSurgeryError):
     """The Hub cannot be reached, or refuses."""
+
+
+class Interrupted(KVSurgeryError):
+    """Somebody pressed Ctrl-C; what is finished stays, and the same command goes on."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted; the same command goes on from here")

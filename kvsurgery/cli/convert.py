@@ -120,12 +120,16 @@ def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any
     from kvsurgery import console
     from kvsurgery.convert.convert import convert
     from kvsurgery.convert.engine import JOBS
+    from kvsurgery.errors import Interrupted
     from kvsurgery.memory import peak_memory
 
-    with console.byte_progress("converting", operation.checkpoint.size) as advance:
-        report = convert(
-            operation.checkpoint, operation.plan, out, operation.files, jobs=jobs or JOBS, progress=advance
-        )
+    try:
+        with console.byte_progress("converting", operation.checkpoint.size) as advance:
+            report = convert(
+                operation.checkpoint, operation.plan, out, operation.files, jobs=jobs or JOBS, progress=advance
+            )
+    except KeyboardInterrupt:
+        raise Interrupted from None
     return {
         "out": str(out),
         "bytes": report.size,

@@ -1,0 +1,333 @@
+"""`kvsurgery convert` as a user meets it, from the help to the way back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from kvsurgery.cli import cli
+from kvsurgery.convert import engine
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.score.profile import HeadProfile
+from tests.command import done, refused, run
+from tests.families import largest, make, tokens
+from tests.shards import LLAMA, llama_checkpoint, tree
+from tests.surgery import random_profile
+
+PROFILE = "profile.safetensors"
+SCORES = np.float32([[0.2, 0.9, 0.4], [0.7, 0.1, 0.8]])
+MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=4)
+HEAVY = {"huggingface_hub", "numpy", "torch", "transformers"}
+# runs a command and prints which heavy modules it loaded; a number of finished shards, if given, ends it by SIGKILL
+CHILD = """
+import os, signal, sys
+from kvsurgery.cli import main
+if shards := int(sys.argv.pop(1)):
+    from kvsurgery.convert.journal import Journal
+    record = Journal.record
+    def record_and_die(journal, *arguments):
+        record(journal, *arguments)
+        if len(journal.finished) == shards:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Journal.record = record_and_die
+try:
+    main()
+finally:
+    print(%s & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command and subcommand, with what one types to get there."""
+    yield path, group
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+EVERY = dict(commands(cli, "kvsurgery"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the checkpoint `llama`, in three shards, and its profile."""
+    llama_checkpoint(tmp_path / "llama", shards=3)
+    monkeypatch.chdir(tmp_path)
+    HeadProfile(SCORES, "duo", "kv", "llama", MODEL).save(PROFILE)
+    return tmp_path
+
+
+def child(*arguments: str, shards: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CHILD % HEAVY, str(shards), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def states(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def emitted_names(folder: Path) -> set[str]:
+    return set(json.loads((folder / "kvsurgery.json").read_text())["emitted"])
+
+
+class TestTheWholePath:
+    @pytest.fixture
+    def qwen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Tied embeddings, q/k/v biases, several shards."""
+        folder = make("qwen2", tmp_path / "qwen", shard="40KB", tie_word_embeddings=True, use_sliding_window=False)
+        monkeypatch.chdir(tmp_path)
+        random_profile(folder).save(PROFILE)
+        return folder
+
+    def test_convert_load_verify_revert(self, qwen: Path) -> None:
+        before = tree(qwen)
+        report = done("convert", "qwen", "--profile", PROFILE, "--out", "duo")
+        emitted = {f"kv_{part}.py" for part in ("attention", "cache", "layout", "model")}
+        emitted |= {"README.md", "kvsurgery.json", "modeling_kvsurgery_qwen2.py"}
+        assert tree(Path("duo")).keys() == before.keys() | emitted
+
+        ids = tokens(2, 24)
+        stock = AutoModelForCausalLM.from_pretrained("qwen").eval()
+        plain = AutoModelForCausalLM.from_pretrained("duo").eval()
+        trusted = AutoModelForCausalLM.from_pretrained("duo", trust_remote_code=True).eval()
+        assert type(plain) is Qwen2ForCausalLM
+        assert "modeling_kvsurgery_qwen2" in type(trusted).__module__
+        with torch.no_grad():
+            expected = stock(ids).logits
+            assert largest(plain(ids).logits - expected, expected) < 1e-5
+            # 24 tokens lie within every head's window
+            assert largest(trusted(ids).logits - expected, expected) < 1e-5
+
+        [following] = [line for line in report.err.splitlines() if line.startswith("next: kvsurgery ")]
+        assert "unharmed" in done(*shlex.split(following)[2:]).out
+        shutil.rmtree("qwen")
+        done("revert", "duo", "--out", "qwen")
+        assert tree(qwen) == before
+
+    def test_without_a_source_the_profile_names_it(self, here: Path) -> None:
+        done("convert", "--profile", PROFILE, "--out", "implied")
+        done("convert", "llama", "--profile", PROFILE, "--out", "named")
+        assert tree(here / "implied") == tree(here / "named")
+
+    def test_paths_are_taken_as_they_are(self, here: Path) -> None:
+        Path("llama").rename("my [bold] model α")
+        Path(PROFILE).rename("a profile")
+        out = "deep/down/out [red] 'x'"
+        result = done("convert", "my [bold] model α/", "--profile", "a profile", "--out", out)
+        assert result.out.startswith("my [bold] model α, llama: ")
+        assert f"wrote {out}: " in result.out
+        done(*shlex.split(result.err.splitlines()[-1])[2:])
+        assert f"{out} is this" in done("convert", "my [bold] model α", "--profile", "a profile", "--out", out).out
+        done("revert", out, "--out", "back")
+        assert tree(here / "back").items() <= tree(here / "my [bold] model α").items()
+
+
+class TestWhatItSays:
+    def test_report(self, here: Path) -> None:
+        result = done("convert", "llama", "--profile", PROFILE, "--out", "out", "--sink", "3", "--recent", "5")
+        first, second, *_, last = result.out.splitlines()
+        assert first == "llama, llama: 3 of 6 KV heads stream (sparsity 0.5, sink 3, recent 5)"
+        assert second == "profile: duo, measured on llama"
+        assert re.fullmatch(
+            r"wrote out: [\d.]+ KiB of weights in [\d.]+ s, [\d.]+ MB/s, peak memory [\d.]+ [MG]iB", last
+        )
+        # secrets and weights in other formats stay behind, and are named
+        assert "not copied, and not restored by revert: .cache/, .env, " in result.err
+        assert result.err.endswith("next: kvsurgery verify out\n")
+
+    def test_json(self, here: Path) -> None:
+        facts = json.loads(done("convert", "llama", "--profile", PROFILE, "--out", "out", "--json").out)
+        assert (facts["source"], facts["family"], facts["out"]) == ("llama", "llama", "out")
+        assert facts["profile"] == {
+            "base_model": "llama",
+            "method": "duo",
+            "hash": HeadProfile.load(PROFILE).hash,
+        }
+        assert facts["bytes"] == sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
+        assert facts["seconds"] > 0
+        assert facts["peak_memory"] > 1 << 20
+        assert facts["already_done"] is False
+        assert ".env" in facts["left_out"]
+
+
+class TestDryRun:
+    def test_writes_nothing(self, here: Path) -> None:
+        before = tree(here)
+        result = done("convert", "llama", "--profile", PROFILE, "--dry-run")
+        done("convert", "llama", "--profile", PROFILE, "--dry-run", "--out", "out", "--json")
+        assert tree(here) == before
+        assert not Path("out").exists()
+        assert "layer   full   streaming" in result.out
+        assert "own window" not in result.out
+        assert re.search(r"^8 tensors permuted, 13 copied; [\d.]+ KiB to write$", result.out, re.MULTILINE)
+
+    def test_the_plan_is_what_then_happens(self, here: Path) -> None:
+        options = ("convert", "llama", "--profile", PROFILE, "--full-heads", 2, "--sink", 4, "--recent", 100)
+        plan = json.loads(done(*options, "--dry-run", "--json").out)
+        written = json.loads(done(*options, "--out", "out", "--json").out)
+        assert plan.items() <= written.items()
+        config = json.loads(Path("out/config.json").read_text())
+        emitted = config["kv_surgery"]["layers"]
+        assert [[layer["full"], layer["streaming"]] for layer in plan["layers"]] == [
+            layer["blocks"][0] for layer in emitted
+        ]
+        assert plan["kv_heads"] == {"eligible": 6, "streaming": 4}
+        assert plan["bytes_to_write"] == written["bytes"] + sum(
+            len(content) for name, content in tree(here / "out").items() if name in emitted_names(here / "out")
+        )
+
+        # the emitted module, alone, does the same arithmetic; and so does a hand
+        spec = importlib.util.spec_from_file_location("emitted_kv_layout", "out/kv_layout.py")
+        module = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, spec.name, module)
+            spec.loader.exec_module(module)
+            layout = module.KVLayout.from_config(config)
+        for row, length in zip(plan["kv_bytes"], (8 << 10, 32 << 10, 128 << 10, 1 << 20), strict=True):
+            assert (row["before"], row["after"]) == (layout.dense_bytes(1, length), layout.kv_bytes(1, length))
+            element = 2 * LLAMA["head_dim"] * 2
+            assert (row["before"], row["after"]) == (6 * length * element, (2 * length + 4 * 104) * element)
+
+    def test_layers_with_a_window_of_their_own(self, checkpoint, tmp_path: Path) -> None:
+        random_profile(checkpoint("gemma2")).save(tmp_path / PROFILE)
+        result = done("convert", checkpoint("gemma2"), "--profile", tmp_path / PROFILE, "--dry-run")
+        lines = [line.split() for line in result.out.splitlines()]
+        assert ["layer", "full", "streaming", "own", "window"] in lines
+        assert ["0", "0", "4", "9"] in lines
+        assert "4 of 8 KV heads stream" in result.out
+
+
+class TestOptions:
+    """Each option reaches the policy."""
+
+    @pytest.mark.parametrize(
+        ("options", "streaming"),
+        [
+            ((), 3),
+            (("--sparsity", 0.34), 2),
+            (("--sparsity", 0), 0),
+            (("--sparsity", 1), 6),
+            (("--full-heads", 5), 1),
+            (("--threshold", 0), 0),
+            (("--threshold", 1.1), 6),
+        ],
+        ids=str,
+    )
+    def test_how_many_heads_stream(self, here: Path, options: tuple, streaming: int) -> None:
+        plan = json.loads(done("convert", "--profile", PROFILE, "--dry-run", "--json", *options).out)
+        assert plan["kv_heads"]["streaming"] == streaming
+        lowest = sorted(SCORES.flat)[:streaming]
+        counts = [sum(score in lowest for score in row) for row in SCORES]
+        assert [layer["streaming"] for layer in plan["layers"]] == counts
+
+    def test_without_groups_three_quarters_stream(self, tmp_path: Path) -> None:
+        folder = make("llama-tied-mha", tmp_path / "mha")
+        random_profile(folder).save(tmp_path / PROFILE)
+        result = done("convert", folder, "--profile", tmp_path / PROFILE, "--dry-run")
+        assert "24 of 32 KV heads stream (sparsity 0.75, sink 64, recent 256)" in result.out
+
+    def test_sizes_reach_the_model(self, here: Path) -> None:
+        done("convert", "llama", "--profile", PROFILE, "--out", "out", "--sink", 7, "--recent", 11)
+        layers = json.loads(Path("out/config.json").read_text())["kv_surgery"]["layers"]
+        assert {(layer["sink"], layer["recent"]) for layer in layers} == {(7, 11)}
+
+    def test_group_reduce(self, here: Path) -> None:
+        # by mean the second head of each layer leads, by maximum the third
+        scores = [[0.1, 0.1, 0.5, 0.5, 0.9, 0.0]] * 2
+        HeadProfile(scores, "headkv-r", "query", "llama", MODEL).save("query.safetensors")
+        orders = {}
+        for how in ("mean", "max"):
+            done("convert", "--profile", "query.safetensors", "--full-heads", 2, "--group-reduce", how, "--out", how)
+            provenance = json.loads(Path(how, "kvsurgery.json").read_text())
+            orders[how] = provenance["permutation"]
+            assert provenance["options"]["group_reduce"] == how
+        assert orders == {"mean": [[1, 0, 2]] * 2, "max": [[2, 0, 1]] * 2}
+
+
+class TestAgain:
+    def test_a_finished_conversion_is_left_alone(self, here: Path) -> None:
+        options = ("convert", "llama", "--profile", PROFILE, "--out", "out")
+        done(*options)
+        before = states(Path("out"))
+        again = done(*options)
+        assert again.out.endswith("out is this conversion already; nothing to do\n")
+        assert "converting" not in again.err
+        assert json.loads(done(*options, "--json").out)["already_done"] is True
+        assert states(Path("out")) == before
+
+    def test_kill_and_go_on(self, here: Path) -> None:
+        options = ("convert", "llama", "--profile", PROFILE, "--out", "out")
+        assert child(*options, shards=2).returncode == -9
+        finished = states(Path("out"))
+        assert "config.json" not in finished
+        assert "interrupted" in refused("verify", "out")
+        assert "interrupted" in refused("revert", "out", "--out", "back")
+        assert "unfinished run with another policy" in refused(*options, "--sparsity", 0.2)
+        done(*options)
+        kept = {name: state for name, state in finished.items() if name.endswith("-of-00003.safetensors")}
+        assert len(kept) == 2
+        assert kept.items() <= states(Path("out")).items()
+        done("convert", "llama", "--profile", PROFILE, "--out", "undisturbed")
+        assert tree(here / "out") == tree(here / "undisturbed")
+
+    def test_interrupt_and_go_on(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = ("convert", "llama", "--profile", PROFILE, "--out", "out")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            interrupted = run(*options)
+        assert interrupted.code == 130
+        assert interrupted.err.endswith("kvsurgery: interrupted; the same command goes on from here\n")
+        assert not list(here.rglob("*.part"))
+        done(*options)
+        done("verify", "out")
+
+
+class TestLight:
+    def test_converting_loads_neither_torch_nor_transformers(self, here: Path) -> None:
+        result = child("convert", "llama", "--profile", PROFILE, "--out", "out")
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.splitlines()[-1] == "{'numpy'}"
+
+    def test_help_loads_nothing_heavy(self) -> None:
+        script = (
+            "import sys; from click.testing import CliRunner; from kvsurgery.cli import cli\n"
+            f"for path in {[path.split()[1:] for path in EVERY]}:\n"
+            "    assert CliRunner().invoke(cli, [*path, '--help']).exit_code == 0\n"
+            f"print({HEAVY} & sys.modules.keys())"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("path", EVERY)
+class TestHelp:
+    def examples(self, path: str) -> list[str]:
+        """The example command lines of a help page."""
+        text = done(*path.split()[1:], "--help").out.replace("\\\n", " ")
+        return [line.strip() for line in text.splitlines() if line.strip().startswith(path)]
+
+    def test_an_example(self, path: str) -> None:
+        assert self.examples(path)
+
+    def test_examples_are_valid_command_lines(self, path: str) -> None:
+        for example in self.examples(path):
+            command, words = cli, shlex.split(example)[1:]
+            while isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), words.pop(0))
+            command.make_context("", words)
