@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,9 +49,9 @@ class Checkpoint:
             UnsupportedModel: there are no safetensors weights, or an adapter lies beside them.
         """
         folder = Path(folder)
-        config = read_config(folder)
         if (folder / "adapter_config.json").exists():
             raise UnsupportedModel(f"{folder} has an adapter; merge it into the model first (merge_and_unload)")
+        config = read_config(folder)
         shards, index = read_weights(folder)
         return cls(folder, name or folder.resolve().name, revision, config, shards, index)
 
@@ -159,8 +160,12 @@ def _no_weights(folder: Path) -> Exception:
     pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
     if not pickled:
         return CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
+    before, after = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f'M.from_pretrained({before}, dtype="auto").save_pretrained({after}); '
+        f"T.from_pretrained({before}).save_pretrained({after})"
+    )
     return UnsupportedModel(
-        f"{folder} has pickled weights only ({pickled[0]}); turn them into safetensors once, in Python:\n"
-        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')\n"
-        f"    model.save_pretrained({str(folder) + '-safetensors'!r})"
+        f"{folder} has pickled weights only ({pickled[0]}); turn them into safetensors: python -c {shlex.quote(code)}"
     )
