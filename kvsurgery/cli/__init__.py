@@ -40,8 +40,8 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvsurgery")
-@click.option("--debug", is_flag=True, help="Show the whole traceback of an error.")
-def cli(debug: bool) -> None:
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error.")
+def cli() -> None:
     """Model surgery for head-level KV caches: a checkpoint and a head profile in, a checkpoint out.
 
     \b
@@ -52,11 +52,13 @@ def cli(debug: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line; an error is one line. Exit codes: 1 failure, 2 usage, 3 mismatch."""
+    """Run the command line; an error is one line. Exit codes: 1 failure, 2 usage, 3 mismatch, 130 interrupted."""
+    # people add it to the end of what failed
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        cli(prog_name="kvsurgery")
+        cli(arguments, prog_name="kvsurgery")
     except KVSurgeryError as error:
-        if "--debug" in sys.argv or os.environ.get("KVSURGERY_DEBUG"):
+        if len(arguments) < len(sys.argv) - 1 or os.environ.get("KVSURGERY_DEBUG"):
             raise
         click.echo(f"kvsurgery: {error}", err=True)
         sys.exit(error.exit_code)

@@ -101,6 +101,8 @@ def _prepare(
 
     if not hub.is_repo_id(source):
         raise CheckpointError(f"{source} is no folder and no Hub id; give the checkpoint as the first argument")
+    if Path(source).exists():
+        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
 
     def prepare(folder: Path, commit: str | None = None) -> Operation:
         return Operation.prepare(folder, profile, name=source, revision=commit, **options)

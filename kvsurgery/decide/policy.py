@@ -16,6 +16,9 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
 
+# far beyond any context, and sums of positions still fit 32 bits
+MAX_WINDOW = 1 << 30
+
 
 @dataclass(frozen=True)
 class LayerPolicy:
@@ -92,6 +95,8 @@ def decide(
         raise PolicyError(f"{flags} exclude each other; give one")
     if sink < 0 or recent < 1:
         raise PolicyError(f"--sink must be >= 0 and --recent >= 1, got {sink} and {recent}")
+    if sink + recent > MAX_WINDOW:
+        raise PolicyError(f"--sink and --recent together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
     if len(windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
     eligible = np.array([window is None for window in windows])

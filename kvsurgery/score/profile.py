@@ -132,11 +132,14 @@ class HeadProfile:
         Raises:
             ProfileError: not a head profile, of an unknown version, or inconsistent.
         """
+        how = "make one with `kvsurgery profile import`"
+        if Path(path).is_dir():
+            raise ProfileError(f"cannot read head profile {path}: it is a folder")
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
-                    raise ProfileError(f"{path} is not a head profile; make one with `kvsurgery profile import`")
+                    raise ProfileError(f"{path} is not a head profile; {how}")
                 if metadata.get("version") != VERSION:
                     raise ProfileError(
                         f"{path} has profile version {metadata.get('version')}; this tool reads {VERSION}"
@@ -148,7 +151,7 @@ class HeadProfile:
                     raise ProfileError(f"{path}: scores are {dtype}, not F32")
                 scores = file.get_tensor("scores")
         except SafetensorError as error:
-            raise ProfileError(f"{path} is not a head profile: {error}") from error
+            raise ProfileError(f"{path} is not a head profile ({error}); {how}") from error
         except OSError as error:
             raise ProfileError(f"cannot read head profile {path}: {error}") from error
         try:
