@@ -10,7 +10,12 @@ import click
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write; must be empty.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to write; must be empty, or an unfinished run's.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
@@ -26,9 +31,9 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     from kvsurgery.convert.engine import JOBS
     from kvsurgery.revert import revert
 
-    with console.progress(bytes=True) as bar:
-        task = bar.add_task("reverting", total=sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-        report = revert(folder, out, jobs=jobs or JOBS, progress=lambda count: bar.advance(task, count))
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with console.byte_progress("reverting", total) as advance:
+        report = revert(folder, out, jobs=jobs or JOBS, progress=advance)
     if as_json:
         facts = {**vars(report), "out": str(report.out)}
         click.echo(json.dumps(facts, indent=2))

@@ -32,9 +32,8 @@ def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_
     original = None if source is None else _folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     total = sum(path.stat().st_size for place in folders for path in place.glob("*.safetensors"))
-    with console.progress(bytes=True) as bar:
-        task = bar.add_task("verifying", total=total)
-        report = verify(folder, original, jobs=jobs or JOBS, progress=lambda count: bar.advance(task, count))
+    with console.byte_progress("verifying", total) as advance:
+        report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
     compared = _compare_logits(folder) if logits else None
     if as_json:
         facts = {

@@ -20,8 +20,8 @@ from kvsurgery.plan.surgery import Move
 
 JOBS = 4
 MAX_JOBS = 32
-# bytes of all windows together; a thread holds two
-MEMORY = 64 << 20
+# bytes; a thread holds two windows, and what is read should still be in its cache when it is hashed and written
+WINDOW = 1 << 20
 # pieces of this length are sent to the disk at once; left to the kernel, all would wait for the fsync at the end
 FLUSH = 256 << 10
 
@@ -57,11 +57,10 @@ def move_bytes(
     digests: dict[str, str] = {}
     failures: list[BaseException] = []
     pending = iter(shard.tensors)
-    jobs = min(jobs, MAX_JOBS)
     source = _open(shard)
 
     def work() -> None:
-        buffers = np.empty((2, MEMORY // (2 * jobs)), np.uint8)
+        buffers = np.empty((2, WINDOW), np.uint8)
         for tensor in pending:
             try:
                 hasher = blake3()
@@ -83,9 +82,9 @@ def move_bytes(
             _write(target, memoryview(shard.header), 0)
         if progress is not None:
             progress(len(shard.header))
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(MAX_JOBS) as pool:
             try:
-                for worker in [pool.submit(work) for _ in range(jobs)]:
+                for worker in [pool.submit(work) for _ in range(min(jobs, MAX_JOBS))]:
                     worker.result()
             except BaseException as interrupt:
                 failures.append(interrupt)
@@ -107,30 +106,24 @@ def _windows(
     hasher: blake3,
 ) -> Iterator[int]:
     """Read, hash and write one tensor; yields the bytes of each window done."""
-    step = buffers.shape[1]
-    if move.columns is not None:
-        step -= step % move.columns.row
+    step, columns = WINDOW, move.columns
+    if columns is not None:
+        step -= WINDOW % columns.row
     for start in range(0, tensor.size, step):
         length = min(step, tensor.size - start)
-        original, moved = buffers[0][:length], buffers[1][:length]
-        straight = ((start, 0, length),)
-        scattered = tuple(_scatter(move, start, length))
-        if inverse:
-            into = original if move.columns is None else moved
-            for place, offset, count in scattered:
-                _read(shard, source, memoryview(into[offset : offset + count]), tensor.start + place)
-            if move.columns is not None:
-                _shuffle(moved, original, move.columns.block, np.argsort(move.columns.order))
-        else:
-            _read(shard, source, memoryview(original), tensor.start + start)
-        hasher.update(original)
+        straight, scattered = [(start, 0, length)], list(_scatter(move, start, length))
+        origin, destination = (scattered, straight) if inverse else (straight, scattered)
+        window, spare = buffers[0][:length], buffers[1][:length]
+        for place, offset, count in origin:
+            _read(shard, source, memoryview(window[offset : offset + count]), tensor.start + place)
+        if columns is not None and inverse:
+            window = _shuffle(window, spare, columns.block, np.argsort(columns.order))
+        hasher.update(window)
         if target is not None:
-            out = original
-            if move.columns is not None and not inverse:
-                _shuffle(original, moved, move.columns.block, np.asarray(move.columns.order))
-                out = moved
-            for place, offset, count in straight if inverse else scattered:
-                _write(target, memoryview(out[offset : offset + count]), tensor.start + place)
+            if columns is not None and not inverse:
+                window = _shuffle(window, spare, columns.block, np.asarray(columns.order))
+            for place, offset, count in destination:
+                _write(target, memoryview(window[offset : offset + count]), tensor.start + place)
         yield length
 
 
@@ -142,11 +135,12 @@ def _scatter(move: Move, start: int, length: int) -> Iterator[tuple[int, int, in
             yield run.destination + first - run.source, first - start, last - first
 
 
-def _shuffle(rows: np.ndarray, out: np.ndarray, block: int, order: np.ndarray) -> None:
-    """Copy rows of `len(order)` blocks so that place p holds block order[p]."""
+def _shuffle(rows: np.ndarray, out: np.ndarray, block: int, order: np.ndarray) -> np.ndarray:
+    """Copy rows of `len(order)` blocks to `out`, so that place p holds block order[p]."""
     shape = (-1, len(order), block)
     # with mode "raise", take goes through a buffer of its own
     np.take(rows.reshape(shape), order, axis=1, out=out.reshape(shape), mode="clip")
+    return out
 
 
 def _open(shard: Shard) -> int:

@@ -118,7 +118,7 @@ def test_any_surgery_equals_numpy_and_can_be_undone(
 
     with pytest.MonkeyPatch.context() as patch:
         # windows far smaller than tensors, so that runs and rows lie across their borders
-        patch.setattr(engine, "MEMORY", 2 * jobs * surgery["window"])
+        patch.setattr(engine, "WINDOW", surgery["window"])
         hashes = written(folder / "moved", source, moves, jobs=jobs)
         back = written(folder / "back", folder / "moved", moves, jobs=jobs, inverse=True, expected=hashes)
         assert move_bytes(read_shard(folder / "moved"), moves, jobs=jobs, inverse=True) == hashes == back
