@@ -22,12 +22,17 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads.
     """
     family = Family.of(config)
+    model = family.dimensions(config)
     result = copy.deepcopy(dict(config))
     result.update(both_rope_spellings(config))
+    # a config may leave out what is its class's default; the layout is checked against these
+    result["num_hidden_layers"] = model.layers
+    result["num_attention_heads"] = model.query_heads
+    result["num_key_value_heads"] = model.kv_heads
     result["auto_map"] = {auto: f"{family.modeling}.{name}" for auto, name in family.classes.items()}
     result["kv_surgery"] = {
         "version": resources.template_module("kv_layout").VERSION,
-        "head_dim": family.dimensions(config).head_dim,
+        "head_dim": model.head_dim,
         "layers": [
             {
                 "blocks": [[layer.full, len(layer.order) - layer.full]],
@@ -47,8 +52,8 @@ def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     transformers 5 writes one dict, `rope_parameters`, nested by layer type where types differ. transformers 4 reads
     `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`, and knows no other.
     """
-    parameters = config.get("rope_parameters")
-    if isinstance(parameters, Mapping) and parameters:
+    parameters = _mapping(config.get("rope_parameters") or {})
+    if parameters:
         whole = _mapping(parameters.get("full_attention", parameters))
         scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
         result = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
@@ -88,4 +93,4 @@ def converted_generation_config(raw: bytes) -> bytes:
 
 def to_json(content: Mapping[str, Any]) -> bytes:
     """JSON as transformers writes it: two spaces, a final newline."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -10,7 +10,7 @@ from kvsurgery.emit.config import converted_config, converted_generation_config,
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
-RUNTIME = ("kv_attention.py", "kv_cache.py", "kv_layout.py", "kv_model.py")
+RUNTIME = ("kv_attention.py", "kv_cache.py", "kv_heads.py", "kv_layout.py", "kv_model.py")
 
 
 def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     modeling = f"{Family.of(checkpoint.config).modeling}.py"
     templates = resources.folder("templates")
     files = {name: (templates / name).read_bytes() for name in (modeling, *RUNTIME)}
-    files["README.md"] = model_card(checkpoint.name, config, profile, policy, original).encode()
+    files["README.md"] = model_card(checkpoint.name, config, profile, policy, original).encode(errors="replace")
     if generation.is_file():
         before = generation.read_bytes()
         after = converted_generation_config(before)
