@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .kv_cache import Handle, HeadGroup, KVLayerCache, check_padding, leading_padding
+from .kv_cache import Handle, KVLayerCache, check_padding, leading_padding
+from .kv_heads import HeadGroup
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .kv_heads import HeadGroup
 from .kv_layout import KVLayout, LayerLayout
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
@@ -34,94 +35,6 @@ def check_padding(mask: torch.Tensor) -> tuple[bool, bool]:
     if holed:
         raise ValueError("the attention mask has holes between tokens; only padding at the ends of a row is supported")
     return padded_left, padded_right
-
-
-class HeadGroup:
-    """Keys and values of one layer's heads of one kind: [batch, heads, slots, head_dim] each.
-
-    A token's position is its column less its row's left padding. Full heads store position p in slot p. Streaming heads
-    do so while p < sink, and from there on go round a ring: slot sink + (p - sink) % ring.
-    """
-
-    def __init__(self, states: torch.Tensor, heads: int, sink: int | None = None, recent: int = 0):
-        """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
-        self.sink, self.recent, self.margin = sink, recent, 0
-        self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
-
-    @property
-    def slots(self) -> int:
-        """Tokens per row that storage is allocated for."""
-        return self.keys.shape[2]
-
-    @property
-    def ring(self) -> int:
-        """Slots that the newest tokens of a streaming head go round in: its window and what may be taken back."""
-        return self.recent + self.margin
-
-    def slot(self, position):
-        """The slot of a position: an integer, or a tensor of them."""
-        if self.sink is None:
-            return position
-        in_ring = self.sink + (position - self.sink) % self.ring
-        if isinstance(position, int):
-            return position if position < self.sink else in_ring
-        return torch.where(position < self.sink, position, in_ring)
-
-    def positions(self, lengths: torch.Tensor, slots: int, ring: int) -> torch.Tensor:
-        """The position that each of `slots` slots holds in rows of `lengths` tokens; -1 or >= length: it is empty.
-
-        [rows, 1] -> int64 [rows, slots]
-        """
-        slot = torch.arange(slots, device=lengths.device)
-        if self.sink is None:
-            return slot.expand(lengths.shape[0], -1)
-        newest = lengths - 1 - (lengths - 1 - slot) % ring
-        return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for positions below `capacity`; what is stored stays in its slot."""
-        slots = capacity if self.sink is None else min(capacity, self.sink + self.ring)
-        if slots > self.slots:
-            # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
-            keys, values = (old.new_zeros(*old.shape[:2], slots, old.shape[3]) for old in (self.keys, self.values))
-            keys[:, :, : self.slots], values[:, :, : self.slots] = self.keys, self.values
-            self.keys, self.values = keys, values
-
-    def widen(self, margin: int, capacity: int, lengths: torch.Tensor, wrapped: bool) -> None:
-        """Let the ring hold `margin` tokens beyond the window; rows have `lengths` [rows, 1] tokens so far."""
-        if wrapped:
-            ring = self.recent + margin
-            positions = self.positions(lengths, min(capacity, self.sink + ring), ring)
-            # positions that the old ring has dropped yield other tokens, outside of every window that can come
-            self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))
-        self.margin = margin
-
-    def take(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of some slots: int64 [1 or batch, n] -> keys and values [batch, heads, n, head_dim]."""
-        batch, heads, _, head_dim = self.keys.shape
-        index = slot[:, None, :, None].expand(batch, heads, -1, head_dim)
-        return self.keys.gather(2, index), self.values.gather(2, index)
-
-    def write(self, row: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store positions start, start + 1, ... of some rows: [rows, heads, tokens, head_dim]. Older ones may go."""
-        stop = start + keys.shape[2]
-        if self.sink is None:
-            spans = [(start, stop)]
-        else:
-            first = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
-            turn = min(stop, first + self.ring - (first - self.sink) % self.ring)
-            spans = [(start, min(stop, self.sink)), (first, turn), (turn, stop)]
-        for begin, end in spans:
-            if begin < end:
-                slot, size = self.slot(begin), end - begin
-                self.keys[row, :, slot : slot + size] = keys[:, :, begin - start : end - start]
-                self.values[row, :, slot : slot + size] = values[:, :, begin - start : end - start]
-
-    def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one token per row at `position` [batch]; padding, at a negative one, is overwritten by position 0."""
-        rows = torch.arange(keys.shape[0], device=keys.device)
-        slot = self.slot(position.clamp(min=0))
-        self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
 
 
 class Handle(NamedTuple):

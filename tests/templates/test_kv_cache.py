@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from templates.kv_cache import HeadGroup, check_padding
+from templates.kv_cache import check_padding
+from templates.kv_heads import HeadGroup
 from tests.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 
