@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvsurgery.emit.provenance import Provenance
 from kvsurgery.errors import CheckpointError, Mismatch
 from kvsurgery.verify import verify
 from tests.families import FAMILIES
@@ -27,6 +28,12 @@ def flip(path: Path, place: int = -1) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
+
+
+def change_provenance(folder: Path, **changes: object) -> None:
+    """Change what is recorded, checksum included."""
+    record = replace(Provenance.read(folder), **changes)
+    (folder / "kvsurgery.json").write_bytes(record.serialise())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,20 +146,17 @@ def test_what_was_never_converted(source: Path, tmp_path: Path) -> None:
 
 
 def test_permutation_that_is_not_the_recorded_one(converted: Path) -> None:
-    content = json.loads((converted / "kvsurgery.json").read_text())
-    content["permutation"][0] = [2, 1, 0]
-    (converted / "kvsurgery.json").write_text(json.dumps(content))
+    change_provenance(converted, permutation=((2, 1, 0), (1, 0, 2)))
     with pytest.raises(Mismatch, match=r"layers\.0\.self_attn"):
         verify(converted)
 
 
 def test_tensor_without_a_record(converted: Path) -> None:
-    content = json.loads((converted / "kvsurgery.json").read_text())
-    del content["tensors"]["lm_head.weight"]
-    (converted / "kvsurgery.json").write_text(json.dumps(content))
+    tensors = dict(Provenance.read(converted).tensors)
+    recorded = tensors.pop("lm_head.weight")
+    change_provenance(converted, tensors=tensors)
     with pytest.raises(Mismatch, match=r"lm_head\.weight"):
         verify(converted)
-    content["tensors"]["lm_head.weight"] = content["tensors"]["ghost"] = "0" * 64
-    (converted / "kvsurgery.json").write_text(json.dumps(content))
+    change_provenance(converted, tensors={**tensors, "lm_head.weight": recorded, "ghost": recorded})
     with pytest.raises(Mismatch, match="ghost"):
         verify(converted)

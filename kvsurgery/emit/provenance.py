@@ -1,6 +1,7 @@
 """`kvsurgery.json`: where a converted checkpoint comes from, and all that is needed to verify and revert it.
 
-No timestamps and no paths: the same input gives the same bytes.
+No timestamps and no paths: the same input gives the same bytes. A checksum over all of it finds accidental changes, to
+what nothing else would give away: the original side files, and the lists of what is checked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from kvsurgery.convert.journal import JOURNAL, PART
 from kvsurgery.errors import CheckpointError
@@ -65,6 +68,7 @@ class Provenance:
         """The file's bytes; equal provenance gives equal bytes."""
         originals = {name: base64.b64encode(content).decode() for name, content in self.originals.items()}
         content = {"format": FORMAT, "version": VERSION, **vars(self), "originals": originals}
+        content["checksum"] = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
@@ -101,7 +105,7 @@ class Provenance:
         content = json.loads(raw)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        version = content.pop("version", None)
+        version, checksum = content.pop("version", None), content.pop("checksum", None)
         if version != VERSION:
             raise ValueError(f"its version is {version}; this tool reads {VERSION}")
         if content.keys() != cls.__dataclass_fields__.keys():
@@ -110,7 +114,10 @@ class Provenance:
         content["permutation"] = tuple(tuple(order) for order in content["permutation"])
         content["left_out"] = tuple(content["left_out"])
         content["originals"] = {name: _decode(name, text) for name, text in content["originals"].items()}
-        return cls(**content)
+        result = cls(**content)
+        if checksum != json.loads(result.serialise())["checksum"]:
+            raise ValueError("its checksum is wrong, so it was changed after the conversion")
+        return result
 
 
 def file_hash(name: str, digest: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -136,6 +137,24 @@ class TestTheWholePath:
         assert f"{out} is this" in done("convert", "my [bold] model α", "--profile", "a profile", "--out", out).out
         done("revert", out, "--out", "back")
         assert tree(here / "back").items() <= tree(here / "my [bold] model α").items()
+
+
+    def test_what_the_config_leaves_to_defaults_is_filled_in(self, checkpoint, tmp_path: Path) -> None:
+        source = shutil.copytree(checkpoint("gemma3"), tmp_path / "gemma")
+        config = json.loads((source / "config.json").read_text())
+        # gemma3's own default is 4, as is the number here
+        assert config.pop("num_key_value_heads") == 4
+        (source / "config.json").write_text(json.dumps(config))
+        random_profile(source).save(tmp_path / PROFILE)
+        done("convert", source, "--profile", tmp_path / PROFILE, "--out", tmp_path / "out")
+        assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 4
+        done("verify", tmp_path / "out", "--source", source)
+
+    def test_a_name_that_is_no_text(self, here: Path) -> None:
+        os.rename(b"llama", b"ll\xffama")
+        name = os.fsdecode(b"ll\xffama")
+        done("convert", name, "--profile", PROFILE, "--out", "out")
+        done("verify", "out", "--source", name)
 
 
 class TestWhatItSays:
