@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -34,24 +32,22 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
     return result
 
 
-def progress(*, bytes: bool = False) -> Progress:
-    """A progress bar on stderr, in items or in bytes with rate and time left."""
-    amount: tuple[ProgressColumn, ...] = (
-        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if bytes else (MofNCompleteColumn(),)
-    )
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), *amount, TextColumn("ETA"), TimeRemainingColumn(), console=stderr
-    )
-
-
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes that appears with the first of them, so that a refusal stands alone.
+    """A progress bar on stderr, with rate and time left. It appears with the first byte: a refusal stands alone.
 
     Yields:
         What to call with bytes done, from any thread.
     """
-    bar = progress(bytes=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=stderr,
+    )
     task = bar.add_task(what, total=total)
 
     def advance(count: int) -> None:

@@ -28,9 +28,9 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool) -> None:
     Provenance.read(folder)
     # hashing takes minutes; a missing token should not wait for it
     hub.check_login(repo_id)
-    with console.progress(bytes=True) as bar:
-        task = bar.add_task("verifying", total=sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-        report = verify(folder, progress=lambda count: bar.advance(task, count))
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with console.byte_progress("verifying", total) as advance:
+        report = verify(folder, progress=advance)
     if report.unrecorded:
         console.stderr.print(
             f"also uploading what the conversion did not write: {', '.join(report.unrecorded)}", markup=False
