@@ -82,6 +82,8 @@ def read_shard(path: Path) -> Shard:
     Raises:
         CheckpointError: the file is unreadable or breaks the format in any way.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -142,6 +142,8 @@ def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str
 
 def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """A JSON object from a file, and the file's bytes."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large to be what its name says")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -55,10 +56,13 @@ def main() -> None:
     """Run the command line; an error is one line. Exit codes: 1 failure, 2 usage, 3 mismatch, 130 interrupted."""
     # people add it to the end of what failed
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # file names need not be text that the terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         cli(arguments, prog_name="kvsurgery")
-    except KVSurgeryError as error:
+    except (KVSurgeryError, OSError) as error:
         if len(arguments) < len(sys.argv) - 1 or os.environ.get("KVSURGERY_DEBUG"):
             raise
         click.echo(f"kvsurgery: {error}", err=True)
-        sys.exit(error.exit_code)
+        sys.exit(error.exit_code if isinstance(error, KVSurgeryError) else 1)

@@ -87,8 +87,8 @@ class Provenance:
                 "or save_pretrained wrote it again, which loses the way back"
             )
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise ValueError("it is too large")
+            if not path.is_file() or path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is not a file of at most {MAX_BYTES} bytes")
             return cls.parse(path.read_bytes())
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

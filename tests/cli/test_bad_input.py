@@ -7,6 +7,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,6 +103,12 @@ def folder_for_shard() -> None:
     Path("llama", SHARD).mkdir()
 
 
+def pipe(name: str) -> None:
+    """A file that nobody ever finishes reading."""
+    Path("llama", name).unlink()
+    os.mkfifo(f"llama/{name}")
+
+
 def huge_header() -> None:
     """A header larger than allowed, all of it in the file, which is a hole."""
     raw_shard(Path("llama", SHARD), b"{", length=100_000_001)
@@ -154,7 +162,9 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "shard cut in its header": (cut(100), f"{SHARD} is truncated.*fetch it again"),
     "empty shard": (cut(0), f"{SHARD} is truncated"),
     "missing shard": (lambda: Path("llama", SHARD).unlink(), f"{SHARD} is missing.*fetch it again"),
-    "shard is a folder": (folder_for_shard, f"cannot read llama/{SHARD}"),
+    "shard is a folder": (folder_for_shard, f"llama/{SHARD} is not a regular file"),
+    "config is a pipe": (partial(pipe, "config.json"), "config.json is not a regular file"),
+    "shard is a pipe": (partial(pipe, SHARD), f"{SHARD} is not a regular file"),
     "git lfs pointer": (write(SHARD, b"version https://git-lfs.github.com/spec/v1\n"), SHARD),
     "corrupt header": (shard(b'{"a": [}', bytes(8)), f"{SHARD} has a corrupt header"),
     "header beyond the file": (shard({}, length=1 << 62), f"{SHARD} is truncated"),
@@ -260,7 +270,7 @@ BAD_PROFILES: dict[str, tuple[Callable[[], Any], str]] = {
     "HeadKV's file": (lambda: Path(PROFILE).write_text('{"0-0": [0.1]}' * 9), "not a head profile.*profile import"),
     "empty file": (lambda: Path(PROFILE).write_bytes(b""), "not a head profile"),
     "cut": (lambda: os.truncate(PROFILE, 100), "not a head profile"),
-    "a folder": (lambda: (Path(PROFILE).unlink(), Path(PROFILE).mkdir()), f"{PROFILE}: it is a folder"),
+    "a folder": (lambda: (Path(PROFILE).unlink(), Path(PROFILE).mkdir()), f"{PROFILE}: it is not a regular file"),
     "missing": (lambda: Path(PROFILE).unlink(), f"cannot read head profile {PROFILE}: No such file"),
 }
 
@@ -306,7 +316,7 @@ def test_options(here: Path, options: tuple[Any, ...], words: str) -> None:
         (*CONVERT[1:], "--full-heads", 1.5),
         (*CONVERT[1:], "--group-reduce", "median"),
         (*CONVERT[1:], "--revision", "main"),
-        (*CONVERT[1:], "--budget", 3),
+        (*CONVERT[1:], "--bogus", 3),
     ],
     ids=lambda arguments: " ".join(map(str, arguments)),
 )
@@ -316,6 +326,27 @@ def test_usage(here: Path, arguments: tuple[Any, ...]) -> None:
     assert (result.code, result.out) == (2, "")
     assert re.fullmatch(r"Usage: .*\nTry .*\n\nError: .*\n", result.err)
     assert tree(here) == before
+
+
+def test_names_that_the_terminal_cannot_show(here: Path) -> None:
+    Path("llama").rename("modèle")
+    os.rename(PROFILE, b"\xff.safetensors")
+    typed = ["kvsurgery", "convert", "modèle", "--profile", os.fsdecode(b"\xff.safetensors"), "--dry-run"]
+    for encoding in ("ascii", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", *typed]
+        result = subprocess.run(command, env=environment, capture_output=True, check=True)
+        assert result.stdout.startswith("modèle".encode(encoding, "backslashreplace"))
+
+
+def test_output_that_cannot_be_written(here: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvsurgery", *CONVERT]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert "kvsurgery: [Errno 28] No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+    done("verify", "out")
 
 
 class TestOut:
