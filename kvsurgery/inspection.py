@@ -29,7 +29,7 @@ class Surgery:
 
     Attributes:
         full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
-        streaming: KV heads that stream, in the layers with full heads.
+        streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
@@ -39,6 +39,7 @@ class Surgery:
 
     full_heads: tuple[int | None, ...]
     streaming: int
+    budgeted: int
     kv_bytes: tuple[Mapping[str, Any], ...]
     base_model: str | None = None
     base_revision: str | None = None
@@ -158,6 +159,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
     facts = {
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
+        "budgeted": sum(len(layer.budgets) for layer in layout.layers),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
     }
     if not (folder / PROVENANCE).exists():

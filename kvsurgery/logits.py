@@ -41,9 +41,12 @@ def compare_logits(folder: str | Path) -> LogitsReport:
     dtype, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
     del stock
     gc.collect()
-    for layer in config.kv_surgery["layers"]:
-        if not layer.get("native"):
-            layer["blocks"] = [[full + streaming, 0] for full, streaming in layer["blocks"]]
+    config.kv_surgery["layers"] = [
+        layer
+        if layer.get("native")
+        else {"blocks": [[sum(block), 0] for block in layer["blocks"]], "sink": 0, "recent": 1}
+        for layer in config.kv_surgery["layers"]
+    ]
     emitted = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", trust_remote_code=True)
     found = _logits(emitted, tokens, [PROMPT] + [1] * STEPS)
     difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()

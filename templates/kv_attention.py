@@ -74,27 +74,34 @@ def attention(
             "it was not converted for tensor parallelism"
         )
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
-    queries = query.split([heads * query.shape[1] // layout.heads for heads in (layout.full, layout.streaming)], 1)
-    if layer and query.shape[2] == 1:
+    heads = [layout.full, layout.heads - layout.full]
+    queries = query.split([count * query.shape[1] // layout.heads for count in heads], 1)
+    (full_keys, keys), (full_values, values) = (states.split(heads, 1) for states in (key, value))
+    past = layer.seen if layer else 0
+    decoding = layer is not None and query.shape[2] == 1
+    window = layer.recent_window() if past and layout.streaming and not decoding else None
+    if layer:
         layer.append(key, value)
-        outputs = [_decode(part, group, layer, options) for part, group in zip(queries, layer.groups, strict=True)]
+
+    if decoding:
+        full = _decode(queries[0], layer.full, layer, options)
+    elif past:
+        full = _after_past(queries[0], layer.full, past, padding, options)
     else:
-        past = layer.seen if layer else 0
-        window = layer.recent_window() if past else None
-        if layer:
-            layer.append(key, value)
-        (full_keys, new_keys), (full_values, new_values) = (
-            states.split([layout.full, layout.streaming], 1) for states in (key, value)
-        )
-        if past:
-            full = _after_past(queries[0], layer.full, past, padding, options)
-            sinks = tuple(states[:, :, : layout.sink] for states in (layer.streaming.keys, layer.streaming.values))
-            streaming = _streaming(queries[1], sinks, window, (new_keys, new_values), past, padding, layout, options)
-        else:
-            full = _causal(queries[0], full_keys, full_values, padding, options)
-            streaming = _streaming_from_start(queries[1], new_keys, new_values, padding, layout, options)
-        outputs = [full, streaming]
-    return torch.cat(outputs, 1).transpose(1, 2).contiguous(), None
+        full = _causal(queries[0], full_keys, full_values, padding, options)
+
+    if layout.budgets and layer:
+        rest = _budgeted(queries[1], keys, values, layer, past, padding, options)
+    elif layout.budgets:  # without a cache nothing is selected
+        rest = _causal(queries[1], keys, values, padding, options)
+    elif decoding:
+        rest = _decode(queries[1], layer.streaming, layer, options)
+    elif past:
+        sinks = tuple(states[:, :, : layout.sink] for states in (layer.streaming.keys, layer.streaming.values))
+        rest = _streaming(queries[1], sinks, window, (keys, values), past, padding, layout, options)
+    else:
+        rest = _streaming_from_start(queries[1], keys, values, padding, layout, options)
+    return torch.cat([full, rest], 1).transpose(1, 2).contiguous(), None
 
 
 def attend(
@@ -160,12 +167,17 @@ def _causal(
         return F.scaled_dot_product_attention(
             query, keys, values, dropout_p=options["dropout"], is_causal=True, scale=options["scaling"], enable_gqa=True
         )
-    first = torch.zeros(1, 1, 1, device=query.device, dtype=torch.long) if padding is None else padding[:, None, None]
+    return _blocks(query, keys, values, 0, _by_column(padding), options)
+
+
+def _by_column(padding: torch.Tensor | None):
+    """What queries see of keys that lie by column: all that is earlier in their row."""
+    first = 0 if padding is None else padding[:, None, None]
 
     def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
 
-    return _blocks(query, keys, values, 0, allowed, options)
+    return allowed
 
 
 def _after_past(
@@ -244,6 +256,37 @@ def _streaming(query, sinks, window, new, past: int, padding, layout, options) -
         in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
         allowed = torch.cat([sink <= position, in_window], 2)
         outputs.append(attend(query[:, :, start:stop], *parts, allowed, **options))
+    return torch.cat(outputs, 2)
+
+
+def _budgeted(query, keys, values, layer: KVLayerCache, past: int, padding, options) -> torch.Tensor:
+    """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
+
+    One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only.
+    """
+    group, prompt, tokens = layer.budgeted, layer.cache.prompt, query.shape[2]
+    softmax = {**options, "scaling": options["scaling"] or query.shape[-1] ** -0.5}
+    cut = min(max(prompt - past, 0), tokens)
+    outputs = []
+    if cut:
+        arriving = keys[:, :, :cut], values[:, :, :cut]
+        if past or cut < prompt:
+            group.wait(past, *arriving, prompt)
+        whole = (group.waiting.keys[:, :, : past + cut], group.waiting.values[:, :, : past + cut]) if past else arriving
+        if past:
+            outputs.append(_blocks(query[:, :, :cut], *whole, past, _by_column(padding), options))
+        else:
+            outputs.append(_causal(query[:, :, :cut], *arriving, padding, options))
+        group.observe(past, query[:, :, :cut], prompt)
+        if past + cut == prompt:
+            group.select(*whole, layer.capacity, padding, softmax["scaling"], softmax["softcap"])
+    if cut < tokens:
+        group.append(past + cut, keys[:, :, cut:], values[:, :, cut:], layer.capacity)
+        longest = max(group.capacities, default=0) + past + tokens - group.start
+        block = min(max(SCORES // (query.shape[0] * query.shape[1] * longest), 16), 1024)
+        for start in range(cut, tokens, block):
+            part = query[:, :, start : start + block]
+            outputs.append(group.attend(part, past + start, padding, **softmax))
     return torch.cat(outputs, 2)
 
 

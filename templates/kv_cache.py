@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .kv_budget import BudgetedGroup
 from .kv_heads import HeadGroup
 from .kv_layout import KVLayout, LayerLayout
 
@@ -58,7 +59,7 @@ class KVLayerCache(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything and free the storage."""
-        self.full = self.streaming = None
+        self.full = self.streaming = self.budgeted = None
         self.seen = self.capacity = self.restorable = 0
         self.is_initialized = False
 
@@ -66,6 +67,7 @@ class KVLayerCache(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.full = HeadGroup(key_states, self.layout.full)
         self.streaming = HeadGroup(key_states, self.layout.streaming, self.layout.sink, self.layout.recent)
+        self.budgeted = BudgetedGroup(key_states, self.layout) if self.layout.budgets else None
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
@@ -75,8 +77,9 @@ class KVLayerCache(CacheLayerMixin):
         return handle, handle
 
     @property
-    def groups(self) -> tuple[HeadGroup, ...]:
-        return (self.full, self.streaming) if self.is_initialized else ()
+    def groups(self) -> tuple[HeadGroup | BudgetedGroup, ...]:
+        """The full heads, then the others."""
+        return (self.full, self.budgeted or self.streaming) if self.is_initialized else ()
 
     def padding(self) -> torch.Tensor | None:
         """Left padding of each row, int64 [batch], or None where no row is padded."""
@@ -92,7 +95,10 @@ class KVLayerCache(CacheLayerMixin):
 
     @torch.no_grad()
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens: [batch, kv_heads, tokens, head_dim]."""
+        """Store new tokens of full and streaming heads: [batch, kv_heads, tokens, head_dim].
+
+        Budgeted heads need the queries too: the attention function stores theirs.
+        """
         tokens = keys.shape[2]
         seen = self.seen + tokens
         if seen != self.cache.expected:
@@ -107,7 +113,7 @@ class KVLayerCache(CacheLayerMixin):
             self.streaming.widen(self.cache.margin, self.capacity, self.lengths(), wrapped)
         padding = self.padding()
         start = 0
-        for group in self.groups:
+        for group in (self.full, self.streaming):
             stop = start + group.keys.shape[1]
             if start < stop:
                 group.reserve(self.capacity)
@@ -143,6 +149,10 @@ class KVLayerCache(CacheLayerMixin):
                 f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
                 f"needed from {self.restorable} on; call activate_past_recording() before what may be taken back"
             )
+        if self.budgeted and self.seen and (self.budgeted.start is None or length < self.budgeted.start):
+            raise ValueError(
+                f"cannot take the cache back to {length} tokens: that is inside the prompt of budgeted heads"
+            )
         self.seen = min(self.seen, length)
 
     def get_seq_length(self) -> int:
@@ -159,7 +169,7 @@ class KVLayerCache(CacheLayerMixin):
 
     def _map_rows(self, change) -> None:
         for group in self.groups:
-            group.keys, group.values = change(group.keys), change(group.values)
+            group.map_rows(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
@@ -188,6 +198,7 @@ class KVSurgeryCache(Cache):
     def _clear(self) -> None:
         self.padding: torch.Tensor | None = None  # left padding of each row, int64 [batch]; None: no row is padded
         self.padded_right = False
+        self.prompt = 0  # columns after which budgeted heads choose what they keep
         self.expected = 0  # columns that the forward under way will have been seen after it
         self.record_past = False
         self.confirmed = 0  # columns that will never be taken back
@@ -217,6 +228,7 @@ class KVSurgeryCache(Cache):
         elif mask is not None and self.padding is not None:
             self.padding = leading_padding(mask)
         self.expected = seen + tokens
+        self.prompt = self.prompt or tokens
         if self.record_past:
             self.confirmed = self.confirmed or tokens
             self.margin = max(self.margin, self.expected - self.confirmed)
@@ -225,13 +237,18 @@ class KVSurgeryCache(Cache):
         """State how many tokens the cache will hold, so that storage is allocated once and exactly."""
         self.reserved = max(self.reserved, capacity)
 
+    def expect_prompt(self, tokens: int) -> None:
+        """State how many columns the prompt has, however it is cut into forwards; by default, the first forward's."""
+        if self.get_seq_length() == 0:
+            self.prompt = tokens
+
     def confirm(self, tokens: int) -> None:
         """State that the first `tokens` columns will never be taken back."""
         self.confirmed = max(self.confirmed, tokens)
 
     def allocated_bytes(self) -> int:
         """Bytes of keys and values that are allocated, as `KVLayout.kv_bytes` predicts."""
-        return sum(group.keys.nbytes + group.values.nbytes for layer in self.layers for group in layer.groups)
+        return sum(group.nbytes for layer in self.layers for group in layer.groups)
 
     def activate_past_recording(self) -> None:
         """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`."""

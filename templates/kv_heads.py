@@ -21,6 +21,15 @@ class HeadGroup:
         return self.keys.shape[2]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def map_rows(self, change) -> None:
+        """Change the rows of keys and values: reorder, repeat or drop them."""
+        self.keys, self.values = change(self.keys), change(self.values)
+
+    @property
     def ring(self) -> int:
         """Slots that the newest tokens of a streaming head go round in: its window and what may be taken back."""
         return self.recent + self.margin

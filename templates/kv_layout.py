@@ -9,11 +9,22 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
+class Selection:
+    """How budgeted heads choose what they keep of a prompt (SnapKV, Li et al. 2024): by the attention of its last
+    `window` tokens, pooled over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`)."""
+
+    window: int
+    kernel_size: int
+    pool: str
+
+
+@dataclass(frozen=True)
 class LayerLayout:
-    """One layer's KV heads in order: `full` heads that keep every token, then `streaming` heads.
+    """One layer's KV heads in order: `full` heads that keep every token, then `streaming` or budgeted ones.
 
     A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
-    of the model's own is `native`: all its heads stream, with sink 0 and recent = window.
+    of the model's own is `native`: all its heads stream, with sink 0 and recent = window. A budgeted head keeps so many
+    tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow.
     """
 
     full: int
@@ -21,19 +32,26 @@ class LayerLayout:
     sink: int
     recent: int
     native: bool = False
+    budgets: tuple[int, ...] = ()
+    selection: Selection | None = None
 
     @property
     def heads(self) -> int:
         """KV heads of the layer."""
-        return self.full + self.streaming
+        return self.full + self.streaming + len(self.budgets)
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
         return min(capacity, self.sink + self.recent + margin)
 
-    def rows(self, capacity: int, margin: int = 0) -> int:
-        """Tokens stored per sequence, summed over the layer's KV heads."""
-        return self.full * capacity + self.streaming * self.streaming_slots(capacity, margin)
+    def rows(self, prompt: int, new: int, margin: int = 0) -> int:
+        """Tokens stored per sequence, summed over the layer's KV heads, once the prompt is in."""
+        capacity = prompt + new
+        rows = self.full * capacity + self.streaming * self.streaming_slots(capacity, margin)
+        if self.budgets:
+            window = min(self.selection.window, prompt)
+            rows += sum(min(budget, prompt - window) + window + new for budget in self.budgets)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,8 @@ class KVLayout:
                 f"kv_surgery version {section.get('version')!r} is unknown here; this code reads {VERSION}"
             )
         try:
-            layers = tuple(_layer(entry) for entry in section["layers"])
+            selection = _selection(section["selection"]) if "selection" in section else None
+            layers = tuple(_layer(entry, selection) for entry in section["layers"])
             head_dim = _count(section["head_dim"], least=1)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
@@ -82,28 +101,45 @@ class KVLayout:
                 (assisted decoding); 0 otherwise.
             itemsize: bytes of an element; 2 for bfloat16 and float16.
         """
-        rows = sum(layer.rows(prompt + new, margin) for layer in self.layers)
+        rows = sum(layer.rows(prompt, new, margin) for layer in self.layers)
         return 2 * batch * rows * self.head_dim * itemsize
 
     def dense_bytes(self, batch: int, prompt: int, new: int = 0, itemsize: int = 2) -> int:
         """Bytes of the unconverted model's cache: every head keeps all tokens, but for the model's own windows."""
-        rows = sum(layer.rows(prompt + new) if layer.native else layer.heads * (prompt + new) for layer in self.layers)
+        rows = sum(layer.rows(prompt, new) if layer.native else layer.heads * (prompt + new) for layer in self.layers)
         return 2 * batch * rows * self.head_dim * itemsize
 
     def prefill_peak_bytes(
         self, batch: int, prompt: int, new: int = 0, chunk: int | None = None, itemsize: int = 2
     ) -> int:
-        """Bytes of keys and values at the peak of a prefill: the cache, plus one layer's chunk on its way in."""
-        heads = max(layer.heads for layer in self.layers)
-        arriving = 2 * batch * heads * min(chunk or prompt, prompt) * self.head_dim * itemsize
-        return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + arriving
+        """Bytes of keys and values at the peak of a prefill: the cache, and one layer's chunk on its way in.
+
+        A prompt that comes in chunks waits whole in budgeted heads until its last token can select.
+        """
+        chunk = min(chunk or prompt, prompt)
+        rows = max(layer.heads for layer in self.layers) * chunk
+        if chunk < prompt:
+            rows += sum(len(layer.budgets) * prompt for layer in self.layers)
+        return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + 2 * batch * rows * self.head_dim * itemsize
 
 
-def _layer(entry: dict) -> LayerLayout:
+def _layer(entry: dict, selection: Selection | None) -> LayerLayout:
     """One layer's entry. Blocks are the head groups of tensor-parallel ranks; this code knows one block."""
-    [[full, streaming]] = entry["blocks"]
+    [[full, other]] = entry["blocks"]
+    if "budgets" in entry:
+        budgets = tuple(_count(budget) for budget in entry["budgets"])
+        if len(budgets) != other or selection is None:
+            raise ValueError(f"{other} budgeted heads with {len(budgets)} budgets and selection {selection}")
+        return LayerLayout(_count(full), 0, 0, 1, budgets=budgets, selection=selection)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
-    return LayerLayout(_count(full), _count(streaming), sink, recent, entry.get("native", False) is True)
+    return LayerLayout(_count(full), _count(other), sink, recent, entry.get("native", False) is True)
+
+
+def _selection(entry: dict) -> Selection:
+    kernel_size, pool = _count(entry["kernel_size"], least=1), entry["pool"]
+    if kernel_size % 2 == 0 or pool not in ("max", "avg"):
+        raise ValueError(f"pooling must be max or avg over an odd kernel_size, got {pool!r} over {kernel_size}")
+    return Selection(_count(entry["window"], least=1), kernel_size, pool)
 
 
 def _count(value, least: int = 0) -> int:

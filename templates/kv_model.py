@@ -34,6 +34,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
 
     _auto_class = "AutoModelForCausalLM"
 
+    def _prepare_generated_length(self, generation_config, *args, inputs_tensor, **kwargs):
+        config = super()._prepare_generated_length(generation_config, *args, inputs_tensor=inputs_tensor, **kwargs)
+        config.kv_prompt = inputs_tensor.shape[1]
+        return config
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
         if generation_config.use_cache is False:
             return
@@ -48,6 +53,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
+        cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
         if generation_config.max_new_tokens is not None:
             cache.reserve(max_cache_length + 1)

@@ -4,6 +4,7 @@ from transformers.models.mixtral import modeling_mixtral as stock
 
 # transformers 4 copies only the modules that are imported here
 from .kv_attention import attention  # noqa: F401
+from .kv_budget import BudgetedGroup  # noqa: F401
 from .kv_cache import KVSurgeryCache  # noqa: F401
 from .kv_heads import HeadGroup  # noqa: F401
 from .kv_layout import KVLayout  # noqa: F401

@@ -19,11 +19,36 @@ if TYPE_CHECKING:
 @click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--sparsity", type=float, help="Share of streaming heads.  [default: 0.5 with GQA, 0.75 without]")
+@click.option(
+    "--method",
+    type=click.Choice(["duo", "headkv"]),
+    help="Short for --rest streaming, and --rest budgeted.  [default: what the profile was measured for]",
+)
+@click.option("--sparsity", type=float, help="Share of heads that are not full.  [default: 0.5 with GQA, 0.75 without]")
 @click.option("--threshold", type=float, help="Instead: heads with this score or more stay full.")
 @click.option("--full-heads", type=int, help="Instead: so many KV heads over the whole model stay full.")
+@click.option(
+    "--rest", type=click.Choice(["streaming", "budgeted"]), help="What the other heads are.  [default: as --method]"
+)
 @click.option("--sink", type=int, default=64, show_default=True, help="First tokens that a streaming head keeps.")
 @click.option("--recent", type=int, default=256, show_default=True, help="Latest tokens that a streaming head keeps.")
+@click.option(
+    "--budget",
+    type=int,
+    help="Tokens that a budgeted head keeps of a prompt, on average; the observation window comes on top, so a "
+    'published "KV = 128" is --budget 120 --window 8.',
+)
+@click.option(
+    "--beta",
+    type=float,
+    default=1.2,
+    show_default=True,
+    help="Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means a "
+    "smaller pool and more even budgets.",
+)
+@click.option("--window", type=int, default=8, show_default=True, help="Last tokens of a prompt, which choose.")
+@click.option("--kernel-size", type=int, default=7, show_default=True, help="Neighbours that attention is pooled over.")
+@click.option("--pool", type=click.Choice(["max", "avg"]), default="max", show_default=True, help="How it is pooled.")
 @click.option(
     "--group-reduce",
     type=click.Choice(["mean", "max"]),
@@ -47,17 +72,20 @@ def convert(
     """Rewrite the checkpoint SRC after a head profile.
 
     SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
-    token, the others stream. Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
+    token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). Weights keep their
+    bytes, in another order: `kvsurgery revert` restores the original.
 
     A killed run continues when the same command is given again.
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
+    kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     """
     from kvsurgery import console
     from kvsurgery.score.profile import HeadProfile
 
+    options = _decide_options(**options)
     if out is None and not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     profile = HeadProfile.load(profile_path)
@@ -86,6 +114,18 @@ def convert(
     if report["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(report['left_out'])}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
+
+
+def _decide_options(
+    method: str | None, rest: str | None, window: int, kernel_size: int, pool: str, **options: Any
+) -> dict[str, Any]:
+    """The options as `decide` takes them."""
+    from kvsurgery.decide.policy import Selection
+
+    implied = {"duo": "streaming", "headkv": "budgeted", None: None}[method]
+    if rest and implied and rest != implied:
+        raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
+    return {**options, "rest": rest or implied, "selection": Selection(window, kernel_size, pool)}
 
 
 def _prepare(
@@ -157,11 +197,17 @@ def _facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
         "model": asdict(plan.dimensions),
         "profile": {"base_model": profile.base_model, "method": profile.method, "hash": profile.hash},
         "policy": {**policy.options, "hash": policy.hash},
-        "kv_heads": {"eligible": policy.eligible, "streaming": policy.streaming},
+        "kv_heads": {
+            "eligible": policy.eligible,
+            "full": policy.full,
+            "streaming": policy.streaming,
+            "budgeted": policy.budgeted,
+        },
         "layers": [
             {
                 "full": layer.full,
-                "streaming": len(layer.order) - layer.full,
+                "streaming": len(layer.order) - layer.full if layer.budgets is None else 0,
+                "budgets": list(layer.budgets or ()),
                 "window": layer.recent if layer.native else None,
             }
             for layer in policy.layers
@@ -180,9 +226,22 @@ def _print_plan(facts: dict[str, Any]) -> None:
 
     _print_policy(facts)
     windows = any(layer["window"] for layer in facts["layers"])
-    columns = ["layer", "full", "streaming", *["own window"] * windows]
+    budgets = any(layer["budgets"] for layer in facts["layers"])
+    columns = [
+        "layer",
+        "full",
+        "budgeted" if budgets else "streaming",
+        *["own window"] * windows,
+        *["budgets"] * budgets,
+    ]
     rows = [
-        (index, layer["full"], layer["streaming"], *[layer["window"] or ""] * windows)
+        (
+            index,
+            layer["full"],
+            len(layer["budgets"]) if budgets else layer["streaming"],
+            *[layer["window"] or ""] * windows,
+            *[_span(layer["budgets"])] * budgets,
+        )
         for index, layer in enumerate(facts["layers"])
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
@@ -194,12 +253,17 @@ def _print_plan(facts: dict[str, Any]) -> None:
     )
 
 
+def _span(budgets: list[int]) -> str:
+    return f"{min(budgets)} to {max(budgets)}" if budgets else ""
+
+
 def _print_policy(facts: dict[str, Any]) -> None:
     from kvsurgery import console
 
     policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
-    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method"))
-    stream = f"{heads['streaming']} of {heads['eligible']} KV heads stream"
+    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method", "rest"))
+    kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
+    stream = f"{count} of {heads['eligible']} KV heads {kind}"
     console.stdout.print(
         f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
         f"profile: {profile['method']}, measured on {profile['base_model']}\n",

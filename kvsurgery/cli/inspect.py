@@ -118,5 +118,6 @@ def _show_surgery(surgery: Surgery) -> None:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
     full = sum(count for count in surgery.full_heads if count is not None)
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
-    lines.append(f"{full} KV heads full, {surgery.streaming} streaming; full heads per layer: {per_layer}")
+    others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
+    lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
     console.stdout.print("\n".join(lines), markup=False)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 
+from kvsurgery.decide.budgets import allocate_budgets
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
@@ -21,21 +22,33 @@ MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
+class Selection:
+    """How budgeted heads choose (SnapKV, Li et al. 2024): by the attention of the prompt's last `window` tokens, pooled
+    over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`). The window is kept on top of the budget."""
+
+    window: int = 8
+    kernel_size: int = 7
+    pool: str = "max"
+
+
+@dataclass(frozen=True)
 class LayerPolicy:
     """One layer: its KV heads in their order after surgery, full heads first.
 
     Attributes:
         order: source KV head at each place; inside a group the source's order.
-        full: how many of them keep every token; the others stream.
+        full: how many of them keep every token; the others stream, or have a budget.
         sink, recent: tokens that a streaming head of this layer sees.
         native: the model's own sliding-window layer: streams with sink 0, not eligible, not counted.
+        budgets: of the prompt, the tokens that each of the others keeps; None where they stream.
     """
 
     order: tuple[int, ...]
     full: int
-    sink: int
-    recent: int
+    sink: int = 0
+    recent: int = 1
     native: bool = False
+    budgets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,13 @@ class Policy:
 
     layers: tuple[LayerPolicy, ...]
     options: dict[str, Any]
+    selection: Selection | None = None
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE3 of the canonical JSON of the layers."""
-        layers = [asdict(layer) for layer in self.layers]
-        return blake3(json.dumps(layers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """BLAKE3 of the canonical JSON of the layers and of how budgeted heads select."""
+        content = [[asdict(layer) for layer in self.layers], self.selection and asdict(self.selection)]
+        return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
     def eligible(self) -> int:
@@ -57,9 +71,20 @@ class Policy:
         return sum(len(layer.order) for layer in self.layers if not layer.native)
 
     @property
+    def full(self) -> int:
+        """KV heads in full-attention layers that keep every token."""
+        return sum(layer.full for layer in self.layers if not layer.native)
+
+    @property
     def streaming(self) -> int:
         """KV heads in full-attention layers that stream."""
-        return sum(len(layer.order) - layer.full for layer in self.layers if not layer.native)
+        layers = (layer for layer in self.layers if not layer.native and layer.budgets is None)
+        return sum(len(layer.order) - layer.full for layer in layers)
+
+    @property
+    def budgeted(self) -> int:
+        """KV heads that have a budget."""
+        return sum(len(layer.budgets or ()) for layer in self.layers)
 
 
 def decide(
@@ -69,8 +94,12 @@ def decide(
     sparsity: float | None = None,
     threshold: float | None = None,
     full_heads: int | None = None,
+    rest: Literal["streaming", "budgeted"] | None = None,
     sink: int = 64,
     recent: int = 256,
+    budget: int | None = None,
+    beta: float = 1.2,
+    selection: Selection = Selection(),
     group_reduce: Literal["mean", "max"] = "mean",
 ) -> Policy:
     """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
@@ -78,11 +107,16 @@ def decide(
     Args:
         profile: scores per KV or query head; query heads are reduced over their group.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
-        sparsity: streaming share S of the N KV heads in full-attention layers; exactly round(S x N) heads stream,
-            halves to the even count. Default 0.5 for GQA, 0.75 for MHA (DuoAttention, Xiao et al. 2024, section 3.1).
+        sparsity: share S of the N KV heads in full-attention layers that are not full; exactly round(S x N), halves to
+            the even count. Default 0.5 for GQA, 0.75 for MHA (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the
+            rest has budgets.
         threshold: instead, full heads are those with score >= threshold.
         full_heads: instead, how many heads stay full over the model.
+        rest: what the other heads are; by default budgeted after a HeadKV profile, else streaming.
         sink, recent: tokens that a streaming head sees.
+        budget: tokens of the prompt that a budgeted head keeps, mean over the budgeted heads.
+        beta: how the budget is spread by score, as `allocate_budgets` takes it.
+        selection: how a budgeted head chooses.
         group_reduce: how query-head scores become a KV-head score.
 
     Raises:
@@ -93,31 +127,70 @@ def decide(
     if len(chosen) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
         raise PolicyError(f"{flags} exclude each other; give one")
-    if sink < 0 or recent < 1:
-        raise PolicyError(f"--sink must be >= 0 and --recent >= 1, got {sink} and {recent}")
-    if sink + recent > MAX_WINDOW:
-        raise PolicyError(f"--sink and --recent together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
     if len(windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
     eligible = np.array([window is None for window in windows])
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+    rest = rest or ("budgeted" if profile.method.startswith("headkv") else "streaming")
+    if not chosen and rest == "streaming":
+        chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}
 
     scores = kv_scores(profile, group_reduce)
     heads = int(eligible.sum()) * profile.model.kv_heads
-    if not chosen:
-        chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}
-    mask = _full_mask(scores, eligible, heads, chosen)
-    layers = tuple(
-        LayerPolicy(tuple(range(profile.model.kv_heads)), 0, 0, window, native=True)
-        if window is not None
-        else LayerPolicy((*np.flatnonzero(row).tolist(), *np.flatnonzero(~row).tolist()), int(row.sum()), sink, recent)
-        for row, window in zip(mask, windows, strict=True)
-    )
-    options = {**chosen, "method": profile.method, "sink": sink, "recent": recent}
+    mask = _full_mask(scores, eligible, heads, chosen or {"full_heads": 0})
+    options = {**chosen, "method": profile.method, "rest": rest}
     if profile.granularity == "query":
         options["group_reduce"] = group_reduce
-    return Policy(layers, options)
+    if rest == "streaming":
+        _check_streaming(sink, recent, budget)
+        layers = [LayerPolicy(_order(row), int(row.sum()), sink, recent) for row in mask]
+        policy = Policy(_with_native(layers, windows), {**options, "sink": sink, "recent": recent})
+    else:
+        _check_selection(budget, selection)
+        budgets = np.zeros(scores.shape, dtype=np.int64)
+        others = ~mask & eligible[:, None]
+        budgets[others] = allocate_budgets(scores[others], budget, beta)
+        layers = [
+            LayerPolicy(_order(row), int(row.sum()), budgets=tuple(keep[~row].tolist()))
+            for row, keep in zip(mask, budgets, strict=True)
+        ]
+        options |= {"budget": budget, "beta": beta, **asdict(selection)}
+        policy = Policy(_with_native(layers, windows), options, selection)
+    return policy
+
+
+def _order(full: np.ndarray) -> tuple[int, ...]:
+    """Full heads first, each kind in the source's order: bool [kv_heads] -> source head at each place."""
+    return (*np.flatnonzero(full).tolist(), *np.flatnonzero(~full).tolist())
+
+
+def _with_native(layers: Sequence[LayerPolicy], windows: Sequence[int | None]) -> tuple[LayerPolicy, ...]:
+    """The layers, but for those with a sliding window of the model's own, which stay as they are."""
+    return tuple(
+        layer if window is None else LayerPolicy(tuple(range(len(layer.order))), 0, 0, window, native=True)
+        for layer, window in zip(layers, windows, strict=True)
+    )
+
+
+def _check_streaming(sink: int, recent: int, budget: int | None) -> None:
+    if sink < 0 or recent < 1:
+        raise PolicyError(f"--sink must be >= 0 and --recent >= 1, got {sink} and {recent}")
+    if sink + recent > MAX_WINDOW:
+        raise PolicyError(f"--sink and --recent together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
+    if budget is not None:
+        raise PolicyError("--budget is for budgeted heads; add --rest budgeted, or leave it out")
+
+
+def _check_selection(budget: int | None, selection: Selection) -> None:
+    if budget is None:
+        raise PolicyError("--budget is missing: the mean number of tokens that a budgeted head keeps of a prompt")
+    if not 1 <= selection.window <= MAX_WINDOW:
+        raise PolicyError(f"--window must be at least 1, got {selection.window}")
+    if selection.kernel_size < 1 or selection.kernel_size % 2 == 0:
+        raise PolicyError(f"--kernel-size must be odd, got {selection.kernel_size}")
+    if selection.pool not in ("max", "avg"):
+        raise PolicyError(f"--pool is max or avg, got {selection.pool!r}")
 
 
 def keep_all(model: ModelDimensions, windows: Sequence[int | None]) -> Policy:

@@ -46,16 +46,26 @@ def model_card(
         title=base_model.rsplit("/", 1)[-1],
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
         tool_version=__version__,
-        sink=policy.options["sink"],
-        recent=policy.options["recent"],
+        others=_others(policy.options),
         eligible=policy.eligible,
-        full=policy.eligible - policy.streaming,
+        full=policy.full,
         streaming=policy.streaming,
+        budgeted=policy.budgeted,
         method=profile.method,
         profile_model=profile.base_model,
         profile_hash=profile.hash[:16],
         policy_hash=policy.hash[:16],
         kv_table="\n".join(["| tokens | before | after | ratio |", "|---|---|---|---|", *rows]),
+    )
+
+
+def _others(options: Mapping[str, Any]) -> str:
+    """What the heads that are not full keep, in a sentence."""
+    if options["rest"] == "streaming":
+        return f"**streaming heads** keep {options['sink']} sink tokens and the {options['recent']} most recent ones"
+    return (
+        f"**budgeted heads** keep {options['budget']} tokens of the prompt on average, chosen by the attention of its "
+        f"last {options['window']} tokens, and everything from those on"
     )
 
 

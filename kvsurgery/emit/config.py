@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from kvsurgery import resources
-from kvsurgery.decide.policy import Policy
+from kvsurgery.decide.policy import LayerPolicy, Policy
 from kvsurgery.errors import CheckpointError
 from kvsurgery.plan.family import Family
 
@@ -33,17 +34,18 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     result["kv_surgery"] = {
         "version": resources.template_module("kv_layout").VERSION,
         "head_dim": model.head_dim,
-        "layers": [
-            {
-                "blocks": [[layer.full, len(layer.order) - layer.full]],
-                "sink": layer.sink,
-                "recent": layer.recent,
-                **({"native": True} if layer.native else {}),
-            }
-            for layer in policy.layers
-        ],
+        **({"selection": asdict(policy.selection)} if policy.selection else {}),
+        "layers": [_layer(layer) for layer in policy.layers],
     }
     return result
+
+
+def _layer(layer: LayerPolicy) -> dict[str, Any]:
+    entry: dict[str, Any] = {"blocks": [[layer.full, len(layer.order) - layer.full]]}
+    if layer.budgets is not None:
+        return {**entry, "budgets": list(layer.budgets)}
+    entry |= {"sink": layer.sink, "recent": layer.recent}
+    return {**entry, "native": True} if layer.native else entry
 
 
 def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
 
 def full_heads(profile: HeadProfile, sparsity: float) -> list[int]:
     """KV heads of each layer that stay full at a sparsity, if no layer has a sliding window of its own."""
-    return [layer.full for layer in decide(profile, [None] * profile.model.layers, sparsity=sparsity).layers]
+    return [
+        layer.full
+        for layer in decide(profile, [None] * profile.model.layers, sparsity=sparsity, rest="streaming").layers
+    ]
 
 
 def describe(profile: HeadProfile) -> str:

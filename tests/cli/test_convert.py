@@ -208,7 +208,7 @@ class TestDryRun:
         assert [[layer["full"], layer["streaming"]] for layer in plan["layers"]] == [
             layer["blocks"][0] for layer in emitted
         ]
-        assert plan["kv_heads"] == {"eligible": 6, "streaming": 4}
+        assert plan["kv_heads"] == {"eligible": 6, "full": 2, "streaming": 4, "budgeted": 0}
         assert plan["bytes_to_write"] == written["bytes"] + sum(
             len(content) for name, content in tree(here / "out").items() if name in emitted_names(here / "out")
         )
@@ -274,11 +274,44 @@ class TestOptions:
         HeadProfile(scores, "headkv-r", "query", "llama", MODEL).save("query.safetensors")
         orders = {}
         for how in ("mean", "max"):
-            done("convert", "--profile", "query.safetensors", "--full-heads", 2, "--group-reduce", how, "--out", how)
+            done(
+                "convert",
+                "--profile",
+                "query.safetensors",
+                "--method",
+                "duo",
+                "--full-heads",
+                2,
+                "--group-reduce",
+                how,
+                "--out",
+                how,
+            )
             provenance = json.loads(Path(how, "kvsurgery.json").read_text())
             orders[how] = provenance["permutation"]
             assert provenance["options"]["group_reduce"] == how
         assert orders == {"mean": [[1, 0, 2]] * 2, "max": [[2, 0, 1]] * 2}
+
+    def test_budgets(self, here: Path) -> None:
+        scores = [[4, 4, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1]]
+        HeadProfile(scores, "headkv-r2", "query", "llama", MODEL).save("query.safetensors")
+        command = ("convert", "--profile", "query.safetensors", "--budget", 100, "--beta", 2)
+        text = done(*command, "--dry-run").out
+        assert "6 of 6 KV heads have budgets (group_reduce mean, budget 100, beta 2.0, window 8" in text
+        assert "50 to 183" in text
+        done(*command, "--out", "out", "--window", 4, "--kernel-size", 3, "--pool", "avg")
+        section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
+        assert section["selection"] == {"window": 4, "kernel_size": 3, "pool": "avg"}
+        # shares of 50 and a pool of 300 by 4 2 0 1 1 1
+        assert [layer["budgets"] for layer in section["layers"]] == [[183, 117, 50], [84, 83, 83]]
+        assert "**budgeted heads** keep 100 tokens" in Path("out/README.md").read_text()
+        assert "6 budgeted" in done("inspect", "out").out
+        done("verify", "out", "--logits")
+
+    def test_kinds_that_contradict_each_other(self, here: Path) -> None:
+        result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--method", "duo", "--rest", "budgeted")
+        assert result.code == 2
+        assert "--method duo means --rest streaming" in result.err
 
 
 class TestAgain:

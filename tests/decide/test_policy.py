@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvsurgery.decide.policy import decide, keep_all, kv_scores
+from kvsurgery.decide.policy import Selection, decide, keep_all, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
@@ -157,9 +157,9 @@ class TestGroupReduce:
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
         np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
         np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
-        assert full(decide(made, [None], full_heads=1, group_reduce="mean")) == {(0, 1)}
-        assert full(decide(made, [None], full_heads=1, group_reduce="max")) == {(0, 0)}
-        assert full(decide(made, [None], full_heads=1)) == {(0, 1)}
+        assert full(decide(made, [None], full_heads=1, rest="streaming", group_reduce="mean")) == {(0, 1)}
+        assert full(decide(made, [None], full_heads=1, rest="streaming", group_reduce="max")) == {(0, 0)}
+        assert full(decide(made, [None], full_heads=1, rest="streaming")) == {(0, 1)}
 
     def test_groups_are_neighbours(self):
         made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
@@ -171,7 +171,7 @@ class TestGroupReduce:
         shuffled = [group[place] for place in order]
         made = query_profile([[*shuffled, *group]], kv_heads=2)
         assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
-        assert full(decide(made, [None], full_heads=1)) == {(0, 0)}
+        assert full(decide(made, [None], full_heads=1, rest="streaming")) == {(0, 0)}
 
     def test_kv_scores_are_left_alone(self):
         made = profile([[0.1, 0.3]])
@@ -179,7 +179,7 @@ class TestGroupReduce:
 
     def test_recorded_where_it_matters(self):
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
-        assert decide(made, [None], group_reduce="max").options["group_reduce"] == "max"
+        assert decide(made, [None], rest="streaming", group_reduce="max").options["group_reduce"] == "max"
         assert "group_reduce" not in decide(profile([[0.1, 0.3]]), [None]).options
 
     def test_unknown(self):
@@ -191,7 +191,7 @@ class TestGroupReduce:
 class TestRecord:
     def test_options(self):
         options = decide(profile([[0.1, 0.3]]), [None], full_heads=1, sink=2, recent=3).options
-        assert options == {"full_heads": 1, "method": "ablation", "sink": 2, "recent": 3}
+        assert options == {"full_heads": 1, "method": "ablation", "rest": "streaming", "sink": 2, "recent": 3}
 
     def test_default_sparsity_is_recorded(self):
         assert decide(profile([[0.1, 0.3]]), [None]).options["sparsity"] == 0.5
@@ -253,3 +253,50 @@ class TestRefusals:
     def test_another_model_s_layers(self):
         with pytest.raises(PolicyError, match="the profile has 2 layers, the model 3"):
             decide(profile(np.eye(2)), [None] * 3)
+
+
+class TestBudgets:
+    def test_headkv_profiles_give_budgets(self):
+        made = query_profile([[4, 4, 2, 2], [1, 1, 1, 1]], kv_heads=2)
+        policy = decide(made, [None, None], budget=100, beta=2)
+        # share 50, pool 50 x 4 by 4 2 1 1 of 8
+        assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
+        assert (policy.full, policy.streaming, policy.budgeted) == (0, 0, 4)
+        assert policy.options["rest"] == "budgeted"
+        assert policy.options["window"] == policy.selection.window == 8
+
+    def test_full_heads_come_first_and_the_rest_shares_the_total(self):
+        made = profile([[0.1, 0.9], [0.4, 0.4]])
+        policy = decide(made, [None, None], rest="budgeted", budget=10, beta=1.5, full_heads=2)
+        assert [layer.order for layer in policy.layers] == [(1, 0), (0, 1)]
+        assert [layer.full for layer in policy.layers] == [1, 1]
+        assert sum(sum(layer.budgets) for layer in policy.layers) == 2 * 10
+        assert policy.layers[1].budgets[0] > policy.layers[0].budgets[0]
+
+    def test_native_layers_have_none(self):
+        policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), [5, None], rest="budgeted", budget=10)
+        assert policy.layers[0].budgets is None
+        assert policy.layers[0].native
+        assert sum(policy.layers[1].budgets) == 20
+        assert (policy.eligible, policy.budgeted) == (2, 2)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "--budget is missing"),
+            ({"budget": 0}, "--budget"),
+            ({"budget": 9, "beta": 1}, "--beta"),
+            ({"budget": 9, "selection": Selection(window=0)}, "--window"),
+            ({"budget": 9, "selection": Selection(kernel_size=4)}, "--kernel-size must be odd"),
+            ({"budget": 9, "selection": Selection(pool="sum")}, "--pool"),
+            ({"budget": 9, "rest": "streaming"}, "--rest budgeted"),
+        ],
+    )
+    def test_impossible(self, options, message):
+        with pytest.raises(PolicyError, match=message):
+            decide(query_profile([[1, 2]], kv_heads=1), [None], **options)
+
+    def test_hash_covers_the_selection(self):
+        made = query_profile([[1, 2]], kv_heads=1)
+        hashes = {decide(made, [None], budget=9, selection=Selection(window=w)).hash for w in (4, 8)}
+        assert len(hashes) == 2

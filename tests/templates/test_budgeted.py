@@ -1,0 +1,232 @@
+"""Budgeted heads keep what they should, in the bytes that they should, whatever the way the tokens come in."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvsurgery.decide.policy import Selection
+from kvsurgery.score.profile import HeadProfile
+from templates.kv_budget import most_important
+from templates.kv_layout import KVLayout
+from templates.kv_layout import Selection as LayoutSelection
+from tests.families import largest, tokens
+from tests.surgery import convert_folder, random_profile
+from tests.templates.test_exactness import left_padded, logits
+from tests.templates.test_kv_cache import module_of
+
+WINDOW, PROMPT = 4, 40
+GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
+
+
+def budgeted(folder, out, budget=8, full_heads=0, pool="max"):
+    selection = Selection(window=WINDOW, kernel_size=3, pool=pool)
+    return convert_folder(
+        folder, out, rest="budgeted", budget=budget, beta=1.3, full_heads=full_heads, selection=selection
+    )
+
+
+@pytest.fixture(scope="module")
+def headkv(checkpoint, tmp_path_factory):
+    """Conversions with budgets of 8 on average; some with a quarter of the heads full."""
+    made = {}
+
+    def make(family, **options):
+        key = (family, *options.items())
+        if key not in made:
+            made[key] = budgeted(checkpoint(family), tmp_path_factory.mktemp("headkv") / family, **options)
+        return made[key]
+
+    return make
+
+
+def kept_positions(converted, ids):
+    """[layer][source KV head]: the prompt's tokens that each budgeted head must keep, from stock attention weights."""
+    with torch.no_grad():
+        weights = converted.stock(ids, output_attentions=True, use_cache=False).attentions
+    start, result = ids.shape[1] - WINDOW, []
+    for layer, weight in zip(converted.policy.layers, weights, strict=True):
+        group = weight.shape[1] // len(layer.order)
+        kept = {}
+        for head, budget in zip(layer.order[layer.full :], layer.budgets or (), strict=False):
+            importance = weight[0, head * group : (head + 1) * group, start:, :start].mean((0, 1))
+            if converted.policy.selection.pool == "max":
+                pooled = F.pad(importance, (1, 1), value=-torch.inf).unfold(0, 3, 1).amax(-1)
+            else:
+                pooled = F.pad(importance, (1, 1)).unfold(0, 3, 1).mean(-1)
+            kept[head] = sorted(sorted(range(start), key=lambda place: (-pooled[place].item(), place))[:budget])
+        result.append(kept)
+    return result
+
+
+def reference_step(converted, prompt, answer):
+    """Logits of the last token when budgeted heads see, of the prompt, their selection and the window only.
+
+    The stock model, recomputed: tokens of the answer have a mask of their own in every head.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    kept, start, length = kept_positions(converted, prompt), prompt.shape[1] - WINDOW, prompt.shape[1]
+    ids = torch.cat([prompt, answer], 1)
+    total = ids.shape[1]
+
+    def attention(module, query, key, value, mask, scaling=None, softcap=None, sliding_window=None, **kwargs):
+        group = query.shape[1] // key.shape[1]
+        visible = torch.ones(key.shape[1], total, total, dtype=torch.bool).tril()
+        if sliding_window is not None:
+            visible &= ~torch.ones(total, total, dtype=torch.bool).tril(-sliding_window)
+        else:
+            for head, places in kept[module.layer_idx].items():
+                visible[head, length:, :start] = False
+                visible[head, length:, places] = True
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = query.double() @ key.double().mT * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible.repeat_interleave(group, 0), -torch.inf)
+        return (scores.softmax(-1) @ value.double()).to(query.dtype).transpose(1, 2), None
+
+    AttentionInterface.register("tests_budget_reference", attention)
+    AttentionMaskInterface.register("tests_budget_reference", lambda *args, **kwargs: None)
+    before = converted.stock.config._attn_implementation
+    converted.stock.config._attn_implementation = "tests_budget_reference"
+    try:
+        return logits(converted.stock, ids, use_cache=False)[:, -1]
+    finally:
+        converted.stock.config._attn_implementation = before
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-mha", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("options", [{}, {"full_heads": 4}, {"pool": "avg"}], ids=["all", "some full", "mean pool"])
+def test_steps_equal_a_reference_that_selects_by_hand(headkv, family, options):
+    converted, prompt = headkv(family, **options), tokens(1, PROMPT)
+    with torch.no_grad():
+        output = converted.model(prompt)
+    expected = logits(converted.stock, prompt)
+    assert largest(output.logits - expected, expected) <= 1e-5  # exact until selection
+    answer = tokens(1, 6, seed=1)
+    for step in range(6):
+        with torch.no_grad():
+            found = converted.model(answer[:, step : step + 1], past_key_values=output.past_key_values).logits[:, -1]
+        expected = reference_step(converted, prompt, answer[:, : step + 1])
+        assert largest(found - expected, expected) <= 1e-4
+    # what was dropped matters
+    everything = logits(converted.stock, torch.cat([prompt, answer], 1))[:, -1]
+    assert largest(everything - expected, expected) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("size", [1, 7, 39, 64])
+def test_a_prompt_in_chunks_selects_the_same(headkv, family, size):
+    model, ids = headkv(family, full_heads=4).model, tokens(2, PROMPT)
+    options = GREEDY | {"max_new_tokens": 10}
+    assert model.generate(ids, **options, prefill_chunk_size=size).equal(model.generate(ids, **options))
+
+
+def test_rows_of_a_padded_batch_select_for_themselves(headkv):
+    model = headkv("llama").model
+    lengths = [PROMPT, 25, 9, 3, 1]
+    ids, mask, _ = left_padded(tokens(5, PROMPT, seed=2), lengths)
+    options = GREEDY | {"max_new_tokens": 12}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, PROMPT - length :], **options)
+        assert together[row, PROMPT:].equal(alone[0, length:])
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_assisted_decoding_beams_and_copies_of_rows(headkv, beams):
+    model, ids = headkv("llama", full_heads=4).model, tokens(1, 20, seed=3).repeat(1, 2)
+    options = GREEDY | {"max_new_tokens": 16}
+    expected = model.generate(ids, **options)
+    if beams == 1:
+        assert model.generate(ids, **options, prompt_lookup_num_tokens=4).equal(expected)
+        draft = headkv("llama", full_heads=4).load()
+        assert model.generate(ids, **options, assistant_model=draft).equal(expected)
+    else:
+        several = model.generate(ids.repeat(2, 1), num_beams=beams, **options)
+        assert several[0].equal(several[1])
+        assert several[:1].equal(model.generate(ids, num_beams=beams, **options))
+
+
+def test_later_turns_append(headkv):
+    model, first = headkv("llama").model, tokens(1, PROMPT)
+    cache = model(first).past_key_values
+    before = cache.layers[0].budgeted.keys.clone()
+    whole = tokens(1, 30, seed=4)
+    at_once = model(whole, past_key_values=cache).logits
+    assert cache.layers[0].budgeted.keys.equal(before)
+    cache = model(first).past_key_values
+    one_by_one = torch.cat([model(whole[:, i : i + 1], past_key_values=cache).logits for i in range(30)], 1)
+    assert largest(at_once - one_by_one, one_by_one) <= 1e-5
+
+
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(1, PROMPT, 7), (3, 10, 5), (2, 3, 9), (1, PROMPT, 1)])
+@pytest.mark.parametrize("full_heads", [0, 4])
+def test_bytes_are_the_sum_of_the_budgets(headkv, batch, prompt, new, full_heads):
+    converted = headkv("llama", full_heads=full_heads)
+    output = converted.model.generate(tokens(batch, prompt), **GREEDY, max_new_tokens=new, return_dict_in_generate=True)
+    layout = module_of(converted.model, "kv_layout").KVLayout.from_config(converted.model.config)
+    cache = output.past_key_values
+    assert cache.allocated_bytes() == layout.kv_bytes(batch, prompt, new, itemsize=4)
+    rows = 0
+    for layer in converted.policy.layers:
+        window = min(WINDOW, prompt)
+        rows += layer.full * (prompt + new)
+        rows += sum(min(budget, prompt - window) + window + new for budget in layer.budgets)
+    assert cache.allocated_bytes() == 2 * batch * rows * 6 * 4
+
+
+def test_spread_budgets_cost_what_even_ones_do(checkpoint, tmp_path):
+    scores = np.ones((4, 4), dtype=np.float32)
+    even = HeadProfile(scores, "duo", "kv", "even", random_profile(checkpoint("llama")).model)
+    spread = HeadProfile(np.where(np.arange(16).reshape(4, 4) == 5, 1, 0.01), "duo", "kv", "spread", even.model)
+    found = []
+    for name, profile in (("even", even), ("spread", spread)):
+        converted = convert_folder(checkpoint("llama"), tmp_path / name, profile, rest="budgeted", budget=6, beta=1.1)
+        found.append(converted.model(tokens(1, 300)).past_key_values.allocated_bytes())
+        assert max(max(layer.budgets) for layer in converted.policy.layers) == (6 if name == "even" else 77)
+    assert found[0] == found[1]
+
+
+def test_without_a_cache_nothing_is_selected(headkv):
+    converted, ids = headkv("llama"), tokens(2, PROMPT)
+    expected = logits(converted.stock, ids)
+    assert largest(logits(converted.model, ids, use_cache=False) - expected, expected) <= 1e-5
+
+
+def test_taking_back_into_the_prompt_is_refused(headkv):
+    model = headkv("llama").model
+    cache = model(tokens(1, PROMPT)).past_key_values
+    model(tokens(1, 5), past_key_values=cache)
+    cache.crop(-5)
+    assert cache.get_seq_length() == PROMPT
+    with pytest.raises(ValueError, match="inside the prompt"):
+        cache.crop(-WINDOW - 1)
+
+
+def test_ties_go_to_the_earlier_token():
+    selection = LayoutSelection(4, 3, "max")
+    flat = most_important(torch.tensor([0.0, 0, 5, 0, 0, 0]), 2, selection)
+    assert flat.tolist() == [1, 2]  # the maximum over neighbours is 5 at 1, 2 and 3
+    assert most_important(torch.zeros(5), 3, selection).tolist() == [0, 1, 2]
+    assert most_important(torch.zeros(0), 3, selection).tolist() == []
+
+
+def test_layout_sections(headkv):
+    config = headkv("llama", full_heads=4).model.config.to_dict()
+    KVLayout.from_config(config)
+    for change in (
+        lambda section: section.pop("selection"),
+        lambda section: section["layers"][0]["budgets"].append(3),
+        lambda section: section["selection"].update(kernel_size=2),
+        lambda section: section["selection"].update(pool="sum"),
+        lambda section: section["layers"][0].update(budgets=[-1] * 4),
+    ):
+        broken = copy.deepcopy(config)
+        change(broken["kv_surgery"])
+        with pytest.raises(ValueError, match="malformed"):
+            KVLayout.from_config(broken)
