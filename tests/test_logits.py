@@ -17,6 +17,11 @@ def test_emitted_and_stock_agree(mixed, family):
     assert report.difference <= report.bound == 1e-5
 
 
+def test_budgeted_heads_count_as_full(checkpoint, tmp_path):
+    converted = convert_folder(checkpoint("gemma2"), tmp_path / "out", rest="budgeted", budget=2)
+    assert compare_logits(converted.folder).difference <= 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(checkpoint, tmp_path, dtype):
     from transformers import AutoModelForCausalLM

@@ -166,11 +166,13 @@ class TestWhatItSays:
         assert first == "llama, llama: 3 of 6 KV heads stream (sparsity 0.5, sink 3, recent 5)"
         assert second == "profile: duo, measured on llama"
         assert re.fullmatch(
-            r"wrote out: [\d.]+ KiB of weights in [\d.]+ s, [\d.]+ MB/s, peak memory [\d.]+ [MG]iB", last
+            r"wrote out: [\d.]+ KiB of weights, in [\d.]+ s, [\d.]+ MB/s, peak memory [\d.]+ [MG]iB", last
         )
         # secrets and weights in other formats stay behind, and are named
         assert "not copied, and not restored by revert: .cache/, .env, " in result.err
-        assert result.err.endswith("next: kvsurgery verify out\n")
+        loading, following = result.err.splitlines()[-2:]
+        assert loading == 'it loads with AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)'
+        assert following == "next: kvsurgery verify out"
 
     def test_json(self, here: Path) -> None:
         facts = json.loads(done("convert", "llama", "--profile", PROFILE, "--out", "out", "--json").out)
@@ -306,7 +308,6 @@ class TestOptions:
         assert [layer["budgets"] for layer in section["layers"]] == [[183, 117, 50], [84, 83, 83]]
         assert "**budgeted heads** keep 100 tokens" in Path("out/README.md").read_text()
         assert "6 budgeted" in done("inspect", "out").out
-        done("verify", "out", "--logits")
 
     def test_kinds_that_contradict_each_other(self, here: Path) -> None:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--method", "duo", "--rest", "budgeted")
@@ -333,15 +334,19 @@ class TestAgain:
         assert "interrupted" in refused("verify", "out")
         assert "interrupted" in refused("revert", "out", "--out", "back")
         assert "unfinished run with another policy" in refused(*options, "--sparsity", 0.2)
-        done(*options)
+        assert re.search(r"^wrote out: .* of them before, in ", done(*options).out, re.MULTILINE)
         kept = {name: state for name, state in finished.items() if name.endswith("-of-00003.safetensors")}
         assert len(kept) == 2
         assert kept.items() <= states(Path("out")).items()
         done("convert", "llama", "--profile", PROFILE, "--out", "undisturbed")
         assert tree(here / "out") == tree(here / "undisturbed")
 
-    def test_interrupt_and_go_on(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = ("convert", "llama", "--profile", PROFILE, "--out", "out")
+    @pytest.mark.parametrize("command", ["convert", "revert"])
+    def test_interrupt_and_go_on(self, here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+        done("convert", "llama", "--profile", PROFILE, "--out", "duo")
+        options = ("revert", "duo", "--out", "out")
+        if command == "convert":
+            options = ("convert", "llama", "--profile", PROFILE, "--out", "out")
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             interrupted = run(*options)
@@ -349,7 +354,8 @@ class TestAgain:
         assert interrupted.err.endswith("kvsurgery: interrupted; the same command goes on from here\n")
         assert not list(here.rglob("*.part"))
         done(*options)
-        done("verify", "out")
+        whole = {"convert": "duo", "revert": "llama"}[command]
+        assert tree(here / "out").items() <= tree(here / whole).items()
 
 
 class TestLight:
