@@ -1,0 +1,35 @@
+"""The Triton kernels in Triton's interpreter, which must be on before they are imported: `make test-kernels`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
+
+from tests import kernel_cases as cases
+
+# arithmetic in bfloat16 is wrong in the interpreter
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that nothing has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
+    cases.check_decode(case, dtype, "cpu")
+
+
+def test_append() -> None:
+    cases.check_append("cpu")
