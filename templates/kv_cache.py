@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .kv_budget import BudgetedGroup
-from .kv_heads import HeadGroup
+from .kv_heads import HeadGroup, allocate, bind
 from .kv_layout import KVLayout, LayerLayout
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
@@ -60,6 +60,8 @@ class KVLayerCache(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.full = self.streaming = self.budgeted = None
+        self.keys = self.values = None  # one buffer of full and streaming heads, [batch, slots of all heads, head_dim]
+        self.slots = [0, 0]  # of a full head and of a streaming one
         self.seen = self.capacity = self.restorable = 0
         self.is_initialized = False
 
@@ -111,14 +113,16 @@ class KVLayerCache(CacheLayerMixin):
         if self.cache.margin > self.streaming.margin:
             wrapped = self.seen > self.layout.sink + self.streaming.ring
             self.streaming.widen(self.cache.margin, self.capacity, self.lengths(), wrapped)
+        groups = (self.full, self.streaming)
+        slots = [group.wanted(self.capacity) for group in groups]
+        if self.keys is None or slots != self.slots:
+            self.keys, self.values = allocate(groups, slots)
+            self.slots = slots
         padding = self.padding()
-        start = 0
-        for group in (self.full, self.streaming):
-            stop = start + group.keys.shape[1]
-            if start < stop:
-                group.reserve(self.capacity)
-                self._store(group, keys[:, start:stop], values[:, start:stop], padding)
-            start = stop
+        parts = (states.split([self.layout.full, self.layout.heads - self.layout.full], 1) for states in (keys, values))
+        for group, new_keys, new_values in zip(groups, *parts, strict=True):
+            if group.keys.shape[1]:
+                self._store(group, new_keys, new_values, padding)
         self.seen = seen
         if seen > self.layout.sink + self.streaming.ring:
             self.restorable = max(self.restorable, seen - self.streaming.margin - 1)
@@ -168,8 +172,11 @@ class KVLayerCache(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def _map_rows(self, change) -> None:
-        for group in self.groups:
-            group.map_rows(change)
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+            bind((self.full, self.streaming), self.slots, (self.keys, self.values))
+        if self.budgeted:
+            self.budgeted.map_rows(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))

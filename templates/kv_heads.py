@@ -1,5 +1,7 @@
 """Storage of the heads of one kind in one layer, by position."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -54,14 +56,14 @@ class HeadGroup:
         newest = lengths - 1 - (lengths - 1 - slot) % ring
         return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
 
+    def wanted(self, capacity: int) -> int:
+        """Slots that hold what a head keeps of the positions below `capacity`; never fewer than there are."""
+        return max(self.slots, capacity if self.sink is None else min(capacity, self.sink + self.ring))
+
     def reserve(self, capacity: int) -> None:
-        """Make room for positions below `capacity`; what is stored stays in its slot."""
-        slots = capacity if self.sink is None else min(capacity, self.sink + self.ring)
-        if slots > self.slots:
-            # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
-            keys, values = (old.new_zeros(*old.shape[:2], slots, old.shape[3]) for old in (self.keys, self.values))
-            keys[:, :, : self.slots], values[:, :, : self.slots] = self.keys, self.values
-            self.keys, self.values = keys, values
+        """Make room for positions below `capacity` in a buffer of this group's own."""
+        if self.wanted(capacity) > self.slots:
+            allocate((self,), (self.wanted(capacity),))
 
     def widen(self, margin: int, capacity: int, lengths: torch.Tensor, wrapped: bool) -> None:
         """Let the ring hold `margin` tokens beyond the window; rows have `lengths` [rows, 1] tokens so far."""
@@ -98,3 +100,28 @@ class HeadGroup:
         rows = torch.arange(keys.shape[0], device=keys.device)
         slot = self.slot(position.clamp(min=0))
         self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
+
+
+def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move groups of one layer into one buffer of keys and one of values, with so many slots a head.
+
+    Returns:
+        The buffers, [batch, sum of heads x slots, head_dim]: head after head, group after group.
+    """
+    old = [(group.keys, group.values) for group in groups]
+    batch, _, _, head_dim = old[0][0].shape
+    rows = sum(keys.shape[1] * count for (keys, _), count in zip(old, slots, strict=True))
+    # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
+    buffers = tuple(old[0][0].new_zeros(batch, rows, head_dim) for _ in range(2))
+    bind(groups, slots, buffers)
+    for group, (keys, values) in zip(groups, old, strict=True):
+        group.keys[:, :, : keys.shape[2]], group.values[:, :, : keys.shape[2]] = keys, values
+    return buffers
+
+
+def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Let groups be views of buffers that `allocate` made, or of their rows."""
+    shapes = [(group.keys.shape[1], count) for group, count in zip(groups, slots, strict=True)]
+    parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
+    for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
+        group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
