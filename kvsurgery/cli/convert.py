@@ -113,6 +113,8 @@ def convert(
         _print_report(report)
     if report["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(report['left_out'])}", markup=False)
+    loads = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
+    console.stderr.print(f"it loads with {loads}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
@@ -175,6 +177,7 @@ def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any
     return {
         "out": str(out),
         "bytes": report.size,
+        "resumed": report.resumed,
         "seconds": report.seconds,
         "peak_memory": peak_memory(),
         "left_out": report.left_out,
@@ -274,13 +277,14 @@ def _print_policy(facts: dict[str, Any]) -> None:
 def _print_report(report: dict[str, Any]) -> None:
     from kvsurgery import console
 
-    out, written, seconds = report["out"], report["bytes"], report["seconds"]
+    out, seconds, written = report["out"], report["seconds"], report["bytes"] - report["resumed"]
     if report["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
     else:
+        before = f", {console.size(report['resumed'])} of them before" if report["resumed"] else ""
         rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
         line = (
-            f"wrote {out}: {console.size(written)} of weights in {seconds:.1f} s, {rate}, "
+            f"wrote {out}: {console.size(report['bytes'])} of weights{before}, in {seconds:.1f} s, {rate}, "
             f"peak memory {console.size(report['peak_memory'])}"
         )
     console.stdout.print(line, markup=False)

@@ -55,8 +55,8 @@ def _import_options(command: Any) -> Any:
 def duo(path: Path, source: str, out: Path, base_model: str | None, revision: str | None) -> None:
     """DuoAttention gates, one per KV head.
 
-    PATH is full_attention_heads.tsv or its folder. The sink and recent sizes they were trained with are read from the
-    config.json beside it. Scores are clipped to [0, 1].
+    PATH is full_attention_heads.tsv or its folder: a line per layer, and on it a gate per KV head, tab-separated. The
+    sink and recent sizes they were trained with are read from the config.json beside it. Scores are clipped to [0, 1].
 
     \b
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
@@ -100,7 +100,9 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
 def show(path: Path, as_json: bool, picture: Path | None) -> None:
-    """Show a head profile: facts, a heat map, and how many heads of each layer stay full.
+    """Show a head profile as a heat map.
+
+    Beside each layer, how many of its KV heads stay full at three sparsities.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png

@@ -29,11 +29,15 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     """
     from kvsurgery import console
     from kvsurgery.convert.engine import JOBS
+    from kvsurgery.errors import Interrupted
     from kvsurgery.revert import revert
 
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with console.byte_progress("reverting", total) as advance:
-        report = revert(folder, out, jobs=jobs or JOBS, progress=advance)
+    try:
+        with console.byte_progress("reverting", total) as advance:
+            report = revert(folder, out, jobs=jobs or JOBS, progress=advance)
+    except KeyboardInterrupt:
+        raise Interrupted from None
     if as_json:
         facts = {**vars(report), "out": str(report.out)}
         click.echo(json.dumps(facts, indent=2))

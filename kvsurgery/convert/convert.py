@@ -33,6 +33,7 @@ class Report:
         tensors, moved: how many tensors it has, and how many of them changed.
         left_out: files of the source that it does not have and `revert` will not give back.
         seconds: wall time.
+        resumed: bytes of weights that an interrupted run had written.
         already_done: whether it lay there finished, and nothing was written.
     """
 
@@ -42,6 +43,7 @@ class Report:
     moved: int
     left_out: tuple[str, ...]
     seconds: float
+    resumed: int = 0
     already_done: bool = False
 
 
@@ -95,7 +97,7 @@ def convert(
             copied[INDEX] = blake3(checkpoint.index).hexdigest()
         output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialise())
         output.write(CONFIG, files[CONFIG])
-    return replace(report, seconds=time.monotonic() - begin)
+    return replace(report, resumed=output.resumed, seconds=time.monotonic() - begin)
 
 
 def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:

@@ -23,7 +23,7 @@ from kvsurgery.plan.surgery import Move
 
 
 class Output:
-    """An output folder that is being filled; use as a context manager.
+    """An output folder that is being filled; use as a context manager. `resumed` counts bytes of shards found finished.
 
     Leaving it without an error removes the journal, which makes the folder an ordinary checkpoint. After an error
     finished shards and the journal stay, so that the same command goes on; after a mismatch nothing stays.
@@ -32,6 +32,7 @@ class Output:
     def __init__(self, folder: Path, journal: Journal, created: bool) -> None:
         self.folder = folder
         self._journal = journal
+        self.resumed = 0
         self._created = created
         self._written: list[Path] = []
 
@@ -89,6 +90,7 @@ class Output:
         finished = self._journal.finished.get(shard.name, {})
         names = [tensor.name for tensor in shard.tensors]
         if list(finished) == names and _size(self.folder / shard.name) == shard.size:
+            self.resumed += shard.size
             if progress is not None:
                 progress(shard.size)
             return finished
