@@ -206,7 +206,7 @@ def test_duo(tmp_path: Path, name: str) -> None:
     done("profile", "import", "duo", PROFILES / "duo" / name, "--model", source, "-o", tmp_path / "profile")
     facts, after = converted(source, tmp_path / "profile", tmp_path / "out")
     heads = 32 * config["num_key_value_heads"]
-    assert facts["kv_heads"] == {"eligible": heads, "streaming": streaming}
+    assert (facts["kv_heads"]["eligible"], facts["kv_heads"]["streaming"]) == (heads, streaming)
 
     gates = np.loadtxt(PROFILES / "duo" / name / "full_attention_heads.tsv").clip(0, 1)
     expected = orders(gates, heads - streaming)
@@ -236,9 +236,12 @@ def test_headkv(tmp_path: Path, method: str, reduce: str) -> None:
     source, file = small(tmp_path / "source", LLAMA_3_8B), PROFILES / "headkv" / HEADKV[method]
     profile = tmp_path / "profile"
     done("profile", "import", "headkv", file, "--method", method, "--model", source, "-o", profile)
-    facts, after = converted(source, profile, tmp_path / "out", "--full-heads", 64, "--group-reduce", reduce)
+    facts, after = converted(
+        source, profile, tmp_path / "out", "--full-heads", 64, "--budget", 120, "--group-reduce", reduce
+    )
     assert facts["policy"]["group_reduce"] == reduce
     assert sum(layer["full"] for layer in facts["layers"]) == 64
+    assert sum(sum(layer["budgets"]) for layer in facts["layers"]) == 120 * (256 - 64)
 
     trials = json.loads(file.read_text())
     scores = np.float32([[np.mean(trials[f"{layer}-{head}"]) for head in range(32)] for layer in range(32)])
