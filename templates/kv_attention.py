@@ -19,13 +19,17 @@ BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
 
 
-def padding_mask(batch_size, *args, attention_mask=None, **kwargs):
+def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=None, cache_position=None, **kwargs):
     """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch], or None without any.
 
     Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
-    since no token sees a later one.
+    since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length`.
+
+    Raises:
+        ValueError: the mask has holes.
     """
-    if attention_mask is None or attention_mask.shape[-1] == 1:
+    tokens = q_length if cache_position is None else cache_position.shape[0]
+    if attention_mask is None or tokens == 1 or tokens != kv_length:  # what follows something has a cache
         return None
     padded_left, _ = check_padding(attention_mask)
     return leading_padding(attention_mask) if padded_left else None
@@ -148,8 +152,8 @@ def _decode(query: torch.Tensor, group: HeadGroup, layer: KVLayerCache, options:
     slots = min(layer.seen, group.slots)
     allowed = None
     if layer.padding() is not None or group.margin:
-        lengths = layer.lengths()
-        position, newest = group.positions(lengths, slots, group.ring), (lengths - 1).clamp(min=0)
+        lengths = layer.lengths().clamp(min=1)  # padding sees itself: no empty softmax
+        position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
         if group.sink is not None:
             allowed &= (position < group.sink) | (newest - position < group.recent)

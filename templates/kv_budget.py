@@ -45,6 +45,7 @@ class BudgetedGroup:
         if self.observed is not None:
             self.observed = change(self.observed)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor, prompt: int) -> None:
         """Store columns of a prompt that comes in chunks."""
@@ -106,6 +107,7 @@ class BudgetedGroup:
         real = max(pad - self.start, 0)
         return weights[:, real:, pad : self.start].mean((0, 1))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def append(self, column: int, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
         """Store columns after the prompt; `capacity` is that of the whole cache."""

@@ -57,6 +57,11 @@ class KVLayerCache(CacheLayerMixin):
         self.layout, self.cache = layout, cache
         self.reset()
 
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if self.keys is not None:  # pickle copies views
+            bind((self.full, self.streaming), self.slots, (self.keys, self.values))
+
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.full = self.streaming = self.budgeted = None
@@ -95,6 +100,7 @@ class KVLayerCache(CacheLayerMixin):
             return torch.full((1, 1), self.seen, device=self.device)
         return self.seen - padding[:, None]
 
+    @torch.inference_mode(False)  # storage is written again later, maybe outside of an inference mode
     @torch.no_grad()
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new tokens of full and streaming heads: [batch, kv_heads, tokens, head_dim].
@@ -105,7 +111,8 @@ class KVLayerCache(CacheLayerMixin):
         seen = self.seen + tokens
         if seen != self.cache.expected:
             raise RuntimeError(
-                "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`"
+                "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`; "
+                "after a forward that was interrupted, reset() it"
             )
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
@@ -133,7 +140,7 @@ class KVLayerCache(CacheLayerMixin):
         elif keys.shape[2] == 1:
             group.write_one(self.seen - padding, keys, values)
         else:
-            for row, pad in enumerate(padding.tolist()):
+            for row, pad in enumerate(self.cache.pads):
                 skip = max(0, pad - self.seen)
                 here = slice(row, row + 1)
                 group.write(here, self.seen + skip - pad, keys[here, :, skip:], values[here, :, skip:])
@@ -171,6 +178,7 @@ class KVLayerCache(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
+    @torch.inference_mode(False)
     def _map_rows(self, change) -> None:
         if self.keys is not None:
             self.keys, self.values = change(self.keys), change(self.values)
@@ -204,6 +212,8 @@ class KVSurgeryCache(Cache):
 
     def _clear(self) -> None:
         self.padding: torch.Tensor | None = None  # left padding of each row, int64 [batch]; None: no row is padded
+        self.pads: list[int] = []  # the same on the host, as of the last forward of several tokens
+        self.padding_open = False  # whether the padding of a row may go on in later columns
         self.padded_right = False
         self.prompt = 0  # columns after which budgeted heads choose what they keep
         self.expected = 0  # columns that the forward under way will have been seen after it
@@ -211,30 +221,39 @@ class KVSurgeryCache(Cache):
         self.confirmed = 0  # columns that will never be taken back
         self.margin = 0  # tokens that streaming heads keep beyond their window, to be taken back
 
-    def begin(self, mask: torch.Tensor | None, tokens: int) -> None:
-        """Announce a forward of `tokens` new columns; `mask` [batch, columns] covers all columns, or is None.
+    def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
+        """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
 
-        Waits for the device on the first forward and on later ones of more than one token, never in a decode step.
+        Waits for the device on the first forward and on later ones of more than one token, never in a decode step:
+        there, only padding that may go on is read from the mask.
 
         Raises:
-            ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding.
+            ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding or
+                has another number of rows.
         """
         seen = self.get_seq_length()
+        stored = next((layer.full.keys.shape[0] for layer in self.layers if layer.is_initialized), rows)
+        if rows != stored:
+            raise ValueError(f"the cache holds {stored} rows, the input has {rows}")
         if self.padded_right:
             raise ValueError(
                 "the cache ends in right padding, so nothing can follow; pad prompts on the left to generate"
             )
         if mask is not None and mask.shape[-1] != seen + tokens:
             raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
-        if mask is not None and (seen == 0 or tokens > 1):
-            padded_left, self.padded_right = check_padding(mask)
-            if seen and padded_left != (self.padding is not None):
-                raise ValueError("the attention mask pads other tokens than it did in an earlier call")
-            if padded_left:
-                self.padding = leading_padding(mask)
-        elif mask is not None and self.padding is not None:
-            self.padding = leading_padding(mask)
         self.expected = seen + tokens
+        if not seen or (mask is not None and tokens > 1):
+            padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
+            padding = leading_padding(mask) if padded_left else None
+            known, stated = (0 if pads is None else pads.clamp(max=seen) for pads in (self.padding, padding))
+            if seen and torch.as_tensor(known != stated).any():
+                raise ValueError("the attention mask pads other tokens than it did in an earlier call")
+            self.padding, self.padded_right = padding, padded_right
+        elif mask is not None and self.padding_open:
+            self.padding = leading_padding(mask)
+        if not seen or tokens > 1:
+            self.pads = [] if self.padding is None else self.padding.tolist()
+            self.padding_open = any(pad >= self.expected for pad in self.pads)
         self.prompt = self.prompt or tokens
         if self.record_past:
             self.confirmed = self.confirmed or tokens
@@ -268,11 +287,12 @@ class KVSurgeryCache(Cache):
         Raises:
             ValueError: streaming heads have dropped what the earlier state needs.
         """
-        seen = self.get_seq_length()
+        seen, tokens = self.get_seq_length(), int(tokens)  # transformers 5 may count in a tensor
         length = tokens if tokens > 0 else max(seen + tokens, 0)
         for layer in self.layers:
             layer.crop_to(length)
         self.confirmed = min(seen, length)
+        self.padding_open = self.padding is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""

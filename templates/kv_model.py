@@ -60,10 +60,17 @@ class KVSurgeryGeneration(KVSurgeryModel):
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         cache = kwargs.get("past_key_values")
-        if cache is not None:
-            cache.activate_past_recording()
-            cache.confirm(input_ids.shape[1])  # the first forward holds the prompt and candidates
-        return super()._assisted_decoding(input_ids, *args, **kwargs)
+        if cache is None:  # stock code says what is missing
+            return super()._assisted_decoding(input_ids, *args, **kwargs)
+        if cache.get_seq_length():
+            cache.reset()  # transformers 5 feeds all tokens again, as if the cache were empty
+            cache.expect_prompt(input_ids.shape[1])
+        cache.activate_past_recording()
+        cache.confirm(input_ids.shape[1])  # the first forward holds the prompt and candidates
+        try:
+            return super()._assisted_decoding(input_ids, *args, **kwargs)
+        finally:
+            cache.record_past = False  # what is generated next need not be kept for taking back
 
 
 def with_kv_cache(forward):
@@ -82,10 +89,22 @@ def with_kv_cache(forward):
             use_cache = self.config.use_cache and not (self.training and self._checkpoints_activations())
         if cache is None and use_cache:
             cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
+        if inputs is None:
+            raise ValueError("pass input_ids or inputs_embeds")
+        if self.config._attn_implementation != NAME:
+            raise ValueError(
+                f"this checkpoint runs with its own attention only, not with {self.config._attn_implementation!r}"
+            )
         if cache is not None:
             check_cache(cache)
-            cache.begin(mask, inputs.shape[1])
-        elif mask is None and given.get("position_ids") is not None:
+            cache.begin(mask, *inputs.shape[:2])
+        elif mask is not None and mask.shape[1] != inputs.shape[1]:
+            raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {inputs.shape[1]}")
+        if (
+            mask is None
+            and given.get("position_ids") is not None
+            and (cache is None or cache.expected == inputs.shape[1])
+        ):
             check_not_packed(given["position_ids"])
         return forward(*bound.args, **bound.kwargs)
 

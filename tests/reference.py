@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -9,6 +11,7 @@ from transformers.modeling_utils import AttentionInterface
 NAME = "tests_dense_reference"
 
 
+@cache
 def visible(tokens: int, padding: int, sink: int | None, recent: int) -> torch.Tensor:
     """bool [tokens, tokens]: which column j a query at column i sees, by the definition, one pair at a time."""
     result = torch.eye(tokens, dtype=torch.bool)

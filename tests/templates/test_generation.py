@@ -130,6 +130,20 @@ def test_continuing_a_returned_cache(mixed, family):
     assert cache.layers[0].streaming.slots == layout.sink + layout.recent
 
 
+@pytest.mark.parametrize("second", ["plain", "lookup", "draft"])
+@pytest.mark.parametrize("first", ["plain", "lookup", "draft"])
+def test_turns_of_different_kinds(mixed, first, second):
+    converted = mixed("llama")
+    model, ids = converted.model, tokens(1, 20)
+    options = {"plain": {}, "lookup": {"prompt_lookup_num_tokens": 3}, "draft": {"assistant_model": converted.load()}}
+    output = model.generate(ids, **GREEDY, **options[first], return_dict_in_generate=True)
+    ids = torch.cat([output.sequences, tokens(1, 9, seed=20)], 1)
+    again = {"past_key_values": output.past_key_values, "return_dict_in_generate": True}
+    output = model.generate(ids, **GREEDY, **options[second], **again)
+    assert output.sequences.equal(model.generate(ids, **GREEDY))
+    assert output.past_key_values.margin < 9  # the margin follows the candidates, not the next turn
+
+
 def test_continuing_a_padded_batch(mixed):
     model = mixed("llama").model
     first = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)

@@ -1,6 +1,7 @@
 """The cache holds what it says, in the bytes that the layout predicts, and refuses what it cannot do right."""
 
 import copy
+import pickle
 import sys
 
 import pytest
@@ -160,14 +161,51 @@ def test_a_crop_past_what_was_kept_is_refused(llama):
     assert cache.get_seq_length() == 30
 
 
-def test_cache_can_be_copied_reset_and_used_for_other_rows(llama):
+def test_a_cache_outlives_inference_mode(llama):
+    ids = tokens(2, 30)
+    with torch.inference_mode():
+        cache = llama(ids[:, :20]).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+    found = llama(ids[[1, 0], 20:], past_key_values=cache).logits
+    expected = logits(llama, ids)[[1, 0], 20:]
+    assert largest(found - expected, expected) <= 1e-5
+
+
+def test_padding_of_a_failed_first_forward_is_forgotten(llama):
+    ids, mask, _ = left_padded(tokens(2, 20), [20, 15])
+    cache = module_of(llama, "kv_cache").KVSurgeryCache(llama.config)
+    with pytest.raises(RuntimeError):
+        llama(inputs_embeds=torch.zeros(2, 20, 7), attention_mask=mask, past_key_values=cache)
+    expected = logits(llama, ids)
+    assert largest(llama(ids, past_key_values=cache).logits - expected, expected) <= 1e-5
+
+
+def test_a_decode_step_does_not_wait_for_the_device(mixed, monkeypatch):
+    for family in ("llama", "gemma2"):
+        model = mixed(family).model
+        ids, mask, position_ids = left_padded(tokens(2, 31), [31, 20])
+        options = {"attention_mask": mask[:, :30], "position_ids": position_ids[:, :30]}
+        cache = model(ids[:, :30], **options).past_key_values
+
+        def wait(*args):
+            raise AssertionError("waits for the device")
+
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "item", "__bool__", "__int__", "__index__"):
+                patch.setattr(torch.Tensor, name, wait)
+            model(ids[:, 30:], attention_mask=mask, position_ids=position_ids[:, 30:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["", "pickle"])
+def test_cache_can_be_copied_reset_and_used_for_other_rows(llama, copied):
     ids = tokens(3, 30)
     cache = llama(ids[:, :20]).past_key_values
-    copied = copy.deepcopy(cache)
+    other = copied(cache)
     expected = llama(ids[:, 20:], past_key_values=cache).logits
-    copied.batch_select_indices(torch.tensor([2, 0]))
-    found = llama(ids[[2, 0], 20:], past_key_values=copied).logits
-    assert largest(found - expected[[2, 0]], expected) <= 1e-5
+    llama(ids[:, 20:25], past_key_values=other)
+    other.batch_select_indices(torch.tensor([2, 0]))
+    found = llama(ids[[2, 0], 25:], past_key_values=other).logits
+    assert largest(found - expected[[2, 0], 5:], expected) <= 1e-5
     cache.reset()
     assert cache.get_seq_length() == cache.allocated_bytes() == 0
     assert largest(llama(ids, past_key_values=cache).logits[:, 20:] - expected, expected) <= 1e-5
@@ -229,6 +267,33 @@ class TestRefusals:
         with pytest.raises(ValueError, match="earlier call"):
             llama(tokens(1, 5), attention_mask=mask, past_key_values=cache)
 
+    def test_a_mask_that_pads_more(self, llama):
+        ids, mask, _ = left_padded(tokens(2, 20), [20, 15])
+        cache = llama(ids, attention_mask=mask).past_key_values
+        _, longer, _ = left_padded(tokens(2, 24), [24, 16])
+        with pytest.raises(ValueError, match="earlier call"):
+            llama(tokens(2, 4), attention_mask=longer, past_key_values=cache)
+
+    def test_another_number_of_rows(self, llama):
+        cache = llama(tokens(2, 20)).past_key_values
+        with pytest.raises(ValueError, match="holds 2 rows, the input has 1"):
+            llama(tokens(1, 1), past_key_values=cache)
+
+    def test_no_input(self, llama):
+        with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+            llama()
+
+    def test_a_mask_of_another_length_without_a_cache(self, llama):
+        with pytest.raises(ValueError, match="covers 25 tokens, the input has 20"):
+            llama(tokens(1, 20), attention_mask=torch.ones(1, 25), use_cache=False)
+
+    def test_an_attention_that_knows_no_heads(self, mixed):
+        model = mixed("llama").load()
+        model.config._attn_implementation = "sdpa"
+        for use_cache in (True, False):
+            with pytest.raises(ValueError, match="own attention only"):
+                model(tokens(1, 5), use_cache=use_cache)
+
     def test_another_cache_class(self, llama):
         with pytest.raises(TypeError, match="KVSurgeryCache, got DynamicCache"):
             llama(tokens(1, 5), past_key_values=DynamicCache())
@@ -253,6 +318,8 @@ class TestRefusals:
         position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
         with pytest.raises(ValueError, match="packed"):
             llama(tokens(1, 7), position_ids=position_ids, use_cache=False)
+        with pytest.raises(ValueError, match="packed"):
+            llama(tokens(1, 7), position_ids=position_ids)
 
     def test_heads_split_over_ranks(self, mixed):
         model = mixed("llama").load()

@@ -1,0 +1,203 @@
+"""Any sequence of cache operations, step by step against a dense reference of each row's own tokens."""
+
+import copy
+import pickle
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from templates.kv_cache import KVSurgeryCache
+from templates.kv_layout import KVLayout
+from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
+from templates.modeling_kvsurgery_llama import LlamaForCausalLM
+from tests.families import largest, stock, tokens
+from tests.reference import reference_logits
+
+SINK, RECENT, WINDOW = 2, 4, 6
+LENGTH = 56  # tokens of the longest row
+FULL = {"llama": [1, 3], "gemma2": [0, 2]}  # full heads of each layer; the first of Gemma 2 has its own window
+CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
+
+
+@cache
+def models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A stock model, and the same weights under the emitted code."""
+    changes = {"sliding_window": WINDOW, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
+    original = stock(family, num_hidden_layers=2, **changes)
+    layers = [{"blocks": [[full, 4 - full]], "sink": SINK, "recent": RECENT} for full in FULL[family]]
+    if family == "gemma2":
+        layers[0] |= {"sink": 0, "recent": WINDOW, "native": True}
+    config = copy.deepcopy(original.config)
+    config.kv_surgery = {"version": 1, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
+    emitted = CLASSES[family](config).eval()
+    emitted.load_state_dict(original.state_dict())
+    return original, emitted
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`rows` are the real tokens of each row, `pads` its left padding, in columns that may be yet to come."""
+
+    family: str
+
+    def __init__(self):
+        super().__init__()
+        self.stock, self.model = models(self.family)
+        self.cache = KVSurgeryCache(self.model.config)
+        self.layout = KVLayout.from_config(self.model.config)
+        self.seen, self.safe, self.recording, self.seed = 0, 0, False, 0
+
+    @initialize(
+        pads=st.lists(st.integers(0, 12), min_size=1, max_size=3), padded=st.booleans(), positions=st.booleans()
+    )
+    def start(self, pads, padded, positions):
+        self.positions = positions  # whether position ids are given; without them columns count, padding included
+        self.pads = [pad if padded else 0 for pad in pads]
+        self.rows = [torch.empty(0, dtype=torch.long) for _ in pads]
+
+    @rule(size=st.integers(1, 20), masked=st.booleans())
+    def append(self, size, masked):
+        self.compare([self.feed(size, masked)])
+
+    @rule(steps=st.integers(1, 6))
+    def decode(self, steps):
+        self.compare([self.feed(1, masked=True) for _ in range(steps)])
+
+    def feed(self, size: int, masked: bool) -> torch.Tensor:
+        """Logits of `size` further columns, less at the end; padding is masked where the cache cannot know it."""
+        size = min(size, LENGTH - self.seen)
+        if not size:
+            return torch.empty(len(self.rows), 0, 101)
+        self.seed += 1
+        ids = tokens(len(self.rows), size, self.seed)
+        mask = (torch.arange(self.seen + size) >= torch.tensor(self.pads)[:, None]).long()
+        given = {"attention_mask": mask} if masked or any(pad > self.seen for pad in self.pads) else {}
+        if self.positions:
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.seen :]
+        with torch.no_grad():
+            logits = self.model(ids, past_key_values=self.cache, **given).logits
+        assert logits.isfinite().all()
+        if self.recording and not self.safe:
+            self.safe = size  # recorded from the start: the first input stays
+        fresh = [row[max(0, pad - self.seen) :] for row, pad in zip(ids, self.pads, strict=True)]
+        self.rows = [torch.cat(pair) for pair in zip(self.rows, fresh, strict=True)]
+        self.seen += size
+        return logits
+
+    def compare(self, parts: list[torch.Tensor]):
+        logits = torch.cat(parts, 1)
+        for row, expected in enumerate(self.expected()):
+            new = min(logits.shape[1], len(expected))
+            if new:
+                assert largest(logits[row, -new:] - expected[-new:], expected) <= 1e-4, f"row {row}"
+
+    def expected(self) -> list[torch.Tensor]:
+        """Logits of each row's real tokens [tokens, vocabulary]."""
+        batch = torch.zeros(len(self.rows), LENGTH, dtype=torch.long)  # what follows a row's end changes nothing
+        for row, ids in enumerate(self.rows):
+            batch[row, : len(ids)] = ids
+        full = [[head < count for head in range(4)] for count in FULL[self.family]]
+        logits = reference_logits(self.stock, full, SINK, RECENT, batch)
+        return [part[: len(ids)] for part, ids in zip(logits, self.rows, strict=True)]
+
+    def keep(self, rows: list[int]):
+        self.rows, self.pads = [self.rows[row] for row in rows], [self.pads[row] for row in rows]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=len(self.rows), max_size=len(self.rows)))
+        self.cache.reorder_cache(torch.tensor(rows))
+        self.keep(rows)
+
+    @rule(data=st.data())
+    def select(self, data):
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
+        self.cache.batch_select_indices(torch.tensor(rows))
+        self.keep(rows)
+
+    @precondition(lambda self: len(self.rows) <= 2)
+    @rule()
+    def repeat(self):
+        self.cache.batch_repeat_interleave(2)
+        self.keep([row for row in range(len(self.rows)) for _ in range(2)])
+
+    @rule()
+    def record(self):
+        self.cache.activate_past_recording()
+        self.safe = max(self.safe, self.seen) if self.recording else self.seen
+        self.recording = True
+
+    @rule(data=st.data(), says_how_many_stay=st.booleans())
+    def crop(self, data, says_how_many_stay):
+        least = data.draw(st.sampled_from([0, self.safe, max(0, self.seen - 8)]))
+        length = data.draw(st.integers(min(least, self.seen), self.seen))
+        try:
+            self.cache.crop(length if says_how_many_stay and length else length - self.seen)
+        except ValueError:
+            assert length < self.safe or not self.recording
+        else:
+            self.took_back(length)
+        assert self.cache.get_seq_length() == self.seen
+
+    def took_back(self, length: int):
+        self.seen = self.safe = length  # what is left after a crop is there to stay
+        self.rows = [ids[: max(0, length - pad)] for ids, pad in zip(self.rows, self.pads, strict=True)]
+
+    @precondition(lambda self: self.seen)
+    @rule(candidates=st.integers(1, 9), accepted=st.integers(0, 9))
+    def speculate(self, candidates, accepted):
+        if not self.recording:
+            self.record()
+        before = self.safe = self.seen
+        self.cache.crop(0)
+        self.append(candidates, masked=False)
+        length = min(self.seen, before + accepted)
+        self.cache.crop(length - self.seen)
+        self.took_back(length)
+
+    @precondition(lambda self: not self.seen)
+    @rule(data=st.data(), padded=st.booleans())
+    def pad_otherwise(self, data, padded):
+        self.pads = [data.draw(st.integers(0, 12)) if padded else 0 for _ in self.rows]
+
+    @rule(data=st.data())
+    def reset(self, data):
+        self.cache.reset()
+        self.seen, self.safe, self.recording = 0, 0, False
+        pads = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
+        self.start(pads, data.draw(st.booleans()), data.draw(st.booleans()))
+
+    @rule(pickled=st.booleans())
+    def copy(self, pickled):
+        copied = pickle.loads(pickle.dumps(self.cache)) if pickled else copy.deepcopy(self.cache)
+        self.cache.reset()
+        self.cache = copied
+
+    @invariant()
+    def allocates_what_it_predicts(self):
+        layers = self.cache.layers
+        if layers[0].is_initialized:
+            assert len({layer.capacity for layer in layers}) == 1
+            predicted = self.layout.kv_bytes(len(self.rows), layers[0].capacity, margin=self.cache.margin, itemsize=4)
+            assert self.cache.allocated_bytes() == predicted
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_any_operations_on_a_cache(family):
+    machine = type("CacheMachine", (CacheMachine,), {"family": family})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
