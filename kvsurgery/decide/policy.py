@@ -186,9 +186,9 @@ def _check_selection(budget: int | None, selection: Selection) -> None:
     if budget is None:
         raise PolicyError("--budget is missing: the mean number of tokens that a budgeted head keeps of a prompt")
     if not 1 <= selection.window <= MAX_WINDOW:
-        raise PolicyError(f"--window must be at least 1, got {selection.window}")
-    if selection.kernel_size < 1 or selection.kernel_size % 2 == 0:
-        raise PolicyError(f"--kernel-size must be odd, got {selection.kernel_size}")
+        raise PolicyError(f"--window lies in [1, {MAX_WINDOW}], got {selection.window}")
+    if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
+        raise PolicyError(f"--kernel-size must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
     if selection.pool not in ("max", "avg"):
         raise PolicyError(f"--pool is max or avg, got {selection.pool!r}")
 

@@ -31,6 +31,7 @@ SCORES = np.float32([[0.2, 0.9, 0.4], [0.7, 0.1, 0.8]])
 CONVERT = ("convert", "llama", "--profile", PROFILE, "--out", "out")
 SHARD = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
+BUDGETED = ("--rest", "budgeted", "--budget")
 
 
 @pytest.fixture
@@ -297,6 +298,15 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         (("--sink", -1), "--sink must be >= 0"),
         (("--recent", 0), "--recent >= 1"),
         (("--sink", 10**30), "--sink"),
+        (("--budget", 9), "--budget is for budgeted heads"),
+        ((*BUDGETED, 0), r"--budget lies in \[1, "),
+        ((*BUDGETED, 10**30), r"--budget lies in \[1, "),
+        ((*BUDGETED, 9, "--beta", 1), "beta"),
+        ((*BUDGETED, 9, "--beta", "nan"), "beta"),
+        ((*BUDGETED, 9, "--window", 0), r"--window lies in \[1, "),
+        ((*BUDGETED, 9, "--window", 10**30), r"--window lies in \[1, "),
+        ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
+        ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
         (("--recent", 2**63), "--recent"),
     ],
     ids=str,
