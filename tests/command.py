@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvsurgery.cli import main
+import numpy as np
+from safetensors.numpy import save_file
 
+from kvsurgery.cli import main
+from kvsurgery.dimensions import ModelDimensions
+from tests.shards import tree
+
+# what lies in the working directory of the fixture `here`, beside the checkpoint `llama`
+PROFILE = "profile.safetensors"
+SCORES = np.float32([[0.2, 0.9, 0.4], [0.7, 0.1, 0.8]])
+MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=4)
+CONVERT = ("convert", "llama", "--profile", PROFILE, "--out", "out")
 # what a progress bar's line begins with
 BARS = ("converting", "reverting", "verifying")
 
@@ -52,3 +64,22 @@ def refused(*arguments: Any, code: int = 1) -> str:
     assert all(bar.startswith(BARS) for bar in bars), result.err
     assert line.startswith("kvsurgery: "), result.err
     return line
+
+
+def nothing_happens(here: Path, words: str, *arguments: Any, code: int = 1) -> str:
+    """A command is refused with these words, and every file is as it was."""
+    before = tree(here)
+    line = refused(*arguments, code=code)
+    assert re.search(words, line), line
+    assert tree(here) == before
+    assert not Path("out").exists()
+    return line
+
+
+def save_profile(scores: Any = SCORES, **changes: Any) -> None:
+    """Write the profile by hand, since `HeadProfile` would not."""
+    names = ("layers", "query_heads", "kv_heads", "head_dim")
+    metadata = {"format": "kvsurgery.head-profile", "version": "1", "method": "duo", "granularity": "kv"}
+    metadata |= {"base_model": "llama", **{name: str(getattr(MODEL, name)) for name in names}}
+    metadata |= {key: value for key, value in changes.items() if value is not ...}
+    save_file({"scores": np.float32(scores)}, PROFILE, metadata)

@@ -83,6 +83,7 @@ def convert(
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     """
     from kvsurgery import console
+    from kvsurgery.cli import report
     from kvsurgery.score.profile import HeadProfile
 
     options = _decide_options(**options)
@@ -94,25 +95,25 @@ def convert(
     elif revision is not None and Path(source).is_dir():
         raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
     if dry_run:
-        facts = _facts(_prepare(source, revision, profile, options, weights=False), profile)
+        facts = report.plan_facts(_prepare(source, revision, profile, options, weights=False), profile)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
-            _print_plan(facts)
+            report.print_plan(facts)
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
     operation = _prepare(source, revision, profile, options, weights=True)
-    report = _convert(operation, out, jobs)
-    facts = _facts(operation, profile)
+    result = _convert(operation, out, jobs)
+    facts = report.plan_facts(operation, profile)
     if as_json:
-        click.echo(json.dumps({**facts, **report}, indent=2))
+        click.echo(json.dumps({**facts, **result}, indent=2))
     else:
-        _print_policy(facts)
-        _print_kv_bytes(facts)
-        _print_report(report)
-    if report["left_out"]:
-        console.stderr.print(f"not copied, and not restored by revert: {', '.join(report['left_out'])}", markup=False)
+        report.print_policy(facts)
+        report.print_kv_bytes(facts["kv_bytes"])
+        report.print_result(result)
+    if result["left_out"]:
+        console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
     loads = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"it loads with {loads}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
@@ -183,120 +184,3 @@ def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any
         "left_out": report.left_out,
         "already_done": report.already_done,
     }
-
-
-def _facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
-    """The plan as plain data."""
-    from dataclasses import asdict
-
-    from kvsurgery.emit.card import kv_table
-
-    checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
-    moved = set(plan.moved)
-    return {
-        "source": checkpoint.name,
-        "revision": checkpoint.revision,
-        "family": plan.family,
-        "model": asdict(plan.dimensions),
-        "profile": {"base_model": profile.base_model, "method": profile.method, "hash": profile.hash},
-        "policy": {**policy.options, "hash": policy.hash},
-        "kv_heads": {
-            "eligible": policy.eligible,
-            "full": policy.full,
-            "streaming": policy.streaming,
-            "budgeted": policy.budgeted,
-        },
-        "layers": [
-            {
-                "full": layer.full,
-                "streaming": len(layer.order) - layer.full if layer.budgets is None else 0,
-                "budgets": list(layer.budgets or ()),
-                "window": layer.recent if layer.native else None,
-            }
-            for layer in policy.layers
-        ],
-        "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
-        "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
-        "kv_bytes": [
-            {"tokens": name, "before": before, "after": after}
-            for name, before, after in kv_table(json.loads(files["config.json"]))
-        ],
-    }
-
-
-def _print_plan(facts: dict[str, Any]) -> None:
-    from kvsurgery import console
-
-    _print_policy(facts)
-    windows = any(layer["window"] for layer in facts["layers"])
-    budgets = any(layer["budgets"] for layer in facts["layers"])
-    columns = [
-        "layer",
-        "full",
-        "budgeted" if budgets else "streaming",
-        *["own window"] * windows,
-        *["budgets"] * budgets,
-    ]
-    rows = [
-        (
-            index,
-            layer["full"],
-            len(layer["budgets"]) if budgets else layer["streaming"],
-            *[layer["window"] or ""] * windows,
-            *[_span(layer["budgets"])] * budgets,
-        )
-        for index, layer in enumerate(facts["layers"])
-    ]
-    console.stdout.print(console.table("KV heads per layer", columns, rows))
-    _print_kv_bytes(facts)
-    tensors = facts["tensors"]
-    console.stdout.print(
-        f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
-        f"{console.size(facts['bytes_to_write'])} to write"
-    )
-
-
-def _span(budgets: list[int]) -> str:
-    return f"{min(budgets)} to {max(budgets)}" if budgets else ""
-
-
-def _print_policy(facts: dict[str, Any]) -> None:
-    from kvsurgery import console
-
-    policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
-    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method", "rest"))
-    kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
-    stream = f"{count} of {heads['eligible']} KV heads {kind}"
-    console.stdout.print(
-        f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
-        f"profile: {profile['method']}, measured on {profile['base_model']}\n",
-        markup=False,
-    )
-
-
-def _print_report(report: dict[str, Any]) -> None:
-    from kvsurgery import console
-
-    out, seconds, written = report["out"], report["seconds"], report["bytes"] - report["resumed"]
-    if report["already_done"]:
-        line = f"{out} is this conversion already; nothing to do"
-    else:
-        before = f", {console.size(report['resumed'])} of them before" if report["resumed"] else ""
-        rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
-        line = (
-            f"wrote {out}: {console.size(report['bytes'])} of weights{before}, in {seconds:.1f} s, {rate}, "
-            f"peak memory {console.size(report['peak_memory'])}"
-        )
-    console.stdout.print(line, markup=False)
-
-
-def _print_kv_bytes(facts: dict[str, Any]) -> None:
-    from kvsurgery import console
-
-    rows = [
-        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
-        for row in facts["kv_bytes"]
-    ]
-    console.stdout.print(
-        console.table("KV cache of one sequence, 16 bit", ["tokens", "before", "after", "ratio"], rows)
-    )

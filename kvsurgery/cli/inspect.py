@@ -102,14 +102,9 @@ def _brief(value: Any) -> str:
 
 def _show_surgery(surgery: Surgery) -> None:
     from kvsurgery import console
+    from kvsurgery.cli.report import print_kv_bytes
 
-    rows = [
-        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
-        for row in surgery.kv_bytes
-    ]
-    console.stdout.print(
-        console.table("KV cache of one sequence, 16 bit", ("tokens", "before", "after", "ratio"), rows)
-    )
+    print_kv_bytes(surgery.kv_bytes)
     if surgery.revertible:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
         how = ", ".join(f"{name} {value}" for name, value in surgery.options.items())

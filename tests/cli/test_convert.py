@@ -14,23 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from kvsurgery.cli import cli
 from kvsurgery.convert import engine
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.score.profile import HeadProfile
-from tests.command import done, refused, run
+from tests.command import MODEL, PROFILE, SCORES, done, refused, run
 from tests.families import largest, make, tokens
-from tests.shards import LLAMA, llama_checkpoint, tree
+from tests.shards import LLAMA, tree
 from tests.surgery import random_profile
 
-PROFILE = "profile.safetensors"
-SCORES = np.float32([[0.2, 0.9, 0.4], [0.7, 0.1, 0.8]])
-MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=4)
 HEAVY = {"huggingface_hub", "numpy", "torch", "transformers"}
 # runs a command and prints which heavy modules it loaded; a number of finished shards, if given, ends it by SIGKILL
 CHILD = """
@@ -63,15 +58,6 @@ def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command
 
 
 EVERY = dict(commands(cli, "kvsurgery"))
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the checkpoint `llama`, in three shards, and its profile."""
-    llama_checkpoint(tmp_path / "llama", shards=3)
-    monkeypatch.chdir(tmp_path)
-    HeadProfile(SCORES, "duo", "kv", "llama", MODEL).save(PROFILE)
-    return tmp_path
 
 
 def child(*arguments: str, shards: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,122 @@
+"""What `kvsurgery convert` says: the plan as data, and the plan and the result as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kvsurgery import console
+from kvsurgery.emit.card import kv_table
+from kvsurgery.operation import Operation
+from kvsurgery.score.profile import HeadProfile
+
+
+def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
+    """The plan as plain data."""
+    checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
+    moved = set(plan.moved)
+    return {
+        "source": checkpoint.name,
+        "revision": checkpoint.revision,
+        "family": plan.family,
+        "model": asdict(plan.dimensions),
+        "profile": {"base_model": profile.base_model, "method": profile.method, "hash": profile.hash},
+        "policy": {**policy.options, "hash": policy.hash},
+        "kv_heads": {
+            "eligible": policy.eligible,
+            "full": policy.full,
+            "streaming": policy.streaming,
+            "budgeted": policy.budgeted,
+        },
+        "layers": [
+            {
+                "full": layer.full,
+                "streaming": len(layer.order) - layer.full if layer.budgets is None else 0,
+                "budgets": list(layer.budgets or ()),
+                "window": layer.recent if layer.native else None,
+            }
+            for layer in policy.layers
+        ],
+        "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
+        "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
+        "kv_bytes": [
+            {"tokens": name, "before": before, "after": after}
+            for name, before, after in kv_table(json.loads(files["config.json"]))
+        ],
+    }
+
+
+def print_plan(facts: Mapping[str, Any]) -> None:
+    """Policy, heads of each layer, KV bytes, and what there is to do."""
+    print_policy(facts)
+    windows = any(layer["window"] for layer in facts["layers"])
+    budgets = any(layer["budgets"] for layer in facts["layers"])
+    columns = [
+        "layer",
+        "full",
+        "budgeted" if budgets else "streaming",
+        *["own window"] * windows,
+        *["budgets"] * budgets,
+    ]
+    rows = [
+        (
+            index,
+            layer["full"],
+            len(layer["budgets"]) if budgets else layer["streaming"],
+            *[layer["window"] or ""] * windows,
+            *[_span(layer["budgets"])] * budgets,
+        )
+        for index, layer in enumerate(facts["layers"])
+    ]
+    console.stdout.print(console.table("KV heads per layer", columns, rows))
+    print_kv_bytes(facts["kv_bytes"])
+    tensors = facts["tensors"]
+    console.stdout.print(
+        f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
+        f"{console.size(facts['bytes_to_write'])} to write"
+    )
+
+
+def _span(budgets: list[int]) -> str:
+    return f"{min(budgets)} to {max(budgets)}" if budgets else ""
+
+
+def print_policy(facts: Mapping[str, Any]) -> None:
+    """Which model becomes what, after which profile."""
+    policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
+    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method", "rest"))
+    kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
+    stream = f"{count} of {heads['eligible']} KV heads {kind}"
+    console.stdout.print(
+        f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
+        f"profile: {profile['method']}, measured on {profile['base_model']}\n",
+        markup=False,
+    )
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """What a conversion wrote, and how fast."""
+    out, seconds, written = result["out"], result["seconds"], result["bytes"] - result["resumed"]
+    if result["already_done"]:
+        line = f"{out} is this conversion already; nothing to do"
+    else:
+        before = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
+        line = (
+            f"wrote {out}: {console.size(result['bytes'])} of weights{before}, in {seconds:.1f} s, {rate}, "
+            f"peak memory {console.size(result['peak_memory'])}"
+        )
+    console.stdout.print(line, markup=False)
+
+
+def print_kv_bytes(kv_bytes: Iterable[Mapping[str, Any]]) -> None:
+    """A table of the KV cache at several lengths: `tokens`, and bytes `before` and `after`."""
+    rows = [
+        (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
+        for row in kv_bytes
+    ]
+    console.stdout.print(
+        console.table("KV cache of one sequence, 16 bit", ["tokens", "before", "after", "ratio"], rows)
+    )

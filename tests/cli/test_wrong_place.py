@@ -1,0 +1,94 @@
+"""Results that cannot be written where they were asked for, and terminals that cannot show them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import CONVERT, PROFILE, done, nothing_happens, refused, save_profile
+from tests.shards import llama_checkpoint
+
+
+def test_names_that_the_terminal_cannot_show(here: Path) -> None:
+    Path("llama").rename("modèle")
+    os.rename(PROFILE, b"\xff.safetensors")
+    typed = ["kvsurgery", "convert", "modèle", "--profile", os.fsdecode(b"\xff.safetensors"), "--dry-run"]
+    for encoding in ("ascii", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", *typed]
+        result = subprocess.run(command, env=environment, capture_output=True, check=True)
+        assert result.stdout.startswith("modèle".encode(encoding, "backslashreplace"))
+
+
+def test_output_that_cannot_be_written(here: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvsurgery", *CONVERT]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert "kvsurgery: [Errno 28] No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+    done("verify", "out")
+
+
+class TestOut:
+    """`--out` in a wrong place; what lies there stays."""
+
+    @pytest.mark.parametrize(
+        ("out", "words"),
+        [
+            ("taken", "taken is not empty; choose another folder"),
+            (PROFILE, f"{PROFILE} is not a folder"),
+            (f"{PROFILE}/out", "cannot write"),
+            ("llama", "llama is the source or lies in it"),
+            ("../here/llama", "is the source"),
+            ("link", "link is the source"),
+            ("llama/deep/out", "llama/deep/out is the source or lies in it"),
+            ("link/out", "lies in it"),
+            (".", "not empty"),
+            ("dangling", "dangling is not a folder"),
+            ("/proc/out", "/proc/out"),
+            ("x" * 300, "cannot write xxx.*: File name too long"),
+        ],
+    )
+    def test_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, words: str) -> None:
+        here = tmp_path / "here"
+        llama_checkpoint(here / "llama", shards=3)
+        monkeypatch.chdir(here)
+        save_profile()
+        (here / "taken").mkdir()
+        (here / "taken/notes.txt").write_text("mine")
+        (here / "link").symlink_to("llama")
+        (here / "dangling").symlink_to("gone")
+        nothing_happens(here, words, "convert", "llama", "--profile", PROFILE, "--out", out)
+
+    def test_read_only(self, here: Path) -> None:
+        Path("locked").mkdir(mode=0o555)
+        if os.access("locked", os.W_OK):
+            pytest.skip("root may write anywhere")
+        nothing_happens(here, "no permission in .*locked", *CONVERT[:-1], "locked/out")
+
+    @pytest.mark.parametrize("command", ["convert", "revert"])
+    def test_disk_too_small(self, here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+        done("convert", "llama", "--profile", PROFILE, "--out", "duo")
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 999, 1))
+        arguments = CONVERT if command == "convert" else ("revert", "duo", "--out", "out")
+        nothing_happens(here, r"out needs [\d.]+ KiB, but only 1 B are free there", *arguments)
+
+    def test_disk_that_fills_up(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            line = refused(*CONVERT)
+        assert line.endswith("cannot write out: No space left on device; run the same command again to go on from here")
+        assert not Path("out/config.json").exists()
+        done(*CONVERT)
+        done("verify", "out")
+
+    def test_another_conversion_is_kept(self, here: Path) -> None:
+        done("convert", "llama", "--profile", PROFILE, "--out", "duo")
+        arguments = ("convert", "llama", "--profile", PROFILE, "--out", "duo", "--sparsity", 0.2)
+        nothing_happens(here, "duo holds another conversion; choose another folder", *arguments)
