@@ -12,6 +12,12 @@ from transformers.modeling_utils import AttentionInterface
 
 from .kv_cache import Handle, KVLayerCache, check_padding, leading_padding
 from .kv_heads import HeadGroup
+from .kv_layout import LayerLayout
+
+try:
+    from . import kv_kernels
+except ImportError:  # no triton: torch does everything
+    kv_kernels = None
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
@@ -82,6 +88,8 @@ def attention(
     queries = query.split([count * query.shape[1] // layout.heads for count in heads], 1)
     (full_keys, keys), (full_values, values) = (states.split(heads, 1) for states in (key, value))
     past = layer.seen if layer else 0
+    if layer and query.shape[2] == 1 and _kernels_apply(query, layout):
+        return _decode_in_one_launch(query, key, value, layer, scaling, softcap), None
     decoding = layer is not None and query.shape[2] == 1
     window = layer.recent_window() if past and layout.streaming and not decoding else None
     if layer:
@@ -106,6 +114,25 @@ def attention(
     else:
         rest = _streaming_from_start(queries[1], keys, values, padding, layout, options)
     return torch.cat([full, rest], 1).transpose(1, 2).contiguous(), None
+
+
+def _kernels_apply(query: torch.Tensor, layout: LayerLayout) -> bool:
+    """Whether the Triton kernels serve a decode step: on CUDA, for full and streaming heads."""
+    return kv_kernels is not None and query.is_cuda and not layout.budgets
+
+
+def _decode_in_one_launch(query, key, value, layer: KVLayerCache, scaling, softcap) -> torch.Tensor:
+    """Store one token per row and attend from it, all heads together: [batch, 1, query_heads, head_dim]."""
+    layer.make_room(1)
+    offsets, sinks, rings, recents = layer.head_table()
+    position = layer.lengths()[:, 0].expand(query.shape[0])
+    kv_kernels.append(layer.keys, layer.values, key, value, offsets, position, sinks, rings)
+    layer.advance(1)
+    lengths = (position + 1)[:, None].expand(-1, layer.layout.heads)
+    output = kv_kernels.decode(
+        query[:, :, 0], layer.keys, layer.values, offsets, lengths, sinks, rings, recents, scaling, softcap
+    )
+    return output[:, None]
 
 
 def attend(

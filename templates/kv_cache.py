@@ -14,6 +14,7 @@ from .kv_budget import BudgetedGroup
 from .kv_heads import HeadGroup, allocate, bind
 from .kv_layout import KVLayout, LayerLayout
 
+EVERY = 2**30  # the sink of a full head, which no position reaches
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 
 
@@ -67,6 +68,7 @@ class KVLayerCache(CacheLayerMixin):
         self.full = self.streaming = self.budgeted = None
         self.keys = self.values = None  # one buffer of full and streaming heads, [batch, slots of all heads, head_dim]
         self.slots = [0, 0]  # of a full head and of a streaming one
+        self.table = None  # what `head_table` made for these slots
         self.seen = self.capacity = self.restorable = 0
         self.is_initialized = False
 
@@ -102,12 +104,8 @@ class KVLayerCache(CacheLayerMixin):
 
     @torch.inference_mode(False)  # storage is written again later, maybe outside of an inference mode
     @torch.no_grad()
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens of full and streaming heads: [batch, kv_heads, tokens, head_dim].
-
-        Budgeted heads need the queries too: the attention function stores theirs.
-        """
-        tokens = keys.shape[2]
+    def make_room(self, tokens: int) -> None:
+        """Allocate for new columns, wherever full and streaming heads will store them."""
         seen = self.seen + tokens
         if seen != self.cache.expected:
             raise RuntimeError(
@@ -120,19 +118,48 @@ class KVLayerCache(CacheLayerMixin):
         if self.cache.margin > self.streaming.margin:
             wrapped = self.seen > self.layout.sink + self.streaming.ring
             self.streaming.widen(self.cache.margin, self.capacity, self.lengths(), wrapped)
+            self.table = None
         groups = (self.full, self.streaming)
         slots = [group.wanted(self.capacity) for group in groups]
         if self.keys is None or slots != self.slots:
             self.keys, self.values = allocate(groups, slots)
-            self.slots = slots
+            self.slots, self.table = slots, None
+
+    @torch.no_grad()
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens of full and streaming heads: [batch, kv_heads, tokens, head_dim].
+
+        Budgeted heads need the queries too: the attention function stores theirs.
+        """
+        self.make_room(keys.shape[2])
         padding = self.padding()
         parts = (states.split([self.layout.full, self.layout.heads - self.layout.full], 1) for states in (keys, values))
-        for group, new_keys, new_values in zip(groups, *parts, strict=True):
+        for group, new_keys, new_values in zip((self.full, self.streaming), *parts, strict=True):
             if group.keys.shape[1]:
                 self._store(group, new_keys, new_values, padding)
-        self.seen = seen
-        if seen > self.layout.sink + self.streaming.ring:
-            self.restorable = max(self.restorable, seen - self.streaming.margin - 1)
+        self.advance(keys.shape[2])
+
+    def advance(self, tokens: int) -> None:
+        """Count columns that have been stored."""
+        self.seen += tokens
+        if self.seen > self.layout.sink + self.streaming.ring:
+            self.restorable = max(self.restorable, self.seen - self.streaming.margin - 1)
+
+    def head_table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each head, for the kernels: first slot in the buffer, sink, ring and window, int32 [heads] each."""
+        if self.table is None:
+            (full, streaming), counts = self.slots, (self.layout.full, self.layout.streaming)
+            offsets = [full * head for head in range(counts[0])]
+            offsets += [full * counts[0] + streaming * head for head in range(counts[1])]
+            columns = [offsets]
+            for of_full, of_streaming in (
+                (EVERY, self.layout.sink),
+                (1, self.streaming.ring),
+                (1, self.layout.recent),
+            ):
+                columns.append([of_full] * counts[0] + [of_streaming] * counts[1])
+            self.table = tuple(torch.tensor(columns, dtype=torch.int32, device=self.device))
+        return self.table
 
     def _store(self, group: HeadGroup, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         if padding is None:

@@ -10,7 +10,7 @@ from kvsurgery.emit.config import converted_config, converted_generation_config,
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
-RUNTIME = ("kv_attention.py", "kv_budget.py", "kv_cache.py", "kv_heads.py", "kv_layout.py", "kv_model.py")
+RUNTIME = tuple(f"kv_{name}.py" for name in ("attention", "budget", "cache", "heads", "kernels", "layout", "model"))
 
 
 def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:

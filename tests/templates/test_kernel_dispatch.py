@@ -1,0 +1,84 @@
+"""A decode step through the kernels, in Triton's interpreter, equals the torch path: `make test-kernels`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
+
+from templates import kv_attention
+from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
+from templates.modeling_kvsurgery_llama import LlamaForCausalLM
+from tests.families import largest, stock, tokens
+
+CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
+
+
+def emitted(family: str) -> torch.nn.Module:
+    """A random model with one to four full heads a layer, and the family's own sliding layers."""
+    original = stock(family)
+    config = original.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * 4
+    config.kv_surgery = {
+        "version": 1,
+        "head_dim": getattr(config, "head_dim", None) or 6,
+        "layers": [
+            {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}
+            if kind == "sliding_attention"
+            else {"blocks": [[index, 4 - index]], "sink": 3, "recent": 5}
+            for index, kind in enumerate(kinds)
+        ],
+    }
+    model = CLASSES[family](config).eval()
+    model.load_state_dict(original.state_dict())
+    return model
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch):
+    """Turns the kernels on, with 5 programs; returns the list that every launch is noted in."""
+    calls = []
+    decode = kv_attention.kv_kernels.decode
+
+    def turn_on() -> list[int]:
+        monkeypatch.setattr(kv_attention, "_kernels_apply", lambda query, layout: True)
+        monkeypatch.setattr(
+            kv_attention.kv_kernels, "decode", lambda *args: calls.append(1) or decode(*args, programs=5)
+        )
+        return calls
+
+    return turn_on
+
+
+@pytest.mark.parametrize(("family", "padded"), [("llama", False), ("gemma2", True)], ids=["llama", "gemma2, padded"])
+def test_decode_steps(family: str, padded: bool, kernels) -> None:
+    model, ids = emitted(family), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :9] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [0, 2], "output_logits": True}
+    options |= {"return_dict_in_generate": True, "attention_mask": mask}
+    expected = model.generate(ids * mask, **options)
+    calls = kernels()
+    found = model.generate(ids * mask, **options)
+    assert len(calls) == 3 * 4  # every layer of every step but the prefill
+    assert found.sequences.equal(expected.sequences)
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert largest(one - other, other) <= 1e-5
+
+
+def test_a_draft_takes_back_what_kernels_stored(kernels) -> None:
+    model, draft, ids = emitted("llama"), emitted("llama"), tokens(1, 20)
+    draft.load_state_dict({name: weight + 0.02 for name, weight in draft.state_dict().items()})
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    options = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [0, 2]}
+    expected = model.generate(ids, **options)
+    calls = kernels()
+    assert model.generate(ids, **options, assistant_model=draft).equal(expected)
+    assert len(calls) >= 2 * 4
