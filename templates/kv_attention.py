@@ -1,4 +1,4 @@
-"""Attention over full and streaming heads, with this model's cache or without one.
+"""Attention over full, streaming and budgeted heads, with this model's cache or without one.
 
 A full head sees every earlier token of its row. A streaming head at position i sees position j <= i when j < sink or
 i - j < recent; positions count a row's tokens without its left padding. One-shot, chunked and token-by-token use give
@@ -83,14 +83,15 @@ def attention(
             f"this checkpoint's layout has {layout.heads} KV heads a layer, this process holds {key.shape[1]}: "
             "it was not converted for tensor parallelism"
         )
+    decoding = layer is not None and query.shape[2] == 1
+    if decoding and _kernels_apply(query, layout):
+        return _decode_in_one_launch(query, key, value, layer, scaling, softcap), None
+
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     heads = [layout.full, layout.heads - layout.full]
     queries = query.split([count * query.shape[1] // layout.heads for count in heads], 1)
     (full_keys, keys), (full_values, values) = (states.split(heads, 1) for states in (key, value))
     past = layer.seen if layer else 0
-    if layer and query.shape[2] == 1 and _kernels_apply(query, layout):
-        return _decode_in_one_launch(query, key, value, layer, scaling, softcap), None
-    decoding = layer is not None and query.shape[2] == 1
     window = layer.recent_window() if past and layout.streaming and not decoding else None
     if layer:
         layer.append(key, value)
@@ -117,8 +118,10 @@ def attention(
 
 
 def _kernels_apply(query: torch.Tensor, layout: LayerLayout) -> bool:
-    """Whether the Triton kernels serve a decode step: on CUDA, for full and streaming heads."""
-    return kv_kernels is not None and query.is_cuda and not layout.budgets
+    """Whether the Triton kernels serve a decode step: on CUDA, without gradients, for full and streaming heads."""
+    if kv_kernels is None or not query.is_cuda or query.requires_grad or layout.budgets:
+        return False
+    return query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
 
 
 def _decode_in_one_launch(query, key, value, layer: KVLayerCache, scaling, softcap) -> torch.Tensor:
