@@ -255,5 +255,5 @@ def test_pickled_weights_are_refused_without_downloading_them(hub, call, model):
     answer = call(("headers", "surgeon/model"))
     assert answer["error"] == "UnsupportedModel"
     assert "pytorch_model.bin" in answer["line"]
-    assert "from_pretrained('surgeon/model'" in answer["line"]
+    assert 'from_pretrained("surgeon/model"' in answer["line"]
     assert not any("pytorch_model" in request for request in hub.requests)

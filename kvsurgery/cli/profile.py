@@ -152,4 +152,5 @@ def _write(profile: HeadProfile, out: Path) -> None:
 
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
-    console.stderr.print(f"next: kvsurgery convert --profile {out} --out DIR", markup=False)
+    budget = " --budget 120" if profile.method.startswith("headkv") else ""
+    console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)

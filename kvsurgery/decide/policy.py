@@ -184,7 +184,9 @@ def _check_streaming(sink: int, recent: int, budget: int | None) -> None:
 
 def _check_selection(budget: int | None, selection: Selection) -> None:
     if budget is None:
-        raise PolicyError("--budget is missing: the mean number of tokens that a budgeted head keeps of a prompt")
+        raise PolicyError(
+            "--budget is missing: tokens that a budgeted head keeps of a prompt; or give --rest streaming"
+        )
     if not 1 <= selection.window <= MAX_WINDOW:
         raise PolicyError(f"--window lies in [1, {MAX_WINDOW}], got {selection.window}")
     if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
