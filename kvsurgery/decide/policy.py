@@ -13,7 +13,6 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.decide.budgets import allocate_budgets
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
 
@@ -193,16 +192,6 @@ def _check_selection(budget: int | None, selection: Selection) -> None:
         raise PolicyError(f"--kernel-size must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
     if selection.pool not in ("max", "avg"):
         raise PolicyError(f"--pool is max or avg, got {selection.pool!r}")
-
-
-def keep_all(model: ModelDimensions, windows: Sequence[int | None]) -> Policy:
-    """The policy that changes nothing: every eligible head full, in its place."""
-    order = tuple(range(model.kv_heads))
-    layers = (
-        LayerPolicy(order, len(order), 0, 1) if window is None else LayerPolicy(order, 0, 0, window, native=True)
-        for window in windows
-    )
-    return Policy(tuple(layers), {"full_heads": "all"})
 
 
 def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvsurgery.decide.policy import Selection, decide, keep_all, kv_scores
+from kvsurgery.decide.policy import Selection, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
@@ -206,15 +206,9 @@ class TestRecord:
             decide(made, windows, full_heads=2, sink=1),
             decide(made, windows, full_heads=2, recent=1),
             decide(made, [None, 256], full_heads=1),
-            keep_all(made.model, windows),
+            decide(made, windows, sparsity=0.0),
         ]
         assert len({policy.hash for policy in [same[0], *others]}) == 6
-
-    def test_keep_all(self):
-        policy = keep_all(ModelDimensions(2, 4, 4, 8), [None, 7])
-        assert policy.layers[0].order == policy.layers[1].order == (0, 1, 2, 3)
-        assert (policy.layers[0].full, policy.streaming, policy.eligible) == (4, 0, 4)
-        assert (policy.layers[1].native, policy.layers[1].sink, policy.layers[1].recent) == (True, 0, 7)
 
 
 class TestRefusals:

@@ -1,13 +1,15 @@
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.decide.policy import keep_all
+from kvsurgery.decide.policy import decide
 from kvsurgery.emit.config import both_rope_spellings, converted_config, converted_generation_config
 from kvsurgery.errors import CheckpointError
 from kvsurgery.plan.family import Family
+from kvsurgery.score.profile import HeadProfile
 from tests.families import FAMILIES, SMALL
 
 LLAMA3 = {
@@ -48,7 +50,9 @@ def settings(family, **rope):
 
 def convert(config):
     family = Family.of(config)
-    return converted_config(config, keep_all(family.dimensions(config), family.windows(config)))
+    model = family.dimensions(config)
+    profile = HeadProfile(np.zeros((model.layers, model.kv_heads)), "duo", "kv", "test", model)
+    return converted_config(config, decide(profile, family.windows(config), sparsity=0, sink=0, recent=1))
 
 
 def frequencies(config, folder):
