@@ -7,7 +7,7 @@ PYTEST = -m pytest -q -n $(WORKERS)
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-matrix test-wheel lint format clean
+.PHONY: demo test test-matrix test-kernels test-wheel lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -21,6 +21,12 @@ test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%: .venv-%/ready
 	.venv-$*/bin/python $(PYTEST) tests/templates tests/emit tests/cli tests/test_logits.py tests/test_hub.py tests/examples
+
+# kernels without a GPU: computed by Triton's interpreter, and compiled for A100 and H100
+test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
+	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py
+	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
@@ -41,6 +47,16 @@ format: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# what a GPU machine with torch 2.11 has; its interpreter needs an older numpy
+.venv-triton-3.6.0/ready: TRITON = triton==3.6.0 'numpy<2.4'
+.venv-triton-newest/ready: TRITON = triton
+
+.venv-triton-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-triton-$*
+	grep -v '^numpy==' constraints.txt > .venv-triton-$*/constraints.txt
+	.venv-triton-$*/bin/pip install -q -c .venv-triton-$*/constraints.txt torch transformers pytest pytest-xdist $(TRITON)
 	touch $@
 
 .venv-%/ready: pyproject.toml constraints.txt

@@ -12,7 +12,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from .kv_cache import Handle, KVLayerCache, check_padding, leading_padding
 from .kv_heads import HeadGroup
-from .kv_layout import LayerLayout
 
 try:
     from . import kv_kernels
@@ -84,7 +83,8 @@ def attention(
             "it was not converted for tensor parallelism"
         )
     decoding = layer is not None and query.shape[2] == 1
-    if decoding and _kernels_apply(query, layout):
+    launching = _kernels_apply(query)
+    if decoding and launching and not layout.budgets:
         return _decode_in_one_launch(query, key, value, layer, scaling, softcap), None
 
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
@@ -98,6 +98,9 @@ def attention(
 
     if decoding:
         full = _decode(queries[0], layer.full, layer, options)
+    elif past and launching and layout.full:
+        stored = (states[:, :, : layer.seen] for states in (layer.full.keys, layer.full.values))
+        full = kv_kernels.prefill(queries[0], *stored, past, padding, first=None, scaling=scaling, softcap=softcap)
     elif past:
         full = _after_past(queries[0], layer.full, past, padding, options)
     else:
@@ -111,15 +114,23 @@ def attention(
         rest = _decode(queries[1], layer.streaming, layer, options)
     elif past:
         sinks = tuple(states[:, :, : layout.sink] for states in (layer.streaming.keys, layer.streaming.values))
-        rest = _streaming(queries[1], sinks, window, (keys, values), past, padding, layout, options)
+        if launching and layout.streaming:
+            columns = (torch.cat(states, 2) for states in zip(window, (keys, values), strict=True))
+            sizes = {"sink": layout.sink, "recent": layout.recent, "first": past - window[0].shape[2], "sinks": sinks}
+            rest = kv_kernels.prefill(queries[1], *columns, past, padding, **sizes, scaling=scaling, softcap=softcap)
+        else:
+            rest = _streaming(queries[1], sinks, window, (keys, values), past, padding, layout, options)
+    elif launching and layout.streaming:
+        sizes = {"sink": layout.sink, "recent": layout.recent}
+        rest = kv_kernels.prefill(queries[1], keys, values, 0, padding, **sizes, scaling=scaling, softcap=softcap)
     else:
         rest = _streaming_from_start(queries[1], keys, values, padding, layout, options)
     return torch.cat([full, rest], 1).transpose(1, 2).contiguous(), None
 
 
-def _kernels_apply(query: torch.Tensor, layout: LayerLayout) -> bool:
-    """Whether the Triton kernels serve a decode step: on CUDA, without gradients, for full and streaming heads."""
-    if kv_kernels is None or not query.is_cuda or query.requires_grad or layout.budgets:
+def _kernels_apply(query: torch.Tensor) -> bool:
+    """Whether the Triton kernels serve: on CUDA, without gradients; budgeted heads have none."""
+    if kv_kernels is None or not query.is_cuda or query.requires_grad:
         return False
     return query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
 

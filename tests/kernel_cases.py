@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from templates.kv_kernels import EVERY, append, append_reference, decode, decode_reference
+from templates.kv_kernels import (
+    EVERY,
+    append,
+    append_reference,
+    decode,
+    decode_reference,
+    prefill,
+    prefill_reference,
+)
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 
@@ -38,6 +46,43 @@ DECODE = [
     Decode([FULL, (1, 90, 70)], 7, 64, [300, 0, 91], 11, softcap=30.0),
     Decode([FULL, (4, 8, 8)], 2, 64, [0, 0], 4),
     Decode([(4, 128, 128)] * 3, 3, 80, [132, 133, 128, 4, 3], 9),
+]
+
+
+class Prefill(NamedTuple):
+    """Queries of one kind of head after a past; `recent` None: full heads."""
+
+    past: int
+    tokens: int
+    group: int
+    head_dim: int
+    sink: int = 0
+    recent: int | None = None
+    padding: list[int] | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        kind = "full" if self.recent is None else f"{self.sink}.{self.recent}"
+        padding = "" if self.padding is None else f"-pad{'.'.join(map(str, self.padding))}"
+        cap = "" if self.softcap is None else "-capped"
+        return f"{kind}-g{self.group}-d{self.head_dim}-past{self.past}-t{self.tokens}{padding}{cap}"
+
+
+PREFILL = [
+    Prefill(0, 1, 1, 64),
+    Prefill(0, 129, 4, 80),
+    Prefill(0, 100, 7, 128, padding=[3, 0, 100]),
+    Prefill(300, 5, 4, 64, padding=[130, 0]),
+    Prefill(128, 127, 1, 256, softcap=20.0),
+    Prefill(90, 64, 2, 96, padding=[110, 90]),  # a row that begins among the queries
+    Prefill(0, 200, 4, 64, sink=4, recent=64),
+    Prefill(0, 150, 7, 80, sink=4, recent=50, padding=[0, 70, 147, 150]),
+    Prefill(0, 257, 1, 128, sink=0, recent=33),  # a native window
+    Prefill(0, 150, 4, 64, sink=70, recent=1),  # sinks of more than a tile
+    Prefill(500, 1, 4, 128, sink=4, recent=128),
+    Prefill(500, 130, 1, 64, sink=4, recent=65, softcap=20.0),
+    Prefill(500, 60, 7, 64, sink=16, recent=256, padding=[0, 490, 250]),
+    Prefill(3, 40, 4, 64, sink=8, recent=16, padding=[1, 20]),  # sinks that come with the queries
 ]
 
 
@@ -94,6 +139,41 @@ def check_append(device: str) -> None:
             torch.testing.assert_close(
                 out[row, head * 2 : head * 2 + 2].double(), scores.softmax(-1) @ own_values, rtol=0, atol=1e-5
             )
+
+
+def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
+    """`prefill` with what a cache holds of the past is as near to exact attention over everything as torch is."""
+    torch.manual_seed(0)
+    batch, heads, columns = len(case.padding or [0]), 2, case.past + case.tokens
+    query = torch.randn(batch, case.tokens, heads * case.group, case.head_dim).transpose(1, 2)
+    keys = torch.randn(batch, heads, columns, case.head_dim)
+    values = torch.randn(batch, columns, heads, case.head_dim).transpose(1, 2)
+    states = [part.to(device, dtype) for part in (query, keys, values)]
+    padding = None if case.padding is None else torch.tensor(case.padding, device=device)
+    kind = {"past": case.past, "padding": padding, "sink": case.sink, "recent": case.recent, "softcap": case.softcap}
+
+    pads = case.padding or [0]
+    given, held = [part.clone() for part in states[1:]], {}
+    for row, pad in enumerate(pads):
+        for part in given:
+            part[row, :, :pad] = torch.nan
+    if case.past and case.recent is not None:
+        held = {"sinks": tuple(_by_position(part, pads, case.sink) for part in given)}
+        held["first"] = max(case.past - case.recent + 1, 0)
+        given = [part[:, :, held["first"] :] for part in given]
+    elif case.past and case.padding:
+        given, held = [_by_position(part, pads, columns + 2) for part in given], {"first": None}
+    out = prefill(states[0], *given, **kind, **held)
+    check(out, prefill_reference, states, **kind)
+
+
+def _by_position(states: torch.Tensor, padding: list[int], slots: int) -> torch.Tensor:
+    """Columns of each row, [batch, heads, columns, head_dim], moved to their position; what holds none is NaN."""
+    stored = torch.full_like(states[:, :, :1], torch.nan).repeat(1, 1, slots, 1)
+    for row, pad in enumerate(padding):
+        own = states[row, :, pad : pad + slots]
+        stored[row, :, : own.shape[1]] = own
+    return stored
 
 
 def check(out: torch.Tensor, reference, states: list, *args, **options) -> None:

@@ -46,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
     decode = kv_attention.kv_kernels.decode
 
     def turn_on() -> list[int]:
-        monkeypatch.setattr(kv_attention, "_kernels_apply", lambda query, layout: True)
+        monkeypatch.setattr(kv_attention, "_kernels_apply", lambda query: True)
         monkeypatch.setattr(
             kv_attention.kv_kernels, "decode", lambda *args: calls.append(1) or decode(*args, programs=5)
         )
@@ -82,3 +82,31 @@ def test_a_draft_takes_back_what_kernels_stored(kernels) -> None:
     calls = kernels()
     assert model.generate(ids, **options, assistant_model=draft).equal(expected)
     assert len(calls) >= 2 * 4
+
+
+@pytest.mark.parametrize(("family", "padded"), [("llama", True), ("gemma2", False)], ids=["llama, padded", "gemma2"])
+def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
+    model, ids = emitted(family), tokens(2, 30)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :11] = 0
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def logits() -> torch.Tensor:
+        cache, parts = None, []
+        for start, stop in ((0, 17), (17, 19), (19, 30)):
+            with torch.no_grad():
+                output = model(
+                    (ids * mask)[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=position_ids[:, start:stop],
+                    past_key_values=cache,
+                )
+            cache = output.past_key_values
+            parts.append(output.logits)
+        return torch.cat(parts, 1)
+
+    expected = logits()
+    kernels()
+    found = logits()
+    assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5

@@ -13,6 +13,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from tests import kernel_cases as cases
 
+# Triton 3.6 with a newer numpy
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
 # arithmetic in bfloat16 is wrong in the interpreter
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
@@ -33,3 +36,9 @@ def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
 
 def test_append() -> None:
     cases.check_append("cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("case", cases.PREFILL, ids=str)
+def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
+    cases.check_prefill(case, dtype, "cpu")

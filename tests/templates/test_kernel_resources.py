@@ -1,0 +1,112 @@
+"""The kernels compiled for A100 and H100 without one: no spills, and room for the blocks that should share an SM."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from templates import kv_kernels  # noqa: E402
+
+SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
+DECODE_BLOCKS = {80: 2, 90: 3}
+LEAST_SHARED = 99 * 1024  # of a block on RTX 30 and 40, which run the code that A100 does
+REGISTERS = 64 * 1024  # of a multiprocessor
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Device:
+    """Enough of a Triton driver to compile for a GPU that is not there."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@pytest.fixture(params=SHARED, ids=lambda capability: f"sm{capability}")
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    """What the wrappers would launch, by kernel: launches compile only."""
+    kernels, run = {}, JITFunction.run
+
+    def compile_only(self, *args, warmup, **kwargs):
+        kernels[self.__name__] = run(self, *args, warmup=True, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    active = driver._active
+    driver.set_active(Device(request.param))
+    yield kernels
+    driver.set_active(active)
+
+
+def check(kernel, folder: Path, blocks: int) -> None:
+    """No stack, and `blocks` of the kernel's blocks fit on a multiprocessor; one also where there is less memory."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    report = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
+    shared, threads, capability = kernel.metadata.shared, 32 * kernel.metadata.num_warps, kernel.metadata.target.arch
+    print(f"sm_{capability} {kernel.metadata.name}: {registers} registers x {threads}, {shared} bytes shared")
+    assert stack == 0
+    assert blocks * registers * threads <= REGISTERS
+    assert shared <= LEAST_SHARED or capability != 80
+    assert blocks * (shared + 1024) <= SHARED[capability]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, tmp_path: Path) -> None:
+    batch, heads = 2, 8
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
+    states, token = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 1, head_dim, dtype=dtype)
+    query = torch.zeros(batch, heads * group, head_dim, dtype=dtype)
+    kv_kernels.append(states, states, token, token, each, row[:, 0], each, each)
+    kv_kernels.decode(
+        query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8
+    )
+    check(compiled["_append_kernel"], tmp_path, 16)
+    decode = compiled["_decode_kernel"]
+    assert decode.metadata.shared < kv_kernels.PROGRAM_BYTES - 1024
+    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch])
+    check(compiled["_combine_kernel"], tmp_path, 8)
+
+
+@pytest.mark.parametrize("kind", ["full", "streaming", "few tokens"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group"),
+    [(torch.bfloat16, head_dim, group) for head_dim in (64, 128, 256) for group in (1, 4)] + [(torch.float16, 128, 4)],
+    ids=str,
+)
+def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, kind: str, tmp_path: Path) -> None:
+    batch, heads, past, tokens = 2, 8, 500, 4 if kind == "few tokens" else 1000
+    query = torch.zeros(batch, tokens, heads * group, head_dim, dtype=dtype).transpose(1, 2)
+    states = torch.zeros(batch, heads, past + tokens, head_dim, dtype=dtype)
+    padding = torch.zeros(batch, dtype=torch.int64)
+    if kind == "streaming":
+        window = states[:, :, past - 255 :]
+        sinks = states[:, :, :64], states[:, :, :64]
+        kv_kernels.prefill(query, window, window, past, padding, 64, 256, past - 255, sinks)
+    else:
+        kv_kernels.prefill(query, states, states, past, padding, first=None, softcap=30.0)
+    check(compiled["_prefill_kernel"], tmp_path, 1)
