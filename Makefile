@@ -49,14 +49,15 @@ format: .venv/ready
 	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-# what a GPU machine with torch 2.11 has; its interpreter needs an older numpy
-.venv-triton-3.6.0/ready: TRITON = triton==3.6.0 'numpy<2.4'
+# Triton comes after torch, whose CUDA builds ask for a version of their own; 3.6's interpreter fails on numpy 2.4
+.venv-triton-3.6.0/ready: TRITON = triton==3.6.0
 .venv-triton-newest/ready: TRITON = triton
 
 .venv-triton-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-triton-$*
 	grep -v '^numpy==' constraints.txt > .venv-triton-$*/constraints.txt
-	.venv-triton-$*/bin/pip install -q -c .venv-triton-$*/constraints.txt torch transformers pytest pytest-xdist $(TRITON)
+	.venv-triton-$*/bin/pip install -q -c .venv-triton-$*/constraints.txt torch transformers pytest pytest-xdist 'numpy<2.4'
+	.venv-triton-$*/bin/pip install -q $(TRITON)
 	touch $@
 
 .venv-%/ready: pyproject.toml constraints.txt
