@@ -53,7 +53,7 @@ def _used_slots(length, sink, ring):
     return tl.maximum(tl.where(length > sink, sink + tl.minimum(length - sink, ring), length), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_batch", "length_head", "rows", "heads"])
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
     k_ptr,  # [batch, slots of all heads, D]
@@ -143,7 +143,7 @@ def _decode_kernel(
         row += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "programs"])
 def _combine_kernel(
     partial_ptr,  # [programs + rows, G, D]
     lse_ptr,  # [programs + rows, G]
@@ -226,8 +226,8 @@ def decode(
     group, rows = query_heads // heads, batch * heads
     assert keys.stride() == values.stride()
     assert keys.stride(2) == query.stride(2) == 1
-    padded = triton.next_power_of_2(head_dim)
-    tile = max(TILE_BYTES // (padded * keys.element_size()), 16)
+    padded = _padded(head_dim)
+    tile = min(max(TILE_BYTES // (padded * keys.element_size()), 16), 64)
     most = batch * (keys.shape[1] // tile + heads)  # tiles there can be
     programs = min(programs or _programs(query.device), most)
     partial = torch.empty(programs + rows, group, head_dim, dtype=torch.float32, device=query.device)
@@ -271,7 +271,7 @@ def decode_reference(query, keys, values, offsets, lengths, sinks, rings, recent
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_batch", "heads"])
 def _append_kernel(
     k_ptr,
     v_ptr,
@@ -332,7 +332,7 @@ def append(
             *(keys, values, new_keys, new_values, offsets, positions, sinks, rings),
             *(*keys.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2], *positions.stride(), heads),
             D=head_dim,
-            DP=triton.next_power_of_2(head_dim),
+            DP=_padded(head_dim),
             num_warps=1,
         )
 
@@ -347,7 +347,7 @@ def append_reference(keys, values, new_keys, new_values, offsets, positions, sin
                 values[row, offsets[head] + slot] = new_values[row, head, 0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent"])
 def _prefill_kernel(
     q_ptr,  # [batch, heads * G, tokens, D]
     k_ptr,  # [batch, heads, n, D]
@@ -483,7 +483,7 @@ def prefill(
             positions 0, 1, ...
         past: columns before the queries'.
         padding: int [batch], left padding of each row: position = column - padding. Queries in it get zero.
-        sink, recent: see the module; recent None: full heads.
+        sink, recent: see the module; recent None: full heads, whatever the sink.
         sinks: keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of this
             input too; None: they are among `keys`.
         scaling: factor of the scores; default head_dim ** -0.5.
@@ -501,14 +501,15 @@ def prefill(
     assert first is None or first + keys.shape[2] == past + tokens
     assert not first or (sinks is not None and first <= max(past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
-    padded = triton.next_power_of_2(head_dim)
-    most, tile, warps = (16, 16, 4) if query.element_size() == 4 else (128, 64, 8) if padded < 256 else (64, 32, 8)
+    padded = _padded(head_dim)
+    row_bytes = padded * query.element_size()
+    most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     rows = 16 if tokens * group <= 16 else most
     with torch.cuda.device_of(query):
         _prefill_kernel[(triton.cdiv(tokens * group, rows), batch * heads)](
             *(*states, padding, out),
             *(stride for part in (*states, out) for stride in part.stride()[:3]),
-            *(heads, tokens, past, first or 0, sink, EVERY if recent is None else recent),
+            *(heads, tokens, past, first or 0, *((0, EVERY) if recent is None else (sink, recent))),
             *_score_factors(scaling, softcap, head_dim),
             G=group,
             D=head_dim,
@@ -520,7 +521,7 @@ def prefill(
             STREAMING=recent is not None,
             SINKS_APART=sinks is not None,
             CAP=softcap is not None,
-            num_warps=warps if rows == most else 4,
+            num_warps=8 if rows == most else 4,
             num_stages=2,
         )
     return out
@@ -549,6 +550,11 @@ def _programs(device: torch.device) -> int:
     """Decode programs that a device runs at once."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count * max(properties.shared_memory_per_multiprocessor // PROGRAM_BYTES, 1)
+
+
+def _padded(head_dim: int) -> int:
+    """Elements of a row of a tile: a power of two, and enough for the matrix units."""
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _score_factors(scaling: float | None, softcap: float | None, head_dim: int) -> tuple[float, float]:

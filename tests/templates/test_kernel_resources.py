@@ -110,3 +110,15 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
     else:
         kv_kernels.prefill(query, states, states, past, padding, first=None, softcap=30.0)
     check(compiled["_prefill_kernel"], tmp_path, 1)
+
+
+def test_arguments_of_one_compile(compiled: dict) -> None:
+    """Triton takes an integer argument of 1 for a constant, which has other types than a variable."""
+    one, row = torch.ones(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+    states, query = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
+    kv_kernels.append(states[0], states[0], query, query, one, row[0], one, one)
+    kv_kernels.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1)
+    kv_kernels.prefill(
+        query, states[:, :, 1:], states[:, :, 1:], past=1, sink=1, recent=1, first=1, sinks=(states, states)
+    )
+    assert len(compiled) == 4
