@@ -176,8 +176,7 @@ def _combine_kernel(
             partial_ptr + part[:, None] * D + d[None, :], (program < stop)[:, None] & (d < D)[None, :], 0.0
         )
         higher = tl.maximum(top, tl.max(lse, 0))
-        # parts in which nothing was visible have weight zero, even among themselves
-        weights = tl.where(lse > LOWEST, tl.exp2(lse - higher), 0.0)
+        weights = tl.exp2(lse - higher)
         fade = tl.exp2(top - higher)
         acc = acc * fade + tl.sum(partial * weights[:, None], 0)
         total = total * fade + tl.sum(weights, 0)

@@ -72,6 +72,7 @@ PREFILL = [
     Prefill(0, 1, 1, 64),
     Prefill(0, 129, 4, 80),
     Prefill(0, 100, 7, 128, padding=[3, 0, 100]),
+    Prefill(62, 30, 4, 64),  # a first query whose position is next to last in its tile
     Prefill(300, 5, 4, 64, padding=[130, 0]),
     Prefill(128, 127, 1, 256, softcap=20.0),
     Prefill(90, 64, 2, 96, padding=[110, 90]),  # a row that begins among the queries
