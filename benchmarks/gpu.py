@@ -48,7 +48,7 @@ def read_bandwidth() -> float:
 
 def decode(batch: int, length: int, full: int, bandwidth: float) -> dict | None:
     """One decode step of a layer of which `full` KV heads keep `length` tokens; None where memory does not suffice."""
-    from templates import kv_kernels
+    from templates import kv_decode, kv_kernels
 
     slots = [length] * full + [min(length, SINK + RECENT)] * (HEADS - full)
     read = 2 * batch * sum(slots) * HEAD_DIM * 2
@@ -62,8 +62,8 @@ def decode(batch: int, length: int, full: int, bandwidth: float) -> dict | None:
     offsets = torch.tensor(slots, device="cuda").cumsum(0) - torch.tensor(slots, device="cuda")
     layout = offsets, torch.full((batch, HEADS), length, device="cuda"), sinks, rings, recents
 
-    out = kv_kernels.decode(query, *states[0], *layout)
-    exact = kv_kernels.decode_reference(
+    out = kv_decode.decode(query, *states[0], *layout)
+    exact = kv_decode.decode_reference(
         query[:1].float(), *states[0, :, :1].float(), offsets, layout[1][:1], *layout[2:]
     )
     error = ((out[:1] - exact).norm() / exact.norm()).item()
@@ -71,7 +71,7 @@ def decode(batch: int, length: int, full: int, bandwidth: float) -> dict | None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for keys, values in states:
-            kv_kernels.decode(query, keys, values, *layout)
+            kv_decode.decode(query, keys, values, *layout)
     taken = milliseconds(graph.replay, 20) / copies * 1e-3
     return {
         "kernel": "decode",
@@ -87,7 +87,7 @@ def decode(batch: int, length: int, full: int, bandwidth: float) -> dict | None:
 
 def prefill(past: int, tokens: int, kind: str) -> dict:
     """A chunk of a prompt over one kind of head, 8 KV heads of it; full heads beside torch's attention."""
-    from templates import kv_kernels
+    from templates import kv_prefill
 
     before = past if kind == "full" else min(past, RECENT - 1)
     query = torch.randn(1, HEADS * GROUP, tokens, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def prefill(past: int, tokens: int, kind: str) -> dict:
         held = {"sink": SINK, "recent": RECENT}
         if past:
             held |= {"first": past - before, "sinks": tuple(torch.randn_like(keys[:, :, :SINK]) for _ in range(2))}
-    taken = milliseconds(lambda: kv_kernels.prefill(query, keys, values, past, **held), 5)
+    taken = milliseconds(lambda: kv_prefill.prefill(query, keys, values, past, **held), 5)
     row = {"kernel": "prefill", "kind": kind, "past": past, "tokens": tokens, "ms": taken}
     if kind == "full":
         bias = causal_lower_right(tokens, past + tokens)

@@ -1,4 +1,4 @@
-"""Comparing logits: the emitted model with every head full against the stock class on the same files."""
+"""Comparing logits: the emitted model with every head full, in its own dtype, against the stock class."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def compare_logits(folder: str | Path) -> LogitsReport:
     dtype, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
     del stock
     gc.collect()
+    config.kv_surgery.pop("quantisation", None)
     config.kv_surgery["layers"] = [
         layer
         if layer.get("native")

@@ -2,26 +2,27 @@
 
 A full head sees every earlier token of its row. A streaming head at position i sees position j <= i when j < sink or
 i - j < recent; positions count a row's tokens without its left padding. One-shot, chunked and token-by-token use give
-the same result. Long inputs go through in blocks of queries, so that no mask is larger than one block.
+the same result; of a quantised cache, but for what quantising earlier tokens changes.
 """
 
+from types import ModuleType
+
 import torch
-import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from . import kv_torch
 from .kv_cache import Handle, KVLayerCache, check_padding, leading_padding
-from .kv_heads import HeadGroup
+from .kv_heads import HeadGroup, QuantisedGroup
+from .kv_layout import LayerLayout
 
 try:
-    from . import kv_kernels
+    from . import kv_cuda
 except ImportError:  # no triton: torch does everything
-    kv_kernels = None
+    kv_cuda = None
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
-BLOCK = 256  # queries per block of a streaming group
-SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
 
 
 def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=None, cache_position=None, **kwargs):
@@ -68,270 +69,120 @@ def attention(
         TypeError: a cache of another class, or a mask that is not two-dimensional.
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
-    layout = module.kv_layout
-    layer, padding = None, attention_mask
+    layout, layer = module.kv_layout, None
     if isinstance(key, Handle):
         layer, key, value = key
-        padding = layer.padding()
     elif key.shape[2] != query.shape[2]:
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
-    if padding is not None and padding.ndim != 1:
+    elif attention_mask is not None and attention_mask.ndim != 1:
         raise TypeError("attention masks must be two-dimensional padding masks")
     if key.shape[1] != layout.heads:
         raise RuntimeError(
             f"this checkpoint's layout has {layout.heads} KV heads a layer, this process holds {key.shape[1]}: "
             "it was not converted for tensor parallelism"
         )
-    decoding = layer is not None and query.shape[2] == 1
-    launching = _kernels_apply(query)
-    if decoding and launching and not layout.budgets:
-        return _decode_in_one_launch(query, key, value, layer, scaling, softcap), None
-
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
-    heads = [layout.full, layout.heads - layout.full]
-    queries = query.split([count * query.shape[1] // layout.heads for count in heads], 1)
-    (full_keys, keys), (full_values, values) = (states.split(heads, 1) for states in (key, value))
-    past = layer.seen if layer else 0
-    window = layer.recent_window() if past and layout.streaming and not decoding else None
-    if layer:
-        layer.append(key, value)
-
-    if decoding:
-        full = _decode(queries[0], layer.full, layer, options)
-    elif past and launching and layout.full:
-        stored = (states[:, :, : layer.seen] for states in (layer.full.keys, layer.full.values))
-        full = kv_kernels.prefill(queries[0], *stored, past, padding, first=None, scaling=scaling, softcap=softcap)
-    elif past:
-        full = _after_past(queries[0], layer.full, past, padding, options)
+    path = _path(query, dropout)
+    if layer is None:
+        output = _without_cache(query, key, value, attention_mask, layout, path, options)
     else:
-        full = _causal(queries[0], full_keys, full_values, padding, options)
+        layer.make_room(query.shape[2])
+        if query.shape[2] == 1 and layer.ready and path is not kv_torch:
+            return kv_cuda.decode(query, key, value, layer, scaling, softcap), None
+        output = _with_cache(query, key, value, layer, path, options)
+    return output.transpose(1, 2).contiguous(), None
 
-    if layout.budgets and layer:
-        rest = _budgeted(queries[1], keys, values, layer, past, padding, options)
-    elif layout.budgets:  # without a cache nothing is selected
-        rest = _causal(queries[1], keys, values, padding, options)
-    elif decoding:
-        rest = _decode(queries[1], layer.streaming, layer, options)
-    elif past:
-        sinks = tuple(states[:, :, : layout.sink] for states in (layer.streaming.keys, layer.streaming.values))
-        if launching and layout.streaming:
-            columns = (torch.cat(states, 2) for states in zip(window, (keys, values), strict=True))
-            sizes = {"sink": layout.sink, "recent": layout.recent, "first": past - window[0].shape[2], "sinks": sinks}
-            rest = kv_kernels.prefill(queries[1], *columns, past, padding, **sizes, scaling=scaling, softcap=softcap)
-        else:
-            rest = _streaming(queries[1], sinks, window, (keys, values), past, padding, layout, options)
-    elif launching and layout.streaming:
-        sizes = {"sink": layout.sink, "recent": layout.recent}
-        rest = kv_kernels.prefill(queries[1], keys, values, 0, padding, **sizes, scaling=scaling, softcap=softcap)
+
+def _path(query: torch.Tensor, dropout: float) -> ModuleType:
+    """Where attention is computed: kernels on CUDA, without gradients and dropout; plain torch otherwise."""
+    if kv_cuda is None or not query.is_cuda or query.requires_grad or dropout:
+        return kv_torch
+    fits = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
+    return kv_cuda if fits else kv_torch
+
+
+def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, options: dict) -> torch.Tensor:
+    """All heads over their own input; nothing is selected, nothing is quantised."""
+    skipped, outputs = 0 if padding is None else padding, []
+    heads = [layout.heads - layout.streaming, layout.streaming]
+    whole, streaming = _split(query, key, value, heads)
+    if heads[0]:
+        outputs.append(path.causal(*whole, skipped, options))
+    if heads[1]:
+        outputs.append(path.streaming_from_start(*streaming, skipped, layout, options))
+    return torch.cat(outputs, 1)
+
+
+def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, options: dict) -> torch.Tensor:
+    """Store the input and attend from it, head group by head group."""
+    layout, outputs = layer.layout, []
+    *parts, budgeted = _split(query, key, value, [layout.full, layout.streaming, len(layout.budgets)])
+    for states, group in zip(parts, (layer.full, layer.streaming), strict=True):
+        if group.heads:
+            outputs.append(_of_group(*states, group, layer, layer.seen, path, options))
+    if layout.budgets:
+        outputs.append(_of_budgeted(*budgeted, layer, path, options))
+    layer.advance(query.shape[2])
+    return torch.cat(outputs, 1)
+
+
+def _split(query, key, value, heads: list[int]):
+    """Queries, keys and values of so many KV heads each."""
+    of_queries = [count * query.shape[1] // key.shape[1] for count in heads]
+    return zip(query.split(of_queries, 1), key.split(heads, 1), value.split(heads, 1), strict=True)
+
+
+def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path, options) -> torch.Tensor:
+    """Store columns from `past` on of one group of heads, and attend from them."""
+    layout = layer.layout
+    if query.shape[2] == 1:
+        layer.store(group, past, key, value)
+        return kv_torch.decode(query, group, past + 1, options)
+    if group is layer.streaming:
+        window = group.window(past, min(layout.recent - 1, past)) if past else None
+        layer.store(group, past, key, value)
+        if not past:
+            return path.streaming_from_start(query, key, value, group.skipped, layout, options)
+        sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
+        return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, options)
+    if past and not isinstance(group, QuantisedGroup):
+        layer.store(group, past, key, value)
+        return path.after_past(query, group, past, options)
+    if past:
+        output = path.over_tiles(query, key, value, group, past, options)
     else:
-        rest = _streaming_from_start(queries[1], keys, values, padding, layout, options)
-    return torch.cat([full, rest], 1).transpose(1, 2).contiguous(), None
+        output = path.causal(query, key, value, group.skipped, options)
+    layer.store(group, past, key, value)
+    return output
 
 
-def _kernels_apply(query: torch.Tensor) -> bool:
-    """Whether the Triton kernels serve: on CUDA, without gradients; budgeted heads have none."""
-    if kv_kernels is None or not query.is_cuda or query.requires_grad:
-        return False
-    return query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
-
-
-def _decode_in_one_launch(query, key, value, layer: KVLayerCache, scaling, softcap) -> torch.Tensor:
-    """Store one token per row and attend from it, all heads together: [batch, 1, query_heads, head_dim]."""
-    layer.make_room(1)
-    offsets, sinks, rings, recents = layer.head_table()
-    position = layer.lengths()[:, 0].expand(query.shape[0])
-    kv_kernels.append(layer.keys, layer.values, key, value, offsets, position, sinks, rings)
-    layer.advance(1)
-    lengths = (position + 1)[:, None].expand(-1, layer.layout.heads)
-    output = kv_kernels.decode(
-        query[:, :, 0], layer.keys, layer.values, offsets, lengths, sinks, rings, recents, scaling, softcap
-    )
-    return output[:, None]
-
-
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    allowed: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Softmax attention with grouped heads, keys and values never repeated.
-
-    Args:
-        query: [batch, kv_heads * group, tokens, head_dim].
-        keys, values: [batch, kv_heads, n, head_dim].
-        allowed: bool [1 or batch, tokens, n], or None where every query sees every key.
-
-    Returns:
-        [batch, kv_heads * group, tokens, head_dim]
-    """
-    batch, kv_heads, _, head_dim = keys.shape
-    tokens = query.shape[2]
-    group = query.shape[1] // kv_heads
-    # a group's query heads become further queries of their KV head
-    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
-    mask = None if allowed is None else allowed[:, None].repeat(1, 1, group, 1)
-    if softcap is None:
-        output = F.scaled_dot_product_attention(folded, keys, values, mask, dropout, scale=scaling)
-    else:
-        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
-        scores = softcap * torch.tanh(scores / softcap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(values.dtype), dropout)
-        output = weights @ values
-    return output.view(batch, kv_heads * group, tokens, head_dim)
-
-
-def _decode(query: torch.Tensor, group: HeadGroup, layer: KVLayerCache, options: dict) -> torch.Tensor:
-    """One query per row, over everything that is stored; its own token is stored already."""
-    if not query.shape[1]:
-        return query
-    slots = min(layer.seen, group.slots)
-    allowed = None
-    if layer.padding() is not None or group.margin:
-        lengths = layer.lengths().clamp(min=1)  # padding sees itself: no empty softmax
-        position, newest = group.positions(lengths, slots, group.ring), lengths - 1
-        allowed = (position >= 0) & (position <= newest)
-        if group.sink is not None:
-            allowed &= (position < group.sink) | (newest - position < group.recent)
-        allowed = allowed[:, None]
-    return attend(query, group.keys[:, :, :slots], group.values[:, :, :slots], allowed, **options)
-
-
-def _causal(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None, options: dict
-) -> torch.Tensor:
-    """Queries over the same tokens' keys, nothing before them: every earlier token of the row is visible."""
-    if not query.shape[1]:
-        return query
-    if padding is None and options["softcap"] is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, dropout_p=options["dropout"], is_causal=True, scale=options["scaling"], enable_gqa=True
-        )
-    return _blocks(query, keys, values, 0, _by_column(padding), options)
-
-
-def _by_column(padding: torch.Tensor | None):
-    """What queries see of keys that lie by column: all that is earlier in their row."""
-    first = 0 if padding is None else padding[:, None, None]
-
-    def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
-
-    return allowed
-
-
-def _after_past(
-    query: torch.Tensor, group: HeadGroup, past: int, padding: torch.Tensor | None, options: dict
-) -> torch.Tensor:
-    """Queries of full heads over the cache, their own tokens stored already."""
-    if not query.shape[1]:
-        return query
-    pad = 0 if padding is None else padding[:, None, None]
-
-    def allowed(queries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return slots <= (queries - pad).clamp(min=0)
-
-    return _blocks(query, group.keys, group.values, past, allowed, options)
-
-
-def _blocks(query, keys, values, past: int, allowed, options: dict) -> torch.Tensor:
-    """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask, in columns."""
-    batch, heads, tokens, _ = query.shape
-    per_query = (
-        batch * heads * (past + tokens) if options["softcap"] else batch * heads // keys.shape[1] * (past + tokens)
-    )
-    block = min(max(SCORES // per_query, 16), 1024)
-    outputs = []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        rows = torch.arange(past + start, past + stop, device=query.device)[None, :, None]
-        columns = torch.arange(past + stop, device=query.device)[None, None]
-        part = (states[:, :, : past + stop] for states in (keys, values))
-        outputs.append(attend(query[:, :, start:stop], *part, allowed(rows, columns), **options))
-    return torch.cat(outputs, 2)
-
-
-def _streaming_from_start(query, keys, values, padding, layout, options) -> torch.Tensor:
-    """Queries of streaming heads over the same tokens' keys, nothing before them."""
-    tokens = query.shape[2]
-    if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
-        return _causal(query, keys, values, padding, options)
-    if padding is None:
-        sinks = keys[:, :, : layout.sink], values[:, :, : layout.sink]
-    else:
-        columns = padding[:, None] + torch.arange(layout.sink, device=query.device)
-        index = columns.clamp(max=tokens - 1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-        sinks = keys.gather(2, index), values.gather(2, index)
-    nothing = keys[:, :, :0], values[:, :, :0]
-    return _streaming(query, sinks, nothing, (keys, values), 0, padding, layout, options)
-
-
-def _streaming(query, sinks, window, new, past: int, padding, layout, options) -> torch.Tensor:
-    """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
-
-    Args:
-        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
-        sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
-        window: those of the last columns before `past`.
-        new: those of the queries' own columns.
-    """
-    if not query.shape[1]:
-        return query
-    pad = 0 if padding is None else padding[:, None, None]
-    before, tokens = window[0].shape[2], query.shape[2]
-    sink = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
-    outputs = []
-    for start in range(0, tokens, BLOCK):
-        stop = min(start + BLOCK, tokens)
-        first = max(start - layout.recent + 1, -before)
-        parts = (
-            torch.cat(
-                [still, old[:, :, before + first :] if first < 0 else old[:, :, :0], own[:, :, max(first, 0) : stop]], 2
-            )
-            for still, old, own in zip(sinks, window, new, strict=True)
-        )
-        position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
-        recent = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
-        in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
-        in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
-        allowed = torch.cat([sink <= position, in_window], 2)
-        outputs.append(attend(query[:, :, start:stop], *parts, allowed, **options))
-    return torch.cat(outputs, 2)
-
-
-def _budgeted(query, keys, values, layer: KVLayerCache, past: int, padding, options) -> torch.Tensor:
+def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, options: dict) -> torch.Tensor:
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only.
     """
-    group, prompt, tokens = layer.budgeted, layer.cache.prompt, query.shape[2]
-    softmax = {**options, "scaling": options["scaling"] or query.shape[-1] ** -0.5}
-    cut = min(max(prompt - past, 0), tokens)
+    heads, past, tokens = layer.budgeted, layer.seen, query.shape[2]
+    cut = min(max(heads.prompt - past, 0), tokens)
     outputs = []
     if cut:
-        arriving = keys[:, :, :cut], values[:, :, :cut]
-        if past or cut < prompt:
-            group.wait(past, *arriving, prompt)
-        whole = (group.waiting.keys[:, :, : past + cut], group.waiting.values[:, :, : past + cut]) if past else arriving
+        asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
+        if past or cut < heads.prompt:
+            heads.wait(past, *whole)
         if past:
-            outputs.append(_blocks(query[:, :, :cut], *whole, past, _by_column(padding), options))
-        else:
-            outputs.append(_causal(query[:, :, :cut], *arriving, padding, options))
-        group.observe(past, query[:, :, :cut], prompt)
-        if past + cut == prompt:
-            group.select(*whole, layer.capacity, padding, softmax["scaling"], softmax["softcap"])
+            whole = tuple(states[:, :, : past + cut] for states in (heads.waiting.keys, heads.waiting.values))
+        outputs.append(path.causal(asking, *whole, layer.full.skipped, options))
+        heads.observe(past, asking)
+        if past + cut == heads.prompt:
+            scaling = options["scaling"] or query.shape[-1] ** -0.5
+            heads.select(*whole, layer.cache.pads, scaling, options["softcap"])
+            layer.table = None
     if cut < tokens:
-        group.append(past + cut, keys[:, :, cut:], values[:, :, cut:], layer.capacity)
-        longest = max(group.capacities, default=0) + past + tokens - group.start
-        block = min(max(SCORES // (query.shape[0] * query.shape[1] * longest), 16), 1024)
-        for start in range(cut, tokens, block):
-            part = query[:, :, start : start + block]
-            outputs.append(group.attend(part, past + start, padding, **softmax))
+        states = (part[:, :, cut:] for part in (query, key, value))
+        later = [
+            _of_group(*of_head, group, layer, past + cut, path, options)
+            for group, of_head in zip(heads.groups, _split(*states, [1] * len(heads.groups)), strict=True)
+        ]
+        outputs.append(torch.cat(later, 1))
     return torch.cat(outputs, 2)
 
 

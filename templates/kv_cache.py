@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_budget import BudgetedGroup
-from .kv_heads import HeadGroup, allocate, bind
-from .kv_layout import KVLayout, LayerLayout
+from .kv_budget import BudgetedHeads
+from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles
+from .kv_layout import KVLayout, LayerLayout, Quantisation
 
 EVERY = 2**30  # the sink of a full head, which no position reaches
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
@@ -39,6 +39,34 @@ def check_padding(mask: torch.Tensor) -> tuple[bool, bool]:
     return padded_left, padded_right
 
 
+class Rows:
+    """A change of rows: which old row each one copies."""
+
+    def __init__(self, index: torch.Tensor):
+        self.index = index
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return states.index_select(0, self.index.to(states.device))
+
+    def of(self, values: list) -> list:
+        """The same for what the host knows of rows. Waits for the device where rows differ."""
+        if len(set(values)) <= 1:
+            return values[:1] * len(self.index)
+        return [values[row] for row in self.index.tolist()]
+
+
+class HeadTable(NamedTuple):
+    """A layer's KV heads as the kernels take them: int32 [heads], the last two int32 [batch, heads]."""
+
+    offsets: torch.Tensor  # first slot
+    sinks: torch.Tensor
+    rings: torch.Tensor
+    recents: torch.Tensor
+    first_tiles: torch.Tensor  # -1: not quantised
+    skipped: torch.Tensor  # columns before position 0
+    packed: torch.Tensor  # tokens in tiles
+
+
 class Handle(NamedTuple):
     """What `update` returns in place of keys and of values."""
 
@@ -48,7 +76,7 @@ class Handle(NamedTuple):
 
 
 class KVLayerCache(CacheLayerMixin):
-    """One layer: a group of full heads and a group of streaming heads."""
+    """One layer: groups of full heads, of streaming heads, and of each budgeted head, in this order."""
 
     is_sliding = False
     is_croppable = True
@@ -60,23 +88,31 @@ class KVLayerCache(CacheLayerMixin):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        if self.keys is not None:  # pickle copies views
-            bind((self.full, self.streaming), self.slots, (self.keys, self.values))
+        self._bind()  # pickle copies views
 
     def reset(self) -> None:
         """Forget everything and free the storage."""
-        self.full = self.streaming = self.budgeted = None
-        self.keys = self.values = None  # one buffer of full and streaming heads, [batch, slots of all heads, head_dim]
-        self.slots = [0, 0]  # of a full head and of a streaming one
-        self.table = None  # what `head_table` made for these slots
+        self.groups: list[HeadGroup] = []
+        self.budgeted: BudgetedHeads | None = None
+        self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
+        self.slots: list[int] = []  # of a head of each group
+        self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantised group has
+        self.table = None  # what `head_table` made of all this
+        self.pads: list[int] | None = None  # the padding that groups know of
         self.seen = self.capacity = self.restorable = 0
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        layout = self.layout
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.full = HeadGroup(key_states, self.layout.full)
-        self.streaming = HeadGroup(key_states, self.layout.streaming, self.layout.sink, self.layout.recent)
-        self.budgeted = BudgetedGroup(key_states, self.layout) if self.layout.budgets else None
+        if layout.quantisation and layout.full:
+            full = QuantisedGroup(key_states, layout.full, layout.quantisation)
+        else:
+            full = HeadGroup(key_states, layout.full)
+        self.groups = [full, HeadGroup(key_states, layout.streaming, layout.sink, layout.recent)]
+        if layout.budgets:
+            self.budgeted = BudgetedHeads(key_states, layout, self.cache.prompt)
+            self.groups += self.budgeted.groups
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
@@ -86,57 +122,75 @@ class KVLayerCache(CacheLayerMixin):
         return handle, handle
 
     @property
-    def groups(self) -> tuple[HeadGroup | BudgetedGroup, ...]:
-        """The full heads, then the others."""
-        return (self.full, self.budgeted or self.streaming) if self.is_initialized else ()
+    def full(self) -> HeadGroup:
+        return self.groups[0]
 
-    def padding(self) -> torch.Tensor | None:
-        """Left padding of each row, int64 [batch], or None where no row is padded."""
-        padding = self.cache.padding
-        return None if padding is None else padding.to(self.device)
+    @property
+    def streaming(self) -> HeadGroup:
+        return self.groups[1]
 
-    def lengths(self) -> torch.Tensor:
-        """Tokens of each row so far, padding aside: int64 [1 or batch, 1]."""
-        padding = self.padding()
-        if padding is None:
-            return torch.full((1, 1), self.seen, device=self.device)
-        return self.seen - padding[:, None]
+    @property
+    def quantised(self) -> list[QuantisedGroup]:
+        """The groups that have tiles."""
+        return [group for group in self.groups if isinstance(group, QuantisedGroup)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated."""
+        waiting = self.budgeted.waiting.nbytes if self.budgeted else 0
+        return sum(group.nbytes for group in self.groups) + waiting
 
     @torch.inference_mode(False)  # storage is written again later, maybe outside of an inference mode
     @torch.no_grad()
     def make_room(self, tokens: int) -> None:
-        """Allocate for new columns, wherever full and streaming heads will store them."""
+        """Prepare the groups for new columns: where their rows begin, what tiles may take, and storage for all."""
         seen = self.seen + tokens
         if seen != self.cache.expected:
             raise RuntimeError(
                 "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`; "
                 "after a forward that was interrupted, reset() it"
             )
+        if self.pads is not self.cache.pads:
+            self.pads, self.table = self.cache.pads, None
+            for group in self.groups:
+                group.align(self.pads)
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.cache.reserved if seen <= self.cache.reserved else grown
-        if self.cache.margin > self.streaming.margin:
-            wrapped = self.seen > self.layout.sink + self.streaming.ring
-            self.streaming.widen(self.cache.margin, self.capacity, self.lengths(), wrapped)
-            self.table = None
-        groups = (self.full, self.streaming)
-        slots = [group.wanted(self.capacity) for group in groups]
+        quantised = self.quantised
+        for group in quantised:
+            group.settled = self.cache.settled
+        for group in (self.streaming, *quantised):
+            if self.cache.margin > group.margin:
+                group.widen(self.cache.margin, self.seen, self.capacity)
+                self.table = None
+        slots = [group.wanted(self.capacity) for group in self.groups]
+        counts = [group.wanted_tiles(self.capacity) for group in quantised]
         if self.keys is None or slots != self.slots:
-            self.keys, self.values = allocate(groups, slots)
+            self.keys, self.values = allocate(self.groups, slots)
             self.slots, self.table = slots, None
+        if counts != self.counts:
+            self.tiles = allocate_tiles(quantised, counts)
+            self.counts, self.table = counts, None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens of full and streaming heads: [batch, kv_heads, tokens, head_dim].
+    def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""
+        group.store(column, keys, values)
+        if isinstance(group, QuantisedGroup):
+            self.table = None  # it says what is packed
 
-        Budgeted heads need the queries too: the attention function stores theirs.
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new columns of every head, as a forward does: [batch, kv_heads, tokens, head_dim].
+
+        A prompt of budgeted heads needs the queries too: there, only the attention function can.
         """
         self.make_room(keys.shape[2])
-        padding = self.padding()
-        parts = (states.split([self.layout.full, self.layout.heads - self.layout.full], 1) for states in (keys, values))
-        for group, new_keys, new_values in zip((self.full, self.streaming), *parts, strict=True):
-            if group.keys.shape[1]:
-                self._store(group, new_keys, new_values, padding)
+        heads = [group.heads for group in self.groups]
+        for group, *states in zip(self.groups, keys.split(heads, 1), values.split(heads, 1), strict=True):
+            if group.heads:
+                self.store(group, self.seen, *states)
         self.advance(keys.shape[2])
 
     def advance(self, tokens: int) -> None:
@@ -145,40 +199,38 @@ class KVLayerCache(CacheLayerMixin):
         if self.seen > self.layout.sink + self.streaming.ring:
             self.restorable = max(self.restorable, self.seen - self.streaming.margin - 1)
 
-    def head_table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each head, for the kernels: first slot in the buffer, sink, ring and window, int32 [heads] each."""
+    @property
+    def ready(self) -> bool:
+        """Whether all that is known of the past lies in the groups."""
+        return self.budgeted is None or self.budgeted.selected
+
+    def head_table(self) -> "HeadTable":
+        """The heads as the kernels see them; the same tensors until storage or rows change."""
         if self.table is None:
-            (full, streaming), counts = self.slots, (self.layout.full, self.layout.streaming)
-            offsets = [full * head for head in range(counts[0])]
-            offsets += [full * counts[0] + streaming * head for head in range(counts[1])]
-            columns = [offsets]
-            for of_full, of_streaming in (
-                (EVERY, self.layout.sink),
-                (1, self.streaming.ring),
-                (1, self.layout.recent),
-            ):
-                columns.append([of_full] * counts[0] + [of_streaming] * counts[1])
-            self.table = tuple(torch.tensor(columns, dtype=torch.int32, device=self.device))
+            rows = [[], [], [], [], []]
+            offset = tile = 0
+            counts = iter(self.counts)
+            for group, slots in zip(self.groups, self.slots, strict=True):
+                tiles = next(counts) if isinstance(group, QuantisedGroup) else None
+                for _ in range(group.heads):
+                    sink = EVERY if group.sink is None else group.sink
+                    recent = EVERY if tiles is not None else max(group.recent, 1)
+                    entry = offset, sink, max(group.ring, 1), recent, -1 if tiles is None else tile
+                    for values, value in zip(rows, entry, strict=True):
+                        values.append(value)
+                    offset, tile = offset + slots, tile + (tiles or 0)
+            whole = {"dtype": torch.int32, "device": self.device}
+            batch = len(self.keys)
+            per_row = [[group.skips, getattr(group, "packed", [0] * batch)] for group in self.groups]
+            heads = [group.heads for group in self.groups]
+            skipped, packed = (
+                torch.tensor([part[which] for part in per_row], **whole).T.repeat_interleave(
+                    torch.tensor(heads, device=self.device), 1, output_size=sum(heads)
+                )
+                for which in range(2)
+            )
+            self.table = HeadTable(*torch.tensor(rows, **whole), skipped, packed.contiguous())
         return self.table
-
-    def _store(self, group: HeadGroup, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
-        if padding is None:
-            group.write(slice(None), self.seen, keys, values)
-        elif keys.shape[2] == 1:
-            group.write_one(self.seen - padding, keys, values)
-        else:
-            for row, pad in enumerate(self.cache.pads):
-                skip = max(0, pad - self.seen)
-                here = slice(row, row + 1)
-                group.write(here, self.seen + skip - pad, keys[here, :, skip:], values[here, :, skip:])
-
-    def recent_window(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of streaming heads in the last recent - 1 columns, oldest first. To call before `append`."""
-        window = min(self.layout.recent - 1, self.seen)
-        columns = torch.arange(self.seen - window, self.seen, device=self.device)[None]
-        padding = self.padding()
-        positions = columns if padding is None else columns - padding[:, None]
-        return self.streaming.take(self.streaming.slot(positions.clamp(min=0)))
 
     def crop_to(self, length: int) -> None:
         """Take back every token from column `length` on."""
@@ -187,10 +239,17 @@ class KVLayerCache(CacheLayerMixin):
                 f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
                 f"needed from {self.restorable} on; call activate_past_recording() before what may be taken back"
             )
-        if self.budgeted and self.seen and (self.budgeted.start is None or length < self.budgeted.start):
+        if self.budgeted and self.seen and (not self.ready or length < self.budgeted.start):
             raise ValueError(
                 f"cannot take the cache back to {length} tokens: that is inside the prompt of budgeted heads"
             )
+        for group in self.quantised:
+            for skip, packed in zip(group.skips, group.packed, strict=True):
+                if packed and length - skip < packed:
+                    raise ValueError(
+                        f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
+                        f"{self.seen - skip - packed} are quantised"
+                    )
         self.seen = min(self.seen, length)
 
     def get_seq_length(self) -> int:
@@ -205,22 +264,27 @@ class KVLayerCache(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
-    @torch.inference_mode(False)
-    def _map_rows(self, change) -> None:
+    def _bind(self) -> None:
+        """Let the groups be views of the layer's buffers."""
         if self.keys is not None:
-            self.keys, self.values = change(self.keys), change(self.values)
-            bind((self.full, self.streaming), self.slots, (self.keys, self.values))
+            bind(self.groups, self.slots, (self.keys, self.values))
+        if self.tiles is not None:
+            bind_tiles(self.quantised, self.counts, self.tiles)
+
+    @torch.inference_mode(False)
+    def take_rows(self, rows: Rows) -> None:
+        """Reorder, repeat or drop rows; the cache's padding has followed already."""
+        if self.keys is not None:
+            self.keys, self.values = rows(self.keys), rows(self.values)
+        if self.tiles is not None:
+            self.tiles = self.tiles.map(rows)
+        self._bind()
         if self.budgeted:
-            self.budgeted.map_rows(change)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda states: states.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_rows(lambda states: states[indices.to(states.device)])
+            self.budgeted.map_rows(rows)
+        self.pads, self.table = self.cache.pads, None
+        for group in self.groups:
+            group.take_rows(rows.of)
+            group.align(self.pads)
 
 
 class KVSurgeryCache(Cache):
@@ -229,37 +293,40 @@ class KVSurgeryCache(Cache):
     Args:
         config: the model's config, with its `kv_surgery` section.
         capacity: tokens to allocate for; without it storage grows by a quarter whenever it is full.
+        quantisation: how full and budgeted heads are stored, in place of what the config says.
     """
 
-    def __init__(self, config, capacity: int = 0):
+    def __init__(self, config, capacity: int = 0, quantisation: Quantisation | None = None):
         layout = KVLayout.from_config(config)
+        if quantisation:
+            layout = layout.quantised(quantisation)
         self.reserved = capacity  # columns to allocate for, known in advance
         super().__init__(layers=[KVLayerCache(layer, self) for layer in layout.layers])
         self._clear()
 
     def _clear(self) -> None:
-        self.padding: torch.Tensor | None = None  # left padding of each row, int64 [batch]; None: no row is padded
-        self.pads: list[int] = []  # the same on the host, as of the last forward of several tokens
+        self.pads: list[int] = []  # left padding of each row; empty: no row is padded
         self.padding_open = False  # whether the padding of a row may go on in later columns
         self.padded_right = False
         self.prompt = 0  # columns after which budgeted heads choose what they keep
-        self.expected = 0  # columns that the forward under way will have been seen after it
+        self.expected = 0  # columns that will have been seen after the forward under way
+        self._columns: dict[torch.device, torch.Tensor] = {}  # the same on devices
         self.record_past = False
         self.confirmed = 0  # columns that will never be taken back
-        self.margin = 0  # tokens that streaming heads keep beyond their window, to be taken back
+        self.margin = 0  # tokens that heads keep beyond their window or residual, to be taken back
 
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
 
-        Waits for the device on the first forward and on later ones of more than one token, never in a decode step:
-        there, only padding that may go on is read from the mask.
+        Waits for the device on the first forward and on later ones of more than one token, not in a decode step unless
+        a row is nothing but padding so far.
 
         Raises:
             ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding or
                 has another number of rows.
         """
         seen = self.get_seq_length()
-        stored = next((layer.full.keys.shape[0] for layer in self.layers if layer.is_initialized), rows)
+        stored = self._rows or rows
         if rows != stored:
             raise ValueError(f"the cache holds {stored} rows, the input has {rows}")
         if self.padded_right:
@@ -269,18 +336,22 @@ class KVSurgeryCache(Cache):
         if mask is not None and mask.shape[-1] != seen + tokens:
             raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
         self.expected = seen + tokens
+        for columns in self._columns.values():
+            columns.fill_(self.expected)
         if not seen or (mask is not None and tokens > 1):
             padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
-            padding = leading_padding(mask) if padded_left else None
-            known, stated = (0 if pads is None else pads.clamp(max=seen) for pads in (self.padding, padding))
-            if seen and torch.as_tensor(known != stated).any():
+            pads = leading_padding(mask).tolist() if padded_left else []
+            known, stated = ([min(pad, seen) for pad in some or [0] * rows] for some in (self.pads, pads))
+            if known != stated:
                 raise ValueError("the attention mask pads other tokens than it did in an earlier call")
-            self.padding, self.padded_right = padding, padded_right
+            self.padded_right = padded_right
         elif mask is not None and self.padding_open:
-            self.padding = leading_padding(mask)
-        if not seen or tokens > 1:
-            self.pads = [] if self.padding is None else self.padding.tolist()
-            self.padding_open = any(pad >= self.expected for pad in self.pads)
+            pads = leading_padding(mask).tolist()
+        else:
+            pads = self.pads
+        if pads != self.pads:
+            self.pads = pads
+        self.padding_open = any(pad >= self.expected for pad in pads)
         self.prompt = self.prompt or tokens
         if self.record_past:
             self.confirmed = self.confirmed or tokens
@@ -301,7 +372,18 @@ class KVSurgeryCache(Cache):
 
     def allocated_bytes(self) -> int:
         """Bytes of keys and values that are allocated, as `KVLayout.kv_bytes` predicts."""
-        return sum(group.nbytes for layer in self.layers for group in layer.groups)
+        return sum(layer.nbytes for layer in self.layers)
+
+    def columns(self, device: torch.device) -> torch.Tensor:
+        """Columns that will have been seen after the forward under way, int32 [1, 1] on a device."""
+        if device not in self._columns:
+            self._columns[device] = torch.tensor([[self.expected]], dtype=torch.int32, device=device)
+        return self._columns[device]
+
+    @property
+    def settled(self) -> int:
+        """Columns that tiles may take: all but the newest, if nothing says that more may be taken back."""
+        return min(self.expected - 1, self.confirmed) if self.record_past else self.expected - 1
 
     def activate_past_recording(self) -> None:
         """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`."""
@@ -312,14 +394,14 @@ class KVSurgeryCache(Cache):
         """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
 
         Raises:
-            ValueError: streaming heads have dropped what the earlier state needs.
+            ValueError: streaming heads have dropped what the earlier state needs, or tiles have taken it.
         """
         seen, tokens = self.get_seq_length(), int(tokens)  # transformers 5 may count in a tensor
         length = tokens if tokens > 0 else max(seen + tokens, 0)
         for layer in self.layers:
             layer.crop_to(length)
         self.confirmed = min(seen, length)
-        self.padding_open = self.padding is not None
+        self.padding_open = bool(self.pads)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""
@@ -329,18 +411,22 @@ class KVSurgeryCache(Cache):
         super().reset()
         self._clear()
 
-    def _map_padding(self, change) -> None:
-        if self.padding is not None:
-            self.padding = change(self.padding)
+    def _take_rows(self, index: torch.Tensor) -> None:
+        rows = Rows(index)
+        self.pads = rows.of(self.pads) if self.pads else []
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.take_rows(rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map_padding(lambda padding: padding.index_select(0, beam_idx.to(padding.device)))
+        self._take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map_padding(lambda padding: padding.repeat_interleave(repeats, 0))
+        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map_padding(lambda padding: padding[indices.to(padding.device)])
+        self._take_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    @property
+    def _rows(self) -> int:
+        return next((len(layer.full.keys) for layer in self.layers if layer.is_initialized), 0)

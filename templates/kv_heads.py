@@ -1,21 +1,36 @@
-"""Storage of the heads of one kind in one layer, by position."""
+"""Storage of the heads of one kind in one layer, by position; a quantised one keeps older tokens in packed tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from .kv_layout import TILE, Quantisation
+from .kv_quant import Tiles, dequantise, empty_tiles, quantise
+
+BLOCK = 2**20  # elements of keys that are dequantised together
 
 
 class HeadGroup:
     """Keys and values of one layer's heads of one kind: [batch, heads, slots, head_dim] each.
 
-    A token's position is its column less its row's left padding. Full heads store position p in slot p. Streaming heads
-    do so while p < sink, and from there on go round a ring: slot sink + (p - sink) % ring.
+    A token's position is its column less the columns that its row skips: left padding, and what a budgeted head has
+    dropped. Full heads store position p in slot p. Streaming heads do so while p < sink, and from there on go round a
+    ring: slot sink + (p - sink) % ring.
     """
 
     def __init__(self, states: torch.Tensor, heads: int, sink: int | None = None, recent: int = 0):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
         self.sink, self.recent, self.margin = sink, recent, 0
         self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
+        self.least = 0  # columns that every row skips
+        self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
+        self.skips = self.dropped  # the columns that each row skips
+        self.skipped: int | torch.Tensor = 0  # the same on the device, int64 [batch], or a number where rows agree
+
+    @property
+    def heads(self) -> int:
+        """KV heads of the group."""
+        return self.keys.shape[1]
 
     @property
     def slots(self) -> int:
@@ -27,14 +42,29 @@ class HeadGroup:
         """Bytes of keys and values that are allocated."""
         return self.keys.nbytes + self.values.nbytes
 
-    def map_rows(self, change) -> None:
-        """Change the rows of keys and values: reorder, repeat or drop them."""
-        self.keys, self.values = change(self.keys), change(self.values)
-
     @property
     def ring(self) -> int:
         """Slots that the newest tokens of a streaming head go round in: its window and what may be taken back."""
         return self.recent + self.margin
+
+    def align(self, pads: Sequence[int]) -> None:
+        """Learn the left padding of each row; none is an empty list."""
+        skips = [max(pair) for pair in zip(pads or [0] * len(self.dropped), self.dropped, strict=True)]
+        alike = len(set(skips)) <= 1
+        self.skips, self.skipped = skips, skips[0] if alike else torch.tensor(skips, device=self.keys.device)
+
+    def spans(self) -> Iterator[tuple[slice, int]]:
+        """Rows that skip the same number of columns, and that number."""
+        if isinstance(self.skipped, int):
+            yield slice(None), self.skipped
+        else:
+            yield from ((slice(row, row + 1), skip) for row, skip in enumerate(self.skips))
+
+    def lengths(self, columns: int) -> torch.Tensor:
+        """Tokens of each row among so many columns, less than 1 for padding: int64 [1 or batch, 1]."""
+        if isinstance(self.skipped, int):
+            return torch.full((1, 1), columns - self.skipped, device=self.keys.device)
+        return columns - self.skipped[:, None]
 
     def slot(self, position):
         """The slot of a position: an integer, or a tensor of them."""
@@ -57,19 +87,15 @@ class HeadGroup:
         return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
 
     def wanted(self, capacity: int) -> int:
-        """Slots that hold what a head keeps of the positions below `capacity`; never fewer than there are."""
-        return max(self.slots, capacity if self.sink is None else min(capacity, self.sink + self.ring))
+        """Slots that hold what a head keeps of so many columns; never fewer than there are."""
+        tokens = capacity - self.least
+        return max(self.slots, tokens if self.sink is None else min(tokens, self.sink + self.ring))
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for positions below `capacity` in a buffer of this group's own."""
-        if self.wanted(capacity) > self.slots:
-            allocate((self,), (self.wanted(capacity),))
-
-    def widen(self, margin: int, capacity: int, lengths: torch.Tensor, wrapped: bool) -> None:
-        """Let the ring hold `margin` tokens beyond the window; rows have `lengths` [rows, 1] tokens so far."""
-        if wrapped:
+    def widen(self, margin: int, seen: int, capacity: int) -> None:
+        """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
+        if seen - self.least > self.sink + self.ring:
             ring = self.recent + margin
-            positions = self.positions(lengths, min(capacity, self.sink + ring), ring)
+            positions = self.positions(self.lengths(seen), min(capacity - self.least, self.sink + ring), ring)
             # positions that the old ring has dropped yield other tokens, outside of every window that can come
             self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))
         self.margin = margin
@@ -80,7 +106,24 @@ class HeadGroup:
         index = slot[:, None, :, None].expand(batch, heads, -1, head_dim)
         return self.keys.gather(2, index), self.values.gather(2, index)
 
-    def write(self, row: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the last `tokens` columns of `seen`, oldest first; what is padding there is arbitrary."""
+        columns = torch.arange(seen - tokens, seen, device=self.keys.device)[None]
+        positions = columns - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
+        return self.take(self.slot(positions.clamp(min=0)))
+
+    def store(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the columns from `column` on: [batch, heads, tokens, head_dim]. Padding is not stored."""
+        tokens = keys.shape[2]
+        if tokens == 1 and torch.is_tensor(self.skipped):
+            self.write_one(column - self.skipped, keys, values)
+            return
+        for rows, skip in self.spans():
+            begin = max(skip - column, 0)
+            if begin < tokens:
+                self.write(rows, column + begin - skip, keys[rows, :, begin:], values[rows, :, begin:])
+
+    def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store positions start, start + 1, ... of some rows: [rows, heads, tokens, head_dim]. Older ones may go."""
         stop = start + keys.shape[2]
         if self.sink is None:
@@ -92,14 +135,99 @@ class HeadGroup:
         for begin, end in spans:
             if begin < end:
                 slot, size = self.slot(begin), end - begin
-                self.keys[row, :, slot : slot + size] = keys[:, :, begin - start : end - start]
-                self.values[row, :, slot : slot + size] = values[:, :, begin - start : end - start]
+                self.keys[rows, :, slot : slot + size] = keys[:, :, begin - start : end - start]
+                self.values[rows, :, slot : slot + size] = values[:, :, begin - start : end - start]
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one token per row at `position` [batch]; padding, at a negative one, is overwritten by position 0."""
         rows = torch.arange(keys.shape[0], device=keys.device)
         slot = self.slot(position.clamp(min=0))
         self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
+
+    def take_rows(self, of: Callable[[list], list]) -> None:
+        """Follow a change of rows in what is known of them; storage is its owner's to change."""
+        self.dropped, self.skips = of(self.dropped), of(self.skips)
+
+
+class QuantisedGroup(HeadGroup):
+    """Full or budgeted heads whose older tokens are quantised: whole tiles packed, the newest tokens in a ring.
+
+    A tile is packed once, when `residual + TILE` tokens that will not be taken back are in the ring and another one
+    comes. Positions below `packed` are in tiles.
+    """
+
+    def __init__(self, states: torch.Tensor, heads: int, quantisation: Quantisation):
+        super().__init__(states, heads, 0, quantisation.residual + TILE)
+        self.quantisation = quantisation
+        self.tiles = empty_tiles(self.keys, 0, quantisation).map(lambda part: part.unflatten(1, (heads, 0)))
+        self.packed = [0] * states.shape[0]  # tokens of each row that are in tiles
+        self.settled = 0  # columns that tiles may take
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.tiles.nbytes
+
+    def wanted_tiles(self, capacity: int) -> int:
+        """Tiles that a head fills in so many columns; never fewer than there are."""
+        return max(self.tiles.key_codes.shape[2], self.quantisation.tiles(capacity - self.least))
+
+    def due(self) -> bool:
+        """Whether the next token makes some row pack a tile."""
+        return any(self._target(skip) > packed for skip, packed in zip(self.skips, self.packed, strict=True))
+
+    def _target(self, skip: int) -> int:
+        return TILE * self.quantisation.tiles(self.settled + 1 - skip)
+
+    def note_packed(self) -> None:
+        """Count the tiles of all rows as packed that are due."""
+        self.packed = [max(packed, self._target(skip)) for skip, packed in zip(self.skips, self.packed, strict=True)]
+
+    def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        here = rows.start or 0
+        self._pack(rows, min(self._target(self.skips[here]), start + keys.shape[2]) // TILE * TILE, start, keys, values)
+        super().write(rows, start, keys, values)
+
+    def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for row, skip in enumerate(self.skips):
+            if self._target(skip) > self.packed[row]:
+                rows = slice(row, row + 1)
+                self._pack(rows, self._target(skip), self.settled + 1 - skip, keys[rows], values[rows])
+        super().write_one(position, keys, values)
+
+    def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Quantise positions up to `stop` of some rows: from the ring, and from `start` on from arriving tokens."""
+        head_dim = keys.shape[-1]
+        most = TILE * max(1, BLOCK // (keys.shape[0] * self.heads * TILE * head_dim))
+        for first in range(self.packed[rows.start or 0], stop, most):
+            last = min(first + most, stop)
+            parts = []
+            for stored, arriving in ((self.keys, keys), (self.values, values)):
+                slots = self.slot(torch.arange(first, max(min(start, last), first), device=keys.device))
+                arrived = arriving[:, :, max(first - start, 0) : max(last - start, 0)]
+                states = torch.cat([stored[rows][:, :, slots], arrived], 2) if len(slots) else arrived
+                parts.append(states.unflatten(2, (-1, TILE)))
+            for tiles, packed in zip(self.tiles, quantise(*parts, self.quantisation), strict=True):
+                tiles[rows, :, first // TILE : last // TILE] = packed
+        for row in range(len(self.packed))[rows]:
+            self.packed[row] = max(self.packed[row], stop)
+
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
+        """Keys and values [batch, heads, n, head_dim] of the tiles, dequantised a block at a time.
+
+        With each block comes how many of its first tokens each row has, or None where rows have them all.
+        """
+        batch, heads, _, head_dim = self.keys.shape
+        tiles, most = max(self.packed) // TILE, max(1, BLOCK // (batch * heads * TILE * head_dim))
+        for first in range(0, tiles, most):
+            block = self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
+            keys, values = (states.flatten(2, 3) for states in dequantise(block, self.quantisation.bits))
+            tokens = keys.shape[2]
+            counts = [min(max(packed - first * TILE, 0), tokens) for packed in self.packed]
+            yield keys, values, None if min(counts) == tokens else counts
+
+    def take_rows(self, of: Callable[[list], list]) -> None:
+        super().take_rows(of)
+        self.packed = of(self.packed)
 
 
 def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +249,28 @@ def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.T
 
 def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Let groups be views of buffers that `allocate` made, or of their rows."""
-    shapes = [(group.keys.shape[1], count) for group, count in zip(groups, slots, strict=True)]
+    shapes = [(group.heads, count) for group, count in zip(groups, slots, strict=True)]
     parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
     for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
         group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
+
+
+def allocate_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int]) -> Tiles:
+    """Move the tiles of a layer's groups into one buffer for each part, with so many tiles a head."""
+    old = [group.tiles for group in groups]
+    total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
+    buffers = empty_tiles(groups[0].keys, total, groups[0].quantisation)
+    bind_tiles(groups, counts, buffers)
+    for group, tiles in zip(groups, old, strict=True):
+        for mine, before in zip(group.tiles, tiles, strict=True):
+            mine[:, :, : before.shape[2]] = before
+    return buffers
+
+
+def bind_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int], buffers: Tiles) -> None:
+    """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
+    first = 0
+    for group, count in zip(groups, counts, strict=True):
+        shape, last = (group.heads, count), first + group.heads * count
+        group.tiles = buffers.map(lambda part: part[:, first:last].unflatten(1, shape))  # noqa: B023
+        first = last

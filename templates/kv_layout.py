@@ -3,9 +3,72 @@
 Nothing here needs torch: the tool that wrote this checkpoint and the model that runs it share this arithmetic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VERSION = 1
+MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
+TILE = 128  # tokens of a head that are quantised together
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How full and budgeted heads store all but their newest tokens: in tiles of `TILE`, as `bits`-bit codes.
+
+    A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
+    et al. 2024), of one channel over `group_size` tokens for keys, and of one token over `group_size` channels for
+    values; with `per-token`, the latter for both. Without a group size, a tile and a whole head. The newest
+    `residual` tokens of a head, and those that no whole tile is made of yet, stay in the model's dtype.
+    """
+
+    bits: int
+    scheme: str = "kivi"
+    group_size: int | None = None
+    residual: int = TILE
+
+    def tiles(self, tokens: int) -> int:
+        """Tiles that are packed once a head holds so many tokens: `residual` and more stay, and the very newest."""
+        return max(0, tokens - 1 - self.residual) // TILE
+
+    def tail(self, capacity: int, margin: int = 0) -> int:
+        """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
+        return min(capacity, self.residual + TILE + margin)
+
+    def code_bytes(self, head_dim: int) -> int:
+        """Bytes of a token's codes, of keys or of values."""
+        return head_dim * self.bits // 8
+
+    def key_groups(self, head_dim: int) -> tuple[int, int]:
+        """Shape of the scales of a tile's keys, and of their minima."""
+        if self.scheme == "kivi":
+            return TILE // (self.group_size or TILE), head_dim
+        return self.value_groups(head_dim)
+
+    def value_groups(self, head_dim: int) -> tuple[int, int]:
+        """Shape of the scales of a tile's values, and of their minima."""
+        return TILE, head_dim // (self.group_size or head_dim)
+
+    def tile_bytes(self, head_dim: int, itemsize: int = 2) -> int:
+        """Bytes of a tile: codes, scales and minima of keys and values."""
+        scales = sum(rows * columns for rows, columns in (self.key_groups(head_dim), self.value_groups(head_dim)))
+        return 2 * (TILE * self.code_bytes(head_dim) + scales * itemsize)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError, in words, where heads of this size cannot be stored so."""
+        if self.bits not in (8, 4, 2):
+            raise ValueError(f"a quantised cache has 8, 4 or 2 bits, got {self.bits!r}")
+        if self.scheme not in ("kivi", "per-token"):
+            raise ValueError(f"the scheme of a quantised cache is kivi or per-token, got {self.scheme!r}")
+        if type(self.residual) is not int or self.residual < 0:
+            raise ValueError(f"the residual of a quantised cache is a number of tokens, got {self.residual!r}")
+        if head_dim * self.bits % 8:
+            raise ValueError(f"heads of {head_dim} do not fill whole bytes at {self.bits} bits")
+        size = self.group_size
+        if size is None:
+            return
+        if type(size) is not int or size < 1 or head_dim % size:
+            raise ValueError(f"the group size {size!r} of a quantised cache does not divide head_dim {head_dim}")
+        if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
+            raise ValueError(f"the group size {size} of kivi must divide {TILE} and be {MIN_GROUP} or more")
 
 
 @dataclass(frozen=True)
@@ -34,6 +97,7 @@ class LayerLayout:
     native: bool = False
     budgets: tuple[int, ...] = ()
     selection: Selection | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def heads(self) -> int:
@@ -44,14 +108,20 @@ class LayerLayout:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
         return min(capacity, self.sink + self.recent + margin)
 
-    def rows(self, prompt: int, new: int, margin: int = 0) -> int:
-        """Tokens stored per sequence, summed over the layer's KV heads, once the prompt is in."""
-        capacity = prompt + new
-        rows = self.full * capacity + self.streaming * self.streaming_slots(capacity, margin)
+    def kv_bytes(self, prompt: int, new: int, margin: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of one sequence's keys and values in this layer, once the prompt is in."""
+        token = 2 * head_dim * itemsize
+        tokens = [prompt + new] * self.full
         if self.budgets:
             window = min(self.selection.window, prompt)
-            rows += sum(min(budget, prompt - window) + window + new for budget in self.budgets)
-        return rows
+            tokens += [min(budget, prompt - window) + window + new for budget in self.budgets]
+        streaming = self.streaming * self.streaming_slots(prompt + new, margin) * token
+        if self.quantisation is None:
+            return streaming + sum(tokens) * token
+        tile = self.quantisation.tile_bytes(head_dim, itemsize)
+        return streaming + sum(
+            self.quantisation.tiles(count) * tile + self.quantisation.tail(count, margin) * token for count in tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -77,9 +147,10 @@ class KVLayout:
                 f"kv_surgery version {section.get('version')!r} is unknown here; this code reads {VERSION}"
             )
         try:
-            selection = _selection(section["selection"]) if "selection" in section else None
-            layers = tuple(_layer(entry, selection) for entry in section["layers"])
             head_dim = _count(section["head_dim"], least=1)
+            selection = _selection(section["selection"]) if "selection" in section else None
+            quantisation = _quantisation(section["quantisation"], head_dim) if "quantisation" in section else None
+            layers = tuple(_layer(entry, selection, quantisation) for entry in section["layers"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != get("num_hidden_layers"):
@@ -90,6 +161,15 @@ class KVLayout:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {heads}")
         return cls(layers, head_dim)
 
+    def quantised(self, quantisation: Quantisation) -> "KVLayout":
+        """The same heads with a cache that is quantised so.
+
+        Raises:
+            ValueError: heads of this size cannot be stored so.
+        """
+        quantisation.check(self.head_dim)
+        return KVLayout(tuple(replace(layer, quantisation=quantisation) for layer in self.layers), self.head_dim)
+
     def kv_bytes(self, batch: int, prompt: int, new: int = 0, margin: int = 0, itemsize: int = 2) -> int:
         """Bytes of keys and values that a cache for `prompt + new` tokens allocates.
 
@@ -97,17 +177,19 @@ class KVLayout:
             batch: sequences; beams and returned sequences count.
             prompt: columns of the prompt, padding included.
             new: tokens to generate.
-            margin: tokens that streaming heads keep beyond their window so that as many can be taken back
-                (assisted decoding); 0 otherwise.
+            margin: tokens kept beyond a streaming head's window, and beyond the residual of a quantised one, so that
+                as many can be taken back (assisted decoding); 0 otherwise.
             itemsize: bytes of an element; 2 for bfloat16 and float16.
         """
-        rows = sum(layer.rows(prompt, new, margin) for layer in self.layers)
-        return 2 * batch * rows * self.head_dim * itemsize
+        return batch * sum(layer.kv_bytes(prompt, new, margin, self.head_dim, itemsize) for layer in self.layers)
 
     def dense_bytes(self, batch: int, prompt: int, new: int = 0, itemsize: int = 2) -> int:
         """Bytes of the unconverted model's cache: every head keeps all tokens, but for the model's own windows."""
-        rows = sum(layer.rows(prompt, new) if layer.native else layer.heads * (prompt + new) for layer in self.layers)
-        return 2 * batch * rows * self.head_dim * itemsize
+        slots = sum(
+            layer.heads * (layer.streaming_slots(prompt + new) if layer.native else prompt + new)
+            for layer in self.layers
+        )
+        return 2 * batch * slots * self.head_dim * itemsize
 
     def prefill_peak_bytes(
         self, batch: int, prompt: int, new: int = 0, chunk: int | None = None, itemsize: int = 2
@@ -123,16 +205,17 @@ class KVLayout:
         return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + 2 * batch * rows * self.head_dim * itemsize
 
 
-def _layer(entry: dict, selection: Selection | None) -> LayerLayout:
+def _layer(entry: dict, selection: Selection | None, quantisation: Quantisation | None) -> LayerLayout:
     """One layer's entry. Blocks are the head groups of tensor-parallel ranks; this code knows one block."""
     [[full, other]] = entry["blocks"]
     if "budgets" in entry:
         budgets = tuple(_count(budget) for budget in entry["budgets"])
         if len(budgets) != other or selection is None:
             raise ValueError(f"{other} budgeted heads with {len(budgets)} budgets and selection {selection}")
-        return LayerLayout(_count(full), 0, 0, 1, budgets=budgets, selection=selection)
+        return LayerLayout(_count(full), 0, 0, 1, False, budgets, selection, quantisation)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
-    return LayerLayout(_count(full), _count(other), sink, recent, entry.get("native", False) is True)
+    native = entry.get("native", False) is True
+    return LayerLayout(_count(full), _count(other), sink, recent, native, quantisation=quantisation)
 
 
 def _selection(entry: dict) -> Selection:
@@ -140,6 +223,12 @@ def _selection(entry: dict) -> Selection:
     if kernel_size % 2 == 0 or pool not in ("max", "avg"):
         raise ValueError(f"pooling must be max or avg over an odd kernel_size, got {pool!r} over {kernel_size}")
     return Selection(_count(entry["window"], least=1), kernel_size, pool)
+
+
+def _quantisation(entry: dict, head_dim: int) -> Quantisation:
+    quantisation = Quantisation(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"])
+    quantisation.check(head_dim)
+    return quantisation
 
 
 def _count(value, least: int = 0) -> int:

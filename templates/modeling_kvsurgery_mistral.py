@@ -7,12 +7,18 @@ from transformers.models.mistral import modeling_mistral as stock
 from .kv_model import KVSurgeryGeneration, KVSurgeryModel, with_kv_cache
 
 if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
+    from .kv_append import append
     from .kv_attention import attention
-    from .kv_budget import BudgetedGroup
+    from .kv_budget import BudgetedHeads
     from .kv_cache import KVSurgeryCache
+    from .kv_cuda import causal
+    from .kv_decode import decode
     from .kv_heads import HeadGroup
-    from .kv_kernels import decode
+    from .kv_kernels import EVERY
     from .kv_layout import KVLayout
+    from .kv_prefill import prefill
+    from .kv_quant import Tiles
+    from .kv_torch import attend
 
 
 class MistralModel(KVSurgeryModel, stock.MistralModel):

@@ -6,15 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from templates.kv_kernels import (
-    EVERY,
-    append,
-    append_reference,
-    decode,
-    decode_reference,
-    prefill,
-    prefill_reference,
-)
+from templates.kv_append import append, append_reference
+from templates.kv_decode import decode, decode_reference
+from templates.kv_kernels import EVERY
+from templates.kv_prefill import prefill, prefill_reference
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 
@@ -115,7 +110,7 @@ def check_append(device: str) -> None:
     torch.manual_seed(0)
     batch, heads, head_dim, tokens = 3, 3, 80, 40
     sinks, rings, recents = torch.tensor([[EVERY, 2, 0], [1, 9, 6], [0, 5, 5]], dtype=torch.int32, device=device)
-    padding = torch.tensor([0, 17, tokens], device=device)
+    padding = torch.tensor([[0, 0, 0], [17, 17, 17], [tokens, 3, tokens]], device=device)  # tokens a head did not get
     offsets = torch.tensor([0, tokens, tokens + 11], device=device)
     keys, values, same_keys, same_values = torch.full((4, batch, tokens + 17, head_dim), torch.nan, device=device)
     came = torch.randn(2, batch, tokens, heads, head_dim, device=device)
@@ -128,11 +123,13 @@ def check_append(device: str) -> None:
     torch.testing.assert_close(values, same_values, rtol=0, atol=0, equal_nan=True)
 
     query = torch.randn(batch, heads * 2, head_dim, device=device)
-    lengths = (tokens - padding)[:, None].expand(-1, heads)
+    lengths = tokens - padding
     out = decode(query, keys, values, offsets, lengths, sinks, rings, recents, programs=4)
     age = tokens - 1 - torch.arange(tokens, device=device)
-    for row, pad in enumerate(padding.tolist()):
-        for head in range(heads if pad < tokens else 0):
+    for row, of_heads in enumerate(padding.tolist()):
+        for head, pad in enumerate(of_heads):
+            if pad == tokens:
+                continue
             position = torch.arange(tokens, device=device) - pad
             seen = (position >= 0) & ((position < sinks[head]) | (age < recents[head]))
             own_keys, own_values = came[:, row, seen, head].double()

@@ -10,7 +10,13 @@ from kvsurgery.emit.config import converted_config, converted_generation_config,
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
-RUNTIME = tuple(f"kv_{name}.py" for name in ("attention", "budget", "cache", "heads", "kernels", "layout", "model"))
+RUNTIME = tuple(
+    f"kv_{name}.py"
+    for name in (
+        *("append", "attention", "budget", "cache", "cuda", "decode", "heads", "kernels", "layout", "model", "prefill"),
+        *("quant", "torch"),
+    )
+)
 
 
 def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:

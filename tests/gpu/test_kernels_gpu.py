@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from templates import kv_kernels
+from templates import kv_decode
+from templates.kv_kernels import EVERY
 from tests import kernel_cases as cases
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -47,13 +48,13 @@ def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
     query = torch.randn(1, heads * 4, head_dim, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, heads * slots, head_dim, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([[100, 100]], device="cuda")
-    sinks, rings, recents = torch.tensor([[kv_kernels.EVERY, 4], [1, 256], [1, 256]], dtype=torch.int32, device="cuda")
+    sinks, rings, recents = torch.tensor([[EVERY, 4], [1, 256], [1, 256]], dtype=torch.int32, device="cuda")
     layout = torch.tensor([0, slots], device="cuda"), lengths, sinks, rings, recents
-    kv_kernels.decode(query, keys, values, *layout)
+    kv_decode.decode(query, keys, values, *layout)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kv_kernels.decode(query, keys, values, *layout)
+        out = kv_decode.decode(query, keys, values, *layout)
     for length in (100, 2900, 7):
         lengths.fill_(length)
         graph.replay()
-        cases.check(out, kv_kernels.decode_reference, [query, keys, values], *layout)
+        cases.check(out, kv_decode.decode_reference, [query, keys, values], *layout)

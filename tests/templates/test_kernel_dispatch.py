@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from templates import kv_attention
+from templates import kv_attention, kv_cuda
 from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
 from templates.modeling_kvsurgery_llama import LlamaForCausalLM
 from tests.families import largest, stock, tokens
@@ -43,12 +43,12 @@ def emitted(family: str) -> torch.nn.Module:
 def kernels(monkeypatch: pytest.MonkeyPatch):
     """Turns the kernels on, with 5 programs; returns the list that every launch is noted in."""
     calls = []
-    decode = kv_attention.kv_kernels.decode
+    decode = kv_cuda.kv_decode.decode
 
     def turn_on() -> list[int]:
-        monkeypatch.setattr(kv_attention, "_kernels_apply", lambda query: True)
+        monkeypatch.setattr(kv_attention, "_path", lambda query, dropout: kv_cuda)
         monkeypatch.setattr(
-            kv_attention.kv_kernels, "decode", lambda *args: calls.append(1) or decode(*args, programs=5)
+            kv_cuda.kv_decode, "decode", lambda *args, **tiles: calls.append(1) or decode(*args, **tiles, programs=5)
         )
         return calls
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from templates import kv_kernels  # noqa: E402
+from templates import kv_append, kv_decode, kv_prefill  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 DECODE_BLOCKS = {80: 2, 90: 3}
@@ -81,13 +81,13 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
     states, token = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 1, head_dim, dtype=dtype)
     query = torch.zeros(batch, heads * group, head_dim, dtype=dtype)
-    kv_kernels.append(states, states, token, token, each, row[:, 0], each, each)
-    kv_kernels.decode(
+    kv_append.append(states, states, token, token, each, row, each, each)
+    kv_decode.decode(
         query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8
     )
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
-    assert decode.metadata.shared < kv_kernels.PROGRAM_BYTES - 1024
+    assert decode.metadata.shared < kv_decode.PROGRAM_BYTES - 1024
     check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch])
     check(compiled["_combine_kernel"], tmp_path, 8)
 
@@ -106,9 +106,9 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
     if kind == "streaming":
         window = states[:, :, past - 255 :]
         sinks = states[:, :, :64], states[:, :, :64]
-        kv_kernels.prefill(query, window, window, past, padding, 64, 256, past - 255, sinks)
+        kv_prefill.prefill(query, window, window, past, padding, 64, 256, past - 255, sinks)
     else:
-        kv_kernels.prefill(query, states, states, past, padding, first=None, softcap=30.0)
+        kv_prefill.prefill(query, states, states, past, padding, first=None, softcap=30.0)
     check(compiled["_prefill_kernel"], tmp_path, 1)
 
 
@@ -116,9 +116,9 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     """Triton takes an integer argument of 1 for a constant, which has other types than a variable."""
     one, row = torch.ones(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
     states, query = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
-    kv_kernels.append(states[0], states[0], query, query, one, row[0], one, one)
-    kv_kernels.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1)
-    kv_kernels.prefill(
+    kv_append.append(states[0], states[0], query, query, one, row, one, one)
+    kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1)
+    kv_prefill.prefill(
         query, states[:, :, 1:], states[:, :, 1:], past=1, sink=1, recent=1, first=1, sinks=(states, states)
     )
     assert len(compiled) == 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from templates.kv_cache import check_padding
-from templates.kv_heads import HeadGroup
+from templates.kv_heads import HeadGroup, allocate
 from tests.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 
@@ -43,16 +43,13 @@ def layout(llama):
 def test_a_ring_holds_sinks_and_the_newest_positions(sink, recent, padding, chunks):
     # every element of a token is its column, so that what a slot holds can be read off it
     group = HeadGroup(torch.empty(len(padding), 2, 0, 3), 2, sink, recent)
+    group.align(padding)
     seen = 0
     for chunk in chunks:
         columns = torch.arange(seen, seen + chunk, dtype=torch.float32)
         states = columns[None, None, :, None].expand(len(padding), 2, -1, 3)
-        group.reserve(seen + chunk)
-        for row, pad in enumerate(padding):
-            skip = max(0, pad - seen)
-            if skip < chunk:
-                here = slice(row, row + 1)
-                group.write(here, seen + skip - pad, states[here, :, skip:], -states[here, :, skip:])
+        allocate((group,), (group.wanted(seen + chunk),))
+        group.store(seen, states, -states)
         seen += chunk
     assert group.slots == min(seen, sink + recent)
     lengths = torch.tensor([[seen - pad] for pad in padding])

@@ -1,0 +1,564 @@
+"""Decode: attention of each row's newest token over heads of every kind, in one launch and one to combine."""
+
+import functools
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:  # transformers demands whatever is imported outside of a try
+    raise ImportError("the CUDA kernels of this checkpoint need triton") from error
+
+from .kv_kernels import LOWEST, _accumulate, _capped, _padded, _score_factors, _scores, _softmax
+from .kv_layout import TILE, Quantisation
+from .kv_quant import Tiles, dequantise
+
+TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
+PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "KW", "VW"  # of the kernel, where there are tiles
+TILE_TOKENS = tl.constexpr(TILE)
+PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
+
+
+@triton.jit
+def _used_slots(length, sink, ring):
+    """How many slots hold a token after `length` tokens."""
+    return tl.maximum(tl.where(length > sink, sink + tl.minimum(length - sink, ring), length), 0)
+
+
+@triton.constexpr_function
+def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, list[tuple[int, int, int]], int]:
+    """How the codes at bits plane * bits of 16-bit words become 16-bit floats less 2 ** (bits - 1), exactly.
+
+    An integer x below 2 ** mantissa in the mantissa of the float 2 ** mantissa makes it 2 ** mantissa + x.
+
+    Returns:
+        shift, then (mask, bits, logic) of one float or two whose sum is meant, then the bits of what is added to them.
+    """
+    bias = 2 ** (14 - mantissa) - 1
+    if bits > mantissa:  # two floats: 128 and the low seven bits; -256, or -128 where the eighth is set
+        return plane * bits, [(0x7F, bias + 7 << 7, 0xEA), (0x80, 0x8000 | bias + 8 << 7, 0x6A)], 0
+    span = mantissa // bits * bits  # bits that reach the mantissa with the same shift
+    place = plane * bits % span
+    exponent = bias + mantissa - place << mantissa
+    mask = (2**bits - 1) << place
+    return plane * bits - place, [(mask, exponent, 0xEA)], 0x8000 | exponent | 2 ** (bits - 1) << place
+
+
+@triton.constexpr_function
+def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
+    """`_unpacking` of two words at once: a shift, a logic operation and an addition for both (at 8 bits one more)."""
+    shift, parts, added = _unpacking(plane, bits, mantissa)
+    kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
+    lines = [f"mov.b32 one, {one * 0x10001}; mov.b32 b, {added * 0x10001}; shr.b32 word, $1, {shift};"]
+    for name, (mask, exponent, logic) in zip("ab", parts, strict=False):
+        lines.append(f"lop3.b32 {name}, word, {mask * 0x10001}, {exponent * 0x10001}, {logic};")
+    return f"{{ .reg .b32 word, one, a, b; {' '.join(lines)} fma.rn.{kind} $0, a, one, b; }}"
+
+
+@triton.jit
+def _codes(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """Codes less 2 ** (BITS - 1) at bits PLANE * BITS of int16 words."""
+    if ASM:
+        MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
+        asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA)
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
+    codes = (words >> (PLANE * BITS)) & (2**BITS - 1)
+    return (codes.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
+
+
+@triton.jit
+def _pairs(ptr, at, there, dtype: tl.constexpr):
+    """Elements at 2 * at and 2 * at + 1 of scales, in fp32: 16-bit ones as words, the least that cp.async copies."""
+    if dtype == tl.float32:
+        return tl.load(ptr + 2 * at, there, 0.0), tl.load(ptr + 2 * at + 1, there, 0.0)
+    word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, there, 0)
+    if dtype == tl.bfloat16:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    low, high = word.to(tl.int16), (word >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _of_tokens(ptr, tile, first, N: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Scale and zero of N tokens of a tile, where a token has one of each."""
+    at = first // 2 + tl.arange(0, N // 2)
+    low, high = _pairs(ptr + tile * (2 * TILE_TOKENS), at, at >= 0, dtype)
+    scale = tl.reshape(tl.join(low, high), [N])
+    low, high = _pairs(ptr + tile * (2 * TILE_TOKENS) + TILE_TOKENS, at, at >= 0, dtype)
+    return scale, tl.reshape(tl.join(low, high), [N]) + scale * HALF
+
+
+@triton.jit
+def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """Scale and zero [N, channels] of some tokens and channels of a tile, where a token has GROUPS of each."""
+    at = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
+    scale = tl.load(at, there[None, :], 0.0).to(tl.float32)
+    return scale, tl.load(at + TILE_TOKENS * GROUPS, there[None, :], 0.0).to(tl.float32) + scale * HALF
+
+
+@triton.jit
+def _over_tiles(
+    q_ptr,  # [G, D]
+    k_codes,  # int16 words [tiles, TILE, D * BITS / 16]
+    k_scales,  # [tiles, 2, ...]
+    v_codes,
+    v_scales,
+    partial_ptr,  # [programs + rows, G, D]
+    lse_ptr,  # [programs + rows, G]
+    part,  # [M]
+    q_head,
+    begin,
+    end,
+    scale,
+    cap,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KW: tl.constexpr,
+    VW: tl.constexpr,
+    CAP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A head's units `begin` to `end`, N packed tokens each, all of them visible.
+
+    A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of its
+    own. Where a scale belongs to a channel of keys or a token of values, queries or weights take it: codes stay integers.
+    """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    W: tl.constexpr = D * BITS // 16
+    PLANES: tl.constexpr = 16 // BITS
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    UNITS: tl.constexpr = TILE_TOKENS // N
+    m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
+    q, acc = (), ()
+    for plane in tl.static_range(PLANES):
+        channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+        of_plane = q_ptr + m[:, None] * q_head + channel[None, :]
+        q = q + (tl.load(of_plane, (m < G)[:, None] & (kw < W)[None, :], 0.0),)
+        acc = acc + (tl.zeros([M, VW], tl.float32),)
+    q_sum = tl.zeros([M], tl.float32)
+    if KEY_ROWS == 0:
+        for plane in tl.static_range(PLANES):
+            q_sum += tl.sum(q[plane].to(tl.float32), 1)
+    top = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    zeros = tl.zeros([M], tl.float32)  # what the zeros of values add to every channel
+    for unit in range(begin, end):
+        tile, first = unit // UNITS, unit % UNITS * N
+        states = unit * (N * W) + n[:, None] * W
+        k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
+        v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
+
+        scores = tl.zeros([M, N], tl.float32)
+        if KEY_ROWS > 0:
+            of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            folded, of_zeros = (), tl.zeros([M, KW], tl.float32)
+            for byte in tl.static_range(PLANES // 2):
+                factors = _pairs(of_row, byte * W + kw, kw < W, dtype)
+                lows = _pairs(of_row + KEY_ROWS * D, byte * W + kw, kw < W, dtype)
+                for odd in tl.static_range(2):
+                    of_plane, factor = q[2 * byte + odd].to(tl.float32), factors[odd] * scale
+                    folded = folded + ((of_plane * factor[None, :]).to(dtype),)
+                    of_zeros += of_plane * (lows[odd] * scale + factor * HALF)[None, :]
+            scores += tl.sum(of_zeros, 1)[:, None]
+            for plane in tl.static_range(PLANES):
+                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+                scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
+        else:
+            for plane in tl.static_range(PLANES):
+                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+                if GROUPS > 1:
+                    channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+                    factor, zero = _of_groups(k_scales, tile, first + n, channel, kw < W, GROUPS, D, HALF)
+                    codes = (codes.to(tl.float32) * factor + zero).to(dtype)
+                scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
+            if GROUPS == 1:
+                factor, zero = _of_tokens(k_scales, tile, first, N, HALF, dtype)
+                scores = scores * factor[None, :] + q_sum[:, None] * zero[None, :]
+            scores *= scale
+        scores = _capped(scores, cap, CAP)
+
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weights, 1)
+        if GROUPS == 1:
+            factor, zero = _of_tokens(v_scales, tile, first, N, HALF, dtype)
+            zeros = zeros * fade + tl.sum(weights * zero[None, :], 1)
+            weights *= factor[None, :]
+        faded, acc = acc, ()
+        for plane in tl.static_range(PLANES):
+            codes = _codes(v, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+            if GROUPS > 1:
+                channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+                factor, zero = _of_groups(v_scales, tile, first + n, channel, vw < W, GROUPS, D, HALF)
+                codes = (codes.to(tl.float32) * factor + zero).to(dtype)
+            acc = acc + (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
+        top = higher
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
+    for plane in tl.static_range(PLANES):
+        channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+        out = (acc[plane] + zeros[:, None]) / safe[:, None]
+        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])
+
+
+@triton.jit(do_not_specialize=["length_batch", "length_head", "packed_batch", "packed_head", "rows", "heads"])
+def _decode_kernel(
+    q_ptr,  # [batch, heads * G, D]
+    k_ptr,  # [batch, slots of all heads, D]
+    v_ptr,
+    offset_ptr,  # [heads]
+    length_ptr,  # [batch, heads]
+    sink_ptr,  # [heads]
+    ring_ptr,
+    recent_ptr,
+    partial_ptr,  # [programs + rows, G, D]
+    lse_ptr,  # [programs + rows, G]
+    end_ptr,  # [SEGMENTS * rows]
+    k_codes_ptr,  # int16 words [batch, tiles, TILE, D * BITS / 16]
+    k_scales_ptr,  # [batch, tiles, 2, ...]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
+    q_batch,
+    q_head,
+    kv_batch,
+    kv_slot,
+    length_batch,
+    length_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
+    rows,
+    heads,
+    scale,
+    cap,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PACKED_N: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KW: tl.constexpr,
+    VW: tl.constexpr,
+    CAP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    # every program plans for itself: units of each segment, and where its own share of all units begins
+    every = tl.arange(0, ROWS)
+    head_of = every % heads
+    row_of = every
+    if SEGMENTS == 2:  # what is packed of all rows, then their slots
+        row_of = every % rows
+    real = every < SEGMENTS * rows
+    lengths = tl.load(length_ptr + row_of // heads * length_batch + head_of * length_head, real, 0).to(tl.int32)
+    used = _used_slots(lengths, tl.load(sink_ptr + head_of, real, 0), tl.load(ring_ptr + head_of, real, 0))
+    units = (used + N - 1) // N
+    if SEGMENTS == 2:
+        packed = tl.load(packed_ptr + row_of // heads * packed_batch + head_of * packed_head, real, 0).to(tl.int32)
+        units = tl.where(every < rows, packed // PACKED_N, units)
+    ends = tl.cumsum(units, 0)
+    if pid == 0:
+        tl.store(end_ptr + every, ends, real)
+    all_units = tl.max(ends, 0)
+    programs = tl.minimum(tl.num_programs(0), all_units)
+    if pid >= programs:
+        return
+    unit = (pid.to(tl.int64) * all_units // programs).to(tl.int32)
+    stop = ((pid + 1).to(tl.int64) * all_units // programs).to(tl.int32)
+    m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
+    in_head = (d < D)[None, :]
+
+    if SEGMENTS == 2:
+        packed_stop = tl.minimum(stop, tl.max(tl.where(every < rows, ends, 0), 0))
+        begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
+        row = tl.sum((ends <= unit).to(tl.int32), 0)
+        while unit < packed_stop:
+            batch, head = (row // heads).to(tl.int64), row % heads
+            packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head).to(tl.int32)
+            end = begin + packed // PACKED_N
+            tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
+            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 16)
+            k_scales = k_scales_ptr + batch * k_scales_batch
+            if KEY_ROWS > 0:
+                k_scales += tile * (2 * KEY_ROWS * D)
+            else:
+                k_scales += tile * (2 * TILE_TOKENS * GROUPS)
+            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * GROUPS)
+            _over_tiles(
+                *(q_ptr + batch * q_batch + head * G * q_head, k_codes_ptr + codes, k_scales),
+                *(v_codes_ptr + codes, v_scales, partial_ptr, lse_ptr, (pid + row).to(tl.int64) * G + m, q_head),
+                *(unit - begin, tl.minimum(end, packed_stop) - begin, scale, cap),
+                *(G, D, M, PACKED_N, BITS, KEY_ROWS, GROUPS, KW, VW, CAP, ASM),
+            )
+            unit = tl.minimum(end, packed_stop)
+            begin = end
+            row += 1
+
+    begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
+    segment = tl.sum((ends <= unit).to(tl.int32), 0)
+    while unit < stop:
+        row = segment - (SEGMENTS - 1) * rows
+        batch, head = row // heads, row % heads
+        length = tl.load(length_ptr + batch * length_batch + head * length_head).to(tl.int32)
+        sink, ring, recent = tl.load(sink_ptr + head), tl.load(ring_ptr + head), tl.load(recent_ptr + head)
+        slots = _used_slots(length, sink, ring)
+        end = begin + (slots + N - 1) // N
+        newest = (length - 1 - sink) % tl.maximum(ring, 1)  # of the ring's slots, the one of the newest token
+        q_rows = q_ptr + batch.to(tl.int64) * q_batch + (head * G + m)[:, None] * q_head + d[None, :]
+        q = tl.load(q_rows, (m < G)[:, None] & in_head, 0.0)
+        if SEGMENTS == 2:
+            packed = tl.load(packed_ptr + batch.to(tl.int64) * packed_batch + head * packed_head).to(tl.int32)
+            recent = tl.minimum(recent, length - packed)
+        first = (unit - begin) * N
+        at = batch.to(tl.int64) * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + first) * kv_slot
+        k_tile, v_tile = k_ptr + at, v_ptr + at
+        top = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DP], tl.float32)
+        for start in range(first, (tl.minimum(end, stop) - begin) * N, N):
+            slot = start + n
+            stored = slot < slots
+            age = newest - (slot - sink)
+            age = tl.where(age < 0, age + ring, age)
+            visible = stored & ((slot < sink) | (age < recent))
+            if SEGMENTS == 2:  # many slots may hold what is packed
+                stored = visible
+            states = n[:, None] * kv_slot + d[None, :]
+            k = tl.load(k_tile + states, stored[:, None] & in_head, 0.0)
+            v = tl.load(v_tile + states, stored[:, None] & in_head, 0.0)
+            scores = tl.where(visible[None, :], _scores(q, k, scale, cap, CAP), float("-inf"))
+            top, total, acc = _accumulate(scores, v, top, total, acc)
+            k_tile += N * kv_slot
+            v_tile += N * kv_slot
+        # a program's segments follow one another, and so do programs: pid + segment is never taken twice
+        part = (pid + segment).to(tl.int64) * G + m
+        safe = tl.where(total > 0, total, 1.0)
+        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
+        tl.store(partial_ptr + part[:, None] * D + d[None, :], acc / safe[:, None], (m < G)[:, None] & in_head)
+        unit = tl.minimum(end, stop)
+        begin = end
+        segment += 1
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _combine_kernel(
+    partial_ptr,  # [programs + SEGMENTS * rows, G, D]
+    lse_ptr,  # [programs + SEGMENTS * rows, G]
+    end_ptr,  # [SEGMENTS * rows]
+    out_ptr,  # [rows, G, D]
+    rows,
+    programs,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    row, member = tl.program_id(0), tl.program_id(1)
+    units = tl.load(end_ptr + SEGMENTS * rows - 1).to(tl.int64)
+    programs = tl.minimum(programs, units)
+    d = tl.arange(0, DP)
+    top = LOWEST
+    total = 0.0
+    acc = tl.zeros([DP], tl.float32)
+    for number in tl.static_range(SEGMENTS):
+        segment = row + number * rows
+        end = tl.load(end_ptr + segment)
+        begin = tl.load(end_ptr + segment - 1, segment > 0, 0)
+        # the programs that had the segment's first and last unit: inverse of floor(program * units / programs)
+        first = (((begin + 1) * programs - 1) // tl.maximum(units, 1)).to(tl.int32)
+        stop = tl.where(end > begin, ((end * programs - 1) // tl.maximum(units, 1)).to(tl.int32) + 1, first)
+        for start in range(first, stop, PARTS):
+            program = start + tl.arange(0, PARTS)
+            part = (program + segment).to(tl.int64) * G + member
+            lse = tl.load(lse_ptr + part, program < stop, float("-inf"))
+            partial = tl.load(
+                partial_ptr + part[:, None] * D + d[None, :], (program < stop)[:, None] & (d < D)[None, :], 0.0
+            )
+            higher = tl.maximum(top, tl.max(lse, 0))
+            weights = tl.exp2(lse - higher)
+            fade = tl.exp2(top - higher)
+            acc = acc * fade + tl.sum(partial * weights[:, None], 0)
+            total = total * fade + tl.sum(weights, 0)
+            top = higher
+    out = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + (row.to(tl.int64) * G + member) * D + d, out.to(out_ptr.dtype.element_ty), d < D)
+
+
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    sinks: torch.Tensor,
+    rings: torch.Tensor,
+    recents: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    programs: int | None = None,
+    tiles: Tiles | None = None,
+    packed: torch.Tensor | None = None,
+    first_tiles: torch.Tensor | None = None,
+    quantisation: Quantisation | None = None,
+) -> torch.Tensor:
+    """Attention of one query per row and query head, over heads of every kind in one launch (and one to combine).
+
+    The packed tokens of all (row, KV head) pairs and then their slots lie in one line, in units of about as many bytes,
+    of which each program takes an equal share (stream-K), so that heads of any length keep the device busy. Lengths
+    stay on the device: a CUDA graph replays this as they grow.
+
+    Floor: 2 * head_dim * itemsize bytes for each slot that holds a token which is not packed, and
+    `quantisation.tile_bytes(head_dim)` for each packed tile, summed over rows and KV heads, over the read bandwidth.
+
+    Args:
+        query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already; the
+            query heads of a KV head are adjacent.
+        keys, values: [batch, slots, head_dim], the slots of a layer's heads one head after the other; equal strides.
+        offsets: int [heads], the first slot of each KV head.
+        lengths: int [batch, heads], tokens so far, also those that left a ring. Where it is 0, the result is zero.
+        sinks, rings, recents: int32 [heads]: sink, slots of the ring (recent or more), window. Full: sink `EVERY`.
+        scaling: factor of the scores; default head_dim ** -0.5.
+        softcap: bound c of scores, c * tanh(score / c).
+        programs: how many share the units; default as many as the device runs at once.
+        tiles: packed tiles of the layer's heads; a token's codes take an even number of bytes. None: there are none.
+        packed: int [batch, heads], the first tokens of each head that are in tiles, a multiple of `TILE`. A head with
+            tiles has sink 0, and a recent that no position reaches; what its ring still holds of packed tokens is
+            ignored.
+        first_tiles: int32 [heads], the first tile of each head; -1 for one without.
+        quantisation: what the tiles are.
+
+    Returns:
+        [batch, query_heads, head_dim]
+    """
+    batch, query_heads, head_dim = query.shape
+    heads = offsets.shape[0]
+    group, rows = query_heads // heads, batch * heads
+    assert keys.stride() == values.stride()
+    assert keys.stride(2) == query.stride(2) == 1
+    padded, members = _padded(head_dim), max(16, triton.next_power_of_2(group))
+    slots = min(max(TILE_BYTES // (padded * keys.element_size()), 16), 64)
+    most = batch * (keys.shape[1] // slots + heads)  # units there can be
+    segments, options, stored, strides = 1, dict.fromkeys(PACKED_OPTIONS), (None,) * 6, (0,) * 5
+    if tiles is not None:
+        segments, options = 2, _packed_options(head_dim, members, quantisation)
+        most += batch * tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
+        assert tiles.key_codes.stride() == tiles.value_codes.stride()
+        assert all(part[0].is_contiguous() for part in tiles)
+        key_words, value_words = tiles.key_codes.view(torch.int16), tiles.value_codes.view(torch.int16)
+        stored = key_words, tiles.key_scales, value_words, tiles.value_scales, packed, first_tiles
+        strides = *(part.stride(0) for part in (key_words, tiles.key_scales, tiles.value_scales)), *packed.stride()
+    programs = min(programs or _programs(query.device), most)
+    partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
+    ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
+    out = torch.empty(batch, query_heads, head_dim, dtype=query.dtype, device=query.device)
+    with torch.cuda.device_of(query):
+        _decode_kernel[(programs,)](
+            *(query, keys, values, offsets, lengths, sinks, rings, recents, partial, lse, ends, *stored),
+            *(*query.stride()[:2], *keys.stride()[:2], *lengths.stride(), *strides, rows, heads),
+            *_score_factors(scaling, softcap, head_dim),
+            G=group,
+            D=head_dim,
+            M=members,
+            DP=padded,
+            N=slots,
+            ROWS=triton.next_power_of_2(segments * rows),
+            SEGMENTS=segments,
+            **options,
+            CAP=softcap is not None,
+            ASM=query.element_size() == 2 and torch.version.hip is None and not triton.knobs.runtime.interpret,
+            num_warps=4,
+            num_stages=5,
+        )
+        _combine_kernel[(rows, group)](
+            *(partial, lse, ends, out, rows, programs),
+            G=group,
+            D=head_dim,
+            DP=padded,
+            PARTS=16,
+            SEGMENTS=segments,
+            num_warps=4,
+        )
+    return out
+
+
+def decode_reference(
+    query,
+    keys,
+    values,
+    offsets,
+    lengths,
+    sinks,
+    rings,
+    recents,
+    scaling=None,
+    softcap=None,
+    tiles=None,
+    packed=None,
+    first_tiles=None,
+    quantisation=None,
+):
+    """What `decode` computes, row by row; tiles are dequantised in the query's precision."""
+    out = torch.zeros_like(query)
+    group = query.shape[1] // len(offsets)
+    for row, of_heads in enumerate(lengths.tolist()):
+        for head, length in enumerate(of_heads):
+            start = 0 if tiles is None else int(packed[row, head])
+            position = torch.arange(start, length, device=query.device)
+            seen = position[(position < sinks[head]) | (length - 1 - position < recents[head])]
+            slot = torch.where(seen < sinks[head], seen, sinks[head] + (seen - sinks[head]) % rings[head].clamp(min=1))
+            at, here = offsets[head] + slot, slice(head * group, (head + 1) * group)
+            states = [keys[row, at], values[row, at]]
+            if start:
+                own = slice(int(first_tiles[head]), int(first_tiles[head]) + start // TILE)
+                key_codes, key_scales, value_codes, value_scales = tiles.map(
+                    lambda part, row=row, own=own: part[row, own]
+                )
+                scales = key_scales.to(query.dtype), value_scales.to(query.dtype)
+                packed_states = dequantise(Tiles(key_codes, scales[0], value_codes, scales[1]), quantisation.bits)
+                states = [torch.cat([old.flatten(0, 1), rest]) for old, rest in zip(packed_states, states, strict=True)]
+            if length:
+                allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)
+                out[row, here] = _softmax(query[row, here], *states, allowed, scaling, softcap)
+    return out
+
+
+def _packed_options(head_dim: int, members: int, quantisation: Quantisation) -> dict[str, int]:
+    """How the kernel walks tiles. Widths and tokens are not measured: they follow from the compiled code.
+
+    A dot that is wider than it is tall is split over warps by columns; a square one has each warp compute all of it.
+    """
+    words = head_dim * quantisation.bits // 16
+    key_width = _padded(words)
+    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE)
+    key_rows = 0
+    if quantisation.scheme == "kivi":
+        key_rows, _ = quantisation.key_groups(head_dim)
+        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
+    _, groups = quantisation.value_groups(head_dim)
+    widths = key_width, max(key_width, 2 * members)
+    return dict(zip(PACKED_OPTIONS, (tokens, quantisation.bits, key_rows, groups, *widths), strict=True))
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Decode programs that a device runs at once."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count * max(properties.shared_memory_per_multiprocessor // PROGRAM_BYTES, 1)

@@ -1,0 +1,228 @@
+"""Prefill: causal attention of many queries per row, over heads of one kind."""
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:  # transformers demands whatever is imported outside of a try
+    raise ImportError("the CUDA kernels of this checkpoint need triton") from error
+
+from .kv_kernels import EVERY, EVERY_POSITION, LN_2, LOWEST, _accumulate, _padded, _score_factors, _scores, _softmax
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
+def _prefill_kernel(
+    q_ptr,  # [batch, heads * G, tokens, D]
+    k_ptr,  # [batch, heads, n, D]
+    v_ptr,
+    sink_k_ptr,  # [batch, heads, sink, D]
+    sink_v_ptr,
+    padding_ptr,  # [batch]
+    out_ptr,  # [batch, heads * G, tokens, D]
+    lse_ptr,  # [batch, heads * G, tokens]
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    sink_k_batch,
+    sink_k_head,
+    sink_k_token,
+    sink_v_batch,
+    sink_v_head,
+    sink_v_token,
+    out_batch,
+    out_head,
+    out_token,
+    heads,
+    tokens,
+    past,
+    first,
+    sink,
+    recent,
+    limit,
+    scale,
+    cap,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    STREAMING: tl.constexpr,
+    SINKS_APART: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LSE: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    # the query heads of a KV head are further queries: row m is query m // G of query head m % G
+    m = block * M + tl.arange(0, M)
+    token, d = m // G, tl.arange(0, DP)
+    written = (token < tokens)[:, None] & (d < D)[None, :]
+    of_head = (head * G + m % G).to(tl.int64)
+    q_rows = of_head * q_head + token.to(tl.int64) * q_token
+    q = tl.load(q_ptr + batch * q_batch + q_rows[:, None] + d[None, :], written, 0.0)
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + batch).to(tl.int32)
+    position = past - pad + token
+    low = past - pad + block * M // G
+    high = past - pad + tl.minimum((block * M + M - 1) // G, tokens - 1)
+    stop = high + 1
+    if LIMITED:
+        stop = tl.minimum(stop, limit)
+
+    k_row, v_row = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
+    if BY_COLUMN:
+        k_row += tl.cast(pad - first, tl.int64) * k_token
+        v_row += tl.cast(pad - first, tl.int64) * v_token
+    sink_k, sink_v = k_row, v_row
+    if SINKS_APART:
+        sink_k = sink_k_ptr + batch * sink_k_batch + head * sink_k_head
+        sink_v = sink_v_ptr + batch * sink_v_batch + head * sink_v_head
+
+    # tiles of sinks, then those of positions from `begin` to before `stop`
+    n = tl.arange(0, N)
+    sink_tiles = (tl.maximum(tl.minimum(sink, stop), 0) + N - 1) // N
+    begin = tl.maximum(low - recent + 1, sink)
+    top = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    for tile in range(0, sink_tiles + (tl.maximum(stop - begin, 0) + N - 1) // N):
+        start, end, window = begin + (tile - sink_tiles) * N, stop, recent
+        k_from, v_from, k_step, v_step = k_row, v_row, k_token, v_token
+        if STREAMING:
+            of_sinks = tile < sink_tiles
+            start = tl.where(of_sinks, tile * N, start)
+            end = tl.where(of_sinks, tl.minimum(sink, stop), stop)
+            window = tl.where(of_sinks, EVERY_POSITION, recent)
+            if SINKS_APART:
+                k_from, v_from = tl.where(of_sinks, sink_k, k_row), tl.where(of_sinks, sink_v, v_row)
+                k_step, v_step = tl.where(of_sinks, sink_k_token, k_token), tl.where(of_sinks, sink_v_token, v_token)
+        there = start + n
+        loaded = (there < end)[:, None] & (d < D)[None, :]
+        k_from += tl.cast(start, tl.int64) * k_step
+        v_from += tl.cast(start, tl.int64) * v_step
+        k = tl.load(k_from + n[:, None] * k_step + d[None, :], loaded, 0.0)
+        v = tl.load(v_from + n[:, None] * v_step + d[None, :], loaded, 0.0)
+        scores = _scores(q, k, scale, cap, CAP)
+        # most tiles of a long input are seen whole by every query of the block
+        if (start + N > tl.minimum(low + 1, end)) | (start <= high - window):
+            age = position[:, None] - there[None, :]
+            scores = tl.where((age >= 0) & (age < window) & (there < end)[None, :], scores, float("-inf"))
+        top, total, acc = _accumulate(scores, v, top, total, acc)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_rows = of_head * out_head + token.to(tl.int64) * out_token
+    tl.store(out_ptr + batch * out_batch + out_rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), written)
+    if LSE:
+        lse = tl.where(total > 0, (top + tl.log2(total)) * LN_2, float("-inf"))
+        lse_rows = (batch * heads * G + of_head) * tokens + token
+        tl.store(lse_ptr + lse_rows, lse, token < tokens)
+
+
+def prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    past: int = 0,
+    padding: torch.Tensor | None = None,
+    sink: int = 0,
+    recent: int | None = None,
+    first: int | None = 0,
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    limit: int | None = None,
+    with_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of many queries per row, over heads of one kind; linear in the tokens for streaming heads.
+
+    Three ways to hand keys and values:
+      - an input without a past, or any keys by column from 0 on: as they are;
+      - full heads after a past, stored by position, not by column: `first=None`;
+      - streaming heads after a past: `sinks` by position, and keys from column `first` on, at most past - recent + 1.
+
+    Floor: 4 * head_dim operations for each visible pair of a query and a key, over the rate of the matrix units.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...; the query heads of a KV head are
+            adjacent.
+        keys, values: [batch, kv_heads, n, head_dim], at columns first, ..., past + tokens - 1; or with `first=None` at
+            positions 0, 1, ...
+        past: columns before the queries'.
+        padding: int [batch], left padding of each row: position = column - padding. Queries in it get zero.
+        sink, recent: see the module; recent None: full heads, whatever the sink.
+        sinks: keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of this
+            input too; None: they are among `keys`.
+        scaling: factor of the scores; default head_dim ** -0.5.
+        softcap: bound c of scores, c * tanh(score / c).
+        limit: keys at this position and later are not there: with `first=None` and a past of as much or more, each
+            query sees all `limit` of them, such as a block of the past.
+        with_lse: return the log-sum-exp of the scores too, by which the results over several blocks are merged.
+
+    Returns:
+        [batch, query_heads, tokens, head_dim], the transpose of a contiguous [batch, tokens, query_heads, head_dim];
+        with_lse: and float32 [batch, query_heads, tokens], -inf where a query saw nothing.
+    """
+    batch, query_heads, tokens, head_dim = query.shape
+    heads = keys.shape[1]
+    group = query_heads // heads
+    sink_keys, sink_values = sinks or (keys, values)
+    states = query, keys, values, sink_keys, sink_values
+    assert all(part.stride(3) == 1 for part in states)
+    assert first is None or first + keys.shape[2] == past + tokens
+    assert not first or (sinks is not None and first <= max(past - recent + 1, 0))
+    out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
+    lse = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=query.device) if with_lse else None
+    padded = _padded(head_dim)
+    row_bytes = padded * query.element_size()
+    most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
+    rows = 16 if tokens * group <= 16 else most
+    with torch.cuda.device_of(query):
+        _prefill_kernel[(triton.cdiv(tokens * group, rows), batch * heads)](
+            *(*states, padding, out, lse),
+            *(stride for part in (*states, out) for stride in part.stride()[:3]),
+            *(heads, tokens, past, first or 0, *((0, EVERY) if recent is None else (sink, recent)), limit or 0),
+            *_score_factors(scaling, softcap, head_dim),
+            G=group,
+            D=head_dim,
+            DP=padded,
+            M=rows,
+            N=tile,
+            PADDED=padding is not None,
+            BY_COLUMN=first is not None,
+            STREAMING=recent is not None,
+            SINKS_APART=sinks is not None,
+            LIMITED=limit is not None,
+            LSE=with_lse,
+            CAP=softcap is not None,
+            num_warps=8 if rows == most else 4,
+            num_stages=2,
+        )
+    return (out, lse) if with_lse else out
+
+
+def prefill_reference(
+    query, keys, values, past=0, padding=None, sink=0, recent=None, scaling=None, softcap=None
+) -> torch.Tensor:
+    """What `prefill` computes, with all keys and values by column from 0 on."""
+    out = torch.zeros_like(query)
+    group, tokens = query.shape[1] // keys.shape[1], query.shape[2]
+    for row in range(len(query)):
+        pad = 0 if padding is None else int(padding[row])
+        column = torch.arange(past + tokens, device=query.device)
+        own, age = column[past:, None] >= pad, column[past:, None] - column
+        allowed = (age >= 0) & (column >= pad) & ((age < (recent or EVERY)) | (column - pad < sink))
+        part = (states[row].repeat_interleave(group, 0) for states in (keys, values))
+        # a query in the padding sees itself, for a softmax that is not empty, and is dropped
+        result = _softmax(query[row], *part, allowed | (age == 0), scaling, softcap)
+        out[row] = torch.where(own, result, 0)
+    return out

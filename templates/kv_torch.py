@@ -1,0 +1,241 @@
+"""Attention in plain torch, head group by head group: what runs on a CPU, and the reference of the kernels.
+
+Long inputs go through in blocks of queries, so that no mask is larger than one block.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .kv_heads import HeadGroup, QuantisedGroup
+from .kv_layout import LayerLayout
+
+BLOCK = 256  # queries per block of a streaming group
+SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
+LOWEST = -1.0e30  # stands in for the log-sum-exp of nothing, so that differences are no NaN
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+    with_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention with grouped heads, keys and values never repeated.
+
+    Args:
+        query: [batch, kv_heads * group, tokens, head_dim].
+        keys, values: [batch, kv_heads, n, head_dim].
+        allowed: bool [1 or batch, 1 or tokens, n], or None where every query sees every key.
+        with_lse: return the log-sum-exp of the scores too, to `merge` with other keys; a query may then see nothing.
+
+    Returns:
+        [batch, kv_heads * group, tokens, head_dim], and with `with_lse` float32 [batch, kv_heads * group, tokens].
+    """
+    batch, kv_heads, _, head_dim = keys.shape
+    tokens = query.shape[2]
+    group = query.shape[1] // kv_heads
+    # a group's query heads become further queries of their KV head
+    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
+    mask = None if allowed is None else allowed[:, None]
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    if softcap is None and not with_lse:
+        if mask is not None:
+            mask = mask.expand(-1, -1, group * tokens, -1)
+        output = F.scaled_dot_product_attention(folded, keys, values, mask, dropout, scale=scaling)
+        return output.view(batch, kv_heads * group, tokens, head_dim)
+    scores = (folded @ keys.mT).float() * (head_dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = F.dropout((scores - lse.clamp(min=LOWEST)).exp().to(values.dtype), dropout)
+    output = (weights @ values).view(batch, kv_heads * group, tokens, head_dim)
+    return (output, lse.view(batch, -1, tokens)) if with_lse else output
+
+
+def merge(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from that over each: outputs [..., head_dim] and log-sum-exps [...]."""
+    lse = torch.logaddexp(one[1], other[1])
+    output = sum(part.float() * (own - lse).exp()[..., None] for part, own in (one, other))
+    return output, lse
+
+
+def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> torch.Tensor:
+    """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
+    slots = max(1, min(seen - min(group.skips), group.slots))
+    quantised = isinstance(group, QuantisedGroup) and max(group.packed) > 0
+    allowed = None
+    if torch.is_tensor(group.skipped) or group.margin or quantised:
+        lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
+        position, newest = group.positions(lengths, slots, group.ring), lengths - 1
+        allowed = (position >= 0) & (position <= newest)
+        if quantised:
+            allowed = allowed & (position >= torch.tensor(group.packed, device=query.device)[:, None])
+        elif group.sink is not None:
+            allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
+        allowed = allowed[:, None]
+    stored = group.keys[:, :, :slots], group.values[:, :, :slots]
+    if not quantised:
+        return attend(query, *stored, allowed, **options)
+    result = attend(query, *stored, allowed, **options, with_lse=True)
+    for keys, values, counts in group.blocks():
+        own = first_tokens(counts, keys)
+        result = merge(result, attend(query, keys, values, own, **options, with_lse=True))
+    return result[0].to(query.dtype)
+
+
+def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
+    """Queries of the last columns that keys are of: every earlier token of the row is visible.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim].
+        keys, values: [batch, kv_heads, past + tokens, head_dim], by column.
+        skipped: columns that every row skips, as `HeadGroup` has it.
+        with_lse: return the log-sum-exp of the scores too.
+    """
+    past, padded = keys.shape[2] - query.shape[2], torch.is_tensor(skipped) or skipped
+    if past or padded or with_lse or options["softcap"] is not None:
+        return blocks(query, keys, values, past, by_column(skipped), options, with_lse)
+    return F.scaled_dot_product_attention(
+        query, keys, values, dropout_p=options["dropout"], is_causal=True, scale=options["scaling"], enable_gqa=True
+    )
+
+
+def by_column(skipped):
+    """What queries see of keys that lie by column: all that is earlier in their row."""
+    first = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
+
+    def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
+
+    return allowed
+
+
+def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) -> torch.Tensor:
+    """Queries at columns from `past` on, of heads that store every position in its slot, their own tokens' too."""
+    stop = past + query.shape[2]
+    skip = group.skipped[:, None, None] if torch.is_tensor(group.skipped) else group.skipped
+
+    def allowed(queries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return slots <= (queries - skip).clamp(min=0)
+
+    return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, options)
+
+
+def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: dict) -> torch.Tensor:
+    """Queries of quantised heads at columns from `past` on, before their tokens are stored.
+
+    They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
+    """
+    near_keys, near_values, skipped = near(keys, values, group, past)
+    if not max(group.packed):
+        return causal(query, near_keys, near_values, skipped, options)
+    output, lse = causal(query, near_keys, near_values, skipped, options, with_lse=True)
+    output = output.float()
+    for part_keys, part_values, counts in group.blocks():
+        own = first_tokens(counts, part_keys)
+        for rows in query_blocks(query, part_keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
+            part = attend(query[:, :, rows], part_keys, part_values, own, **options, with_lse=True)
+            output[:, :, rows], lse[:, :, rows] = merge((output[:, :, rows], lse[:, :, rows]), part)
+    return output.to(query.dtype)
+
+
+def near(
+    keys: torch.Tensor, values: torch.Tensor, group: QuantisedGroup, past: int
+) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    """What is not in tiles, by column, the arriving tokens last: keys and values, and the columns that rows skip of it.
+
+    `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on.
+    """
+    firsts = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
+    before = max(past - min(firsts), 0)
+    states = (torch.cat(parts, 2) for parts in zip(group.window(past, before), (keys, values), strict=True))
+    skips = [first - (past - before) for first in firsts]
+    alike = len(set(skips)) == 1
+    return *states, skips[0] if alike else torch.tensor(skips, device=keys.device)
+
+
+def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:
+    """The first so many of keys [batch, kv_heads, n, head_dim] of each row, bool [batch, 1, n]; None: all."""
+    if counts is None:
+        return None
+    return torch.arange(keys.shape[2], device=keys.device) < torch.tensor(counts, device=keys.device)[:, None, None]
+
+
+def query_blocks(query: torch.Tensor, keys: int, explicit: bool, kv_heads: int) -> list[slice]:
+    """Blocks of queries whose mask, or explicit scores, over so many keys are not too large."""
+    batch, heads, tokens, _ = query.shape
+    per_query = max(batch * (heads if explicit else heads // kv_heads) * keys, 1)
+    block = min(max(SCORES // per_query, 16), 1024)
+    return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+
+
+def blocks(query, keys, values, past: int, allowed, options: dict, with_lse: bool = False):
+    """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask.
+
+    A block is over the keys that stand before the end of its queries in columns: no query sees a later one.
+    """
+    tokens, outputs = query.shape[2], []
+    explicit = with_lse or options["softcap"] is not None
+    for rows in query_blocks(query, past + tokens, explicit, keys.shape[1]):
+        queries = torch.arange(past + rows.start, past + rows.stop, device=query.device)[None, :, None]
+        columns = torch.arange(min(past + rows.stop, keys.shape[2]), device=query.device)[None, None]
+        part = (states[:, :, : past + rows.stop] for states in (keys, values))
+        outputs.append(attend(query[:, :, rows], *part, allowed(queries, columns), **options, with_lse=with_lse))
+    if with_lse:
+        return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+    return torch.cat(outputs, 2)
+
+
+def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+    """Queries of streaming heads over the same tokens' keys, nothing before them."""
+    tokens = query.shape[2]
+    if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
+        return causal(query, keys, values, skipped, options)
+    if not torch.is_tensor(skipped):
+        skipped = torch.full((1,), skipped, device=query.device)
+    columns = skipped[:, None] + torch.arange(layout.sink, device=query.device)
+    index = columns.clamp(max=tokens - 1)[:, None, :, None].expand(len(keys), keys.shape[1], -1, keys.shape[3])
+    sinks = keys.gather(2, index), values.gather(2, index)
+    nothing = keys[:, :, :0], values[:, :, :0]
+    return streaming(query, sinks, nothing, (keys, values), 0, skipped, layout, options)
+
+
+def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+    """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
+        sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
+        window: those of the last columns before `past`.
+        own: those of the queries' own columns.
+        skipped: left padding of every row, as `HeadGroup` has it.
+    """
+    pad = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
+    before, tokens = window[0].shape[2], query.shape[2]
+    sink = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
+    outputs = []
+    for start in range(0, tokens, BLOCK):
+        stop = min(start + BLOCK, tokens)
+        first = max(start - layout.recent + 1, -before)
+        parts = (
+            torch.cat(
+                [still, old[:, :, before + first :] if first < 0 else old[:, :, :0], new[:, :, max(first, 0) : stop]], 2
+            )
+            for still, old, new in zip(sinks, window, own, strict=True)
+        )
+        position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
+        recent = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
+        in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
+        in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
+        allowed = torch.cat([(sink <= position).expand(len(in_window), -1, -1), in_window], 2)
+        outputs.append(attend(query[:, :, start:stop], *parts, allowed, **options))
+    return torch.cat(outputs, 2)
