@@ -74,11 +74,12 @@ class Quantisation:
 @dataclass(frozen=True)
 class Selection:
     """How budgeted heads choose what they keep of a prompt (SnapKV, Li et al. 2024): by the attention of its last
-    `window` tokens, pooled over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`)."""
+    `window` tokens, pooled over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`). The window is kept
+    on top of the budget."""
 
-    window: int
-    kernel_size: int
-    pool: str
+    window: int = 8
+    kernel_size: int = 7
+    pool: str = "max"
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ class KVLayout:
             if layer.heads != heads:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {heads}")
         return cls(layers, head_dim)
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the cache is quantised; None: it is not."""
+        return next((layer.quantisation for layer in self.layers), None)
 
     def quantised(self, quantisation: Quantisation) -> "KVLayout":
         """The same heads with a cache that is quantised so.

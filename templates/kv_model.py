@@ -7,7 +7,7 @@ import torch
 
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
-from .kv_layout import KVLayout
+from .kv_layout import KVLayout, Quantisation
 
 
 class KVSurgeryModel:
@@ -44,12 +44,15 @@ class KVSurgeryGeneration(KVSurgeryModel):
             return
         cache = model_kwargs.get("past_key_values")
         if cache is None:
-            if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+            quantisation = None
+            if generation_config.cache_implementation == "quantized":
+                quantisation = requested_quantisation(generation_config.cache_config or {}, self.config)
+            elif generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
                     f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
                     "this checkpoint brings its own KV cache; leave the option out"
                 )
-            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config)
+            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config, quantisation=quantisation)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
@@ -124,6 +127,38 @@ def convert_experts(class_name: str, model_type: str) -> None:
     except ImportError:  # transformers 4 keeps them apart
         return
     register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(model_type), overwrite=True)
+
+
+def requested_quantisation(cache_config: dict, config) -> Quantisation:
+    """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
+
+    `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
+    axes are one scale per token. What is left out is as the config says, 4 bits if it says nothing.
+
+    Raises:
+        ValueError: an unknown key, or a value that this cache cannot have.
+    """
+    known = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
+    if unknown := sorted(set(cache_config) - known):
+        raise ValueError(
+            f"cache_config has {', '.join(unknown)}; this checkpoint's cache knows {', '.join(sorted(known))}"
+        )
+    backend = str(cache_config.get("backend", "quanto")).lower()
+    per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
+    if per_token is None:
+        raise ValueError(f"cache_config has the backend {backend!r}; quanto and hqq are known")
+    default = KVLayout.from_config(config).quantisation or Quantisation(4)
+    scheme = default.scheme
+    if "axis_key" in cache_config:
+        scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
+    if cache_config.get("axis_value", per_token) != per_token:
+        raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
+    return Quantisation(
+        bits=cache_config.get("nbits", default.bits),
+        scheme=scheme,
+        group_size=cache_config.get("q_group_size", default.group_size),
+        residual=cache_config.get("residual_length", default.residual),
+    )
 
 
 def check_cache(cache) -> None:

@@ -71,9 +71,9 @@ def merge(
 def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
     slots = max(1, min(seen - min(group.skips), group.slots))
-    quantised = isinstance(group, QuantisedGroup) and max(group.packed) > 0
-    allowed = None
-    if torch.is_tensor(group.skipped) or group.margin or quantised:
+    quantised = isinstance(group, QuantisedGroup)
+    tiles, allowed = quantised and max(group.packed) > 0, None
+    if torch.is_tensor(group.skipped) or group.margin or tiles:
         lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
@@ -83,7 +83,7 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> t
             allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
         allowed = allowed[:, None]
     stored = group.keys[:, :, :slots], group.values[:, :, :slots]
-    if not quantised:
+    if not tiles:
         return attend(query, *stored, allowed, **options)
     result = attend(query, *stored, allowed, **options, with_lse=True)
     for keys, values, counts in group.blocks():

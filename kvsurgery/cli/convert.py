@@ -50,6 +50,22 @@ if TYPE_CHECKING:
 @click.option("--kernel-size", type=int, default=7, show_default=True, help="Neighbours that attention is pooled over.")
 @click.option("--pool", type=click.Choice(["max", "avg"]), default="max", show_default=True, help="How it is pooled.")
 @click.option(
+    "--kv-bits",
+    type=click.Choice(["8", "4", "2"]),
+    help="Store full and budgeted heads in so many bits, but for their newest tokens.  [default: the model's dtype]",
+)
+@click.option(
+    "--kv-scheme",
+    type=click.Choice(["kivi", "per-token"]),
+    help="What a scale is for: kivi, a channel of keys and a token of values; per-token, a token.  [default: kivi]",
+)
+@click.option(
+    "--kv-group-size",
+    type=int,
+    help="States that share a scale.  [default: a tile of 128 tokens, or all channels of a head]",
+)
+@click.option("--kv-residual", type=int, help="Newest tokens that stay as they are, at least.  [default: 128]")
+@click.option(
     "--group-reduce",
     type=click.Choice(["mean", "max"]),
     default="mean",
@@ -72,8 +88,8 @@ def convert(
     """Rewrite the checkpoint SRC after a head profile.
 
     SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
-    token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). Weights keep their
-    bytes, in another order: `kvsurgery revert` restores the original.
+    token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). What is kept can be
+    quantised (KIVI). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
 
     A killed run continues when the same command is given again.
 
@@ -81,6 +97,7 @@ def convert(
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
+    kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
     """
     from kvsurgery import console
     from kvsurgery.cli import report
@@ -123,11 +140,18 @@ def _decide_options(
     method: str | None, rest: str | None, window: int, kernel_size: int, pool: str, **options: Any
 ) -> dict[str, Any]:
     """The options as `decide` takes them."""
-    from kvsurgery.decide.policy import Selection
+    from kvsurgery.decide.policy import Quantisation, Selection
 
     implied = {"duo": "streaming", "headkv": "budgeted", None: None}[method]
     if rest and implied and rest != implied:
         raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
+    names = ("scheme", "group_size", "residual")
+    given = {name: value for name in names if (value := options.pop(f"kv_{name}")) is not None}
+    bits = options.pop("kv_bits")
+    if given and bits is None:
+        flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{flags} goes with --kv-bits; add it, or leave it out")
+    options["quantisation"] = None if bits is None else Quantisation(int(bits), **given)
     return {**options, "rest": rest or implied, "selection": Selection(window, kernel_size, pool)}
 
 

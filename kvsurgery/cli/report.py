@@ -118,5 +118,5 @@ def print_kv_bytes(kv_bytes: Iterable[Mapping[str, Any]]) -> None:
         for row in kv_bytes
     ]
     console.stdout.print(
-        console.table("KV cache of one sequence, 16 bit", ["tokens", "before", "after", "ratio"], rows)
+        console.table("KV cache of one sequence, model in 16 bit", ["tokens", "before", "after", "ratio"], rows)
     )

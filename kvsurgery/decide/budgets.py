@@ -21,7 +21,7 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float) -> np.ndarray
 
     Returns:
         int64 [heads], summing to budget * heads exactly: what rounding leaves over goes to the largest remainders,
-        then to the earlier head.
+        then to the higher score, then to the earlier head.
 
     Raises:
         PolicyError: an option is out of range, or every score is 0.
@@ -37,5 +37,5 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float) -> np.ndarray
     exact = (budget - pool) + scores / max(scores.sum(), np.finfo(float).tiny) * pool * scores.size
     floors = np.floor(exact).astype(np.int64)
     missing = budget * scores.size - int(floors.sum())
-    floors[np.argsort(floors - exact, kind="stable")[:missing]] += 1
+    floors[np.lexsort((-scores, floors - exact))[:missing]] += 1
     return floors

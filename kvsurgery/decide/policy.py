@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 
+from kvsurgery import resources
 from kvsurgery.decide.budgets import allocate_budgets
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
@@ -20,14 +21,10 @@ from kvsurgery.score.profile import HeadProfile
 MAX_WINDOW = 1 << 30
 
 
-@dataclass(frozen=True)
-class Selection:
-    """How budgeted heads choose (SnapKV, Li et al. 2024): by the attention of the prompt's last `window` tokens, pooled
-    over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`). The window is kept on top of the budget."""
-
-    window: int = 8
-    kernel_size: int = 7
-    pool: str = "max"
+# shared with the emitted code: how budgeted heads choose, and how a cache is quantised
+Selection = resources.template_module("kv_layout").Selection
+Quantisation = resources.template_module("kv_layout").Quantisation
+SNAPKV = Selection()
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,13 @@ class Policy:
     layers: tuple[LayerPolicy, ...]
     options: dict[str, Any]
     selection: Selection | None = None
+    quantisation: Quantisation | None = None
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE3 of the canonical JSON of the layers and of how budgeted heads select."""
+        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select and the cache is quantised."""
         content = [[asdict(layer) for layer in self.layers], self.selection and asdict(self.selection)]
+        content += [asdict(self.quantisation)] if self.quantisation else []
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -98,7 +97,8 @@ def decide(
     recent: int = 256,
     budget: int | None = None,
     beta: float = 1.2,
-    selection: Selection = Selection(),
+    selection: Selection = SNAPKV,
+    quantisation: Quantisation | None = None,
     group_reduce: Literal["mean", "max"] = "mean",
 ) -> Policy:
     """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
@@ -116,6 +116,7 @@ def decide(
         budget: tokens of the prompt that a budgeted head keeps, mean over the budgeted heads.
         beta: how the budget is spread by score, as `allocate_budgets` takes it.
         selection: how a budgeted head chooses.
+        quantisation: how full and budgeted heads store all but their newest tokens; None: in the model's dtype.
         group_reduce: how query-head scores become a KV-head score.
 
     Raises:
@@ -156,7 +157,19 @@ def decide(
         ]
         options |= {"budget": budget, "beta": beta, **asdict(selection)}
         policy = Policy(_with_native(layers, windows), options, selection)
-    return policy
+    return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
+
+
+def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Policy:
+    """The policy with a quantised cache."""
+    try:
+        quantisation.check(head_dim)
+    except ValueError as error:
+        raise PolicyError(f"--kv-bits: {error}") from error
+    if not policy.full + policy.budgeted:
+        raise PolicyError("--kv-bits is for full and budgeted heads, and this policy has none; leave it out")
+    options = {f"kv_{name}": value for name, value in asdict(quantisation).items() if value is not None}
+    return replace(policy, options=policy.options | options, quantisation=quantisation)
 
 
 def _order(full: np.ndarray) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def model_card(
         title=base_model.rsplit("/", 1)[-1],
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
         tool_version=__version__,
-        others=_others(policy.options),
+        others=_others(policy.options) + _quantised(policy.quantisation),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -66,6 +66,16 @@ def _others(options: Mapping[str, Any]) -> str:
     return (
         f"**budgeted heads** keep {options['budget']} tokens of the prompt on average, chosen by the attention of its "
         f"last {options['window']} tokens, and everything from those on"
+    )
+
+
+def _quantised(quantisation: Any | None) -> str:
+    """How the cache is quantised, as the end of a sentence."""
+    if quantisation is None:
+        return ""
+    return (
+        f". All but the newest {quantisation.residual} tokens or a few more are stored in {quantisation.bits} bits "
+        f"({quantisation.scheme}), but for streaming heads"
     )
 
 

@@ -35,6 +35,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         "version": resources.template_module("kv_layout").VERSION,
         "head_dim": model.head_dim,
         **({"selection": asdict(policy.selection)} if policy.selection else {}),
+        **({"quantisation": asdict(policy.quantisation)} if policy.quantisation else {}),
         "layers": [_layer(layer) for layer in policy.layers],
     }
     return result

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from templates import kv_heads, kv_layout, kv_quant
 from templates.kv_cache import KVSurgeryCache
 from templates.kv_layout import KVLayout
 from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
@@ -28,10 +29,12 @@ SINK, RECENT, WINDOW = 2, 4, 6
 LENGTH = 56  # tokens of the longest row
 FULL = {"llama": [1, 3], "gemma2": [0, 2]}  # full heads of each layer; the first of Gemma 2 has its own window
 CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
+# a scale for every element loses nothing
+QUANTISED = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 3}
 
 
 @cache
-def models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+def models(family: str, quantised: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock model, and the same weights under the emitted code."""
     changes = {"sliding_window": WINDOW, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
     original = stock(family, num_hidden_layers=2, **changes)
@@ -40,6 +43,8 @@ def models(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
         layers[0] |= {"sink": 0, "recent": WINDOW, "native": True}
     config = copy.deepcopy(original.config)
     config.kv_surgery = {"version": 1, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
+    if quantised:
+        config.kv_surgery["quantisation"] = QUANTISED
     emitted = CLASSES[family](config).eval()
     emitted.load_state_dict(original.state_dict())
     return original, emitted
@@ -49,10 +54,11 @@ class CacheMachine(RuleBasedStateMachine):
     """`rows` are the real tokens of each row, `pads` its left padding, in columns that may be yet to come."""
 
     family: str
+    quantised: bool
 
     def __init__(self):
         super().__init__()
-        self.stock, self.model = models(self.family)
+        self.stock, self.model = models(self.family, self.quantised)
         self.cache = KVSurgeryCache(self.model.config)
         self.layout = KVLayout.from_config(self.model.config)
         self.seen, self.safe, self.recording, self.seed = 0, 0, False, 0
@@ -192,9 +198,12 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.allocated_bytes() == predicted
 
 
+@pytest.mark.parametrize("quantised", [False, True], ids=["16 bit", "quantised"])
 @pytest.mark.parametrize("family", CLASSES)
-def test_any_operations_on_a_cache(family):
-    machine = type("CacheMachine", (CacheMachine,), {"family": family})
+def test_any_operations_on_a_cache(family, quantised, monkeypatch):
+    for module in (kv_heads, kv_layout, kv_quant):
+        monkeypatch.setattr(module, "TILE", 8)
+    machine = type("CacheMachine", (CacheMachine,), {"family": family, "quantised": quantised})
     run_state_machine_as_test(
         machine,
         settings=settings(

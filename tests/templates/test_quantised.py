@@ -1,0 +1,383 @@
+"""A quantised cache: what it computes, in which bytes, and what it refuses.
+
+With one scale per element nothing is lost, so that where tokens go can be checked exactly; what codes lose is checked
+apart.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from kvsurgery.decide.policy import Quantisation, Selection
+from templates import kv_layout
+from templates.kv_quant import dequantise, empty_tiles, quantise
+from tests.families import largest, make, tokens
+from tests.surgery import convert_folder
+from tests.templates.test_exactness import left_padded, logits
+from tests.templates.test_kv_cache import module_of
+
+GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
+LOSSLESS = Quantisation(8, "per-token", group_size=1, residual=5)
+PROMPT = 300  # two tiles and more
+TILE = kv_layout.TILE
+
+
+@pytest.fixture(scope="module")
+def quantised(checkpoint, tmp_path_factory):
+    """Conversions with half of the heads streaming, and the others quantised."""
+    made = {}
+
+    def make(family, quantisation, **options):
+        key = (family, quantisation, *options.items())
+        if key not in made:
+            options = options or {"sparsity": 0.5}
+            out = tmp_path_factory.mktemp("quantised") / family
+            made[key] = convert_folder(checkpoint(family), out, quantisation=quantisation, **options)
+        return made[key]
+
+    return make
+
+
+class SlowCache(DynamicCache):
+    """Every token as it came, but for whole tiles of the oldest ones, which are what quantising one by one makes."""
+
+    def __init__(self, quantisation, config):
+        super().__init__(config=config)
+        self.quantisation, self.packed = quantisation, {}
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        before = (
+            self.layers[layer].keys.shape[2] if layer < len(self.layers) and self.layers[layer].get_seq_length() else 0
+        )
+        if keys.shape[2] == 1:
+            self.pack(layer, before)
+            return super().update(keys, values, layer, *args, **kwargs)
+        stored = super().update(keys, values, layer, *args, **kwargs)
+        seen = [states.clone() for states in stored]
+        self.pack(layer, before + keys.shape[2] - 1)
+        return seen
+
+    def pack(self, layer, settled):
+        if self.layers[layer].is_sliding:
+            return
+        done = self.packed.get(layer, 0)
+        while settled - done >= self.quantisation.residual + TILE:
+            for which, states in enumerate((self.layers[layer].keys, self.layers[layer].values)):
+                tile = states[:, :, done : done + TILE]
+                per_channel = which == 0 and self.quantisation.scheme == "kivi"
+                size = self.quantisation.group_size or (TILE if per_channel else tile.shape[3])
+                for part in tile.split(size, 2 if per_channel else 3):
+                    dim = 2 if per_channel else 3
+                    low, high = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
+                    scale = (high - low) / (2**self.quantisation.bits - 1)
+                    part.copy_(low + ((part - low) / scale.clamp(min=1e-30)).round() * scale)
+            done = self.packed[layer] = done + TILE
+
+
+def reference(converted, quantisation, parts):
+    """Logits of the stock model with every head full, over a `SlowCache`."""
+    cache, found = SlowCache(quantisation, converted.stock.config), []
+    for part in parts:
+        with torch.no_grad():
+            found.append(converted.stock(part, past_key_values=cache).logits)
+    return torch.cat(found, 1)
+
+
+def in_parts(model, parts, cache=None, **options):
+    found = []
+    for part in parts:
+        with torch.no_grad():
+            output = model(part, past_key_values=cache, **options)
+        cache = output.past_key_values
+        found.append(output.logits)
+    return torch.cat(found, 1), cache
+
+
+@given(
+    bits=st.sampled_from([8, 4, 2]),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    group_size=st.sampled_from([None, 16, 32]),
+    head_dim=st.sampled_from([32, 64, 96]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+@settings(deadline=None, max_examples=60)
+def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
+    quantisation = Quantisation(bits, scheme, group_size)
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.rand(head_dim, generator=generator) * 5
+    states = (torch.randn(2, 2, 3, TILE, head_dim, generator=generator) * spread).to(dtype)
+    tiles = quantise(*states, quantisation)
+    assert [part.shape for part in tiles] == [part.shape for part in empty_tiles(states[0], 3, quantisation)]
+    assert tiles.nbytes == 2 * 3 * quantisation.tile_bytes(head_dim, dtype.itemsize)
+    rounding = 4 * torch.finfo(dtype).eps
+    for exact, found, per_channel in zip(states, dequantise(tiles, bits), (scheme == "kivi", False), strict=True):
+        dim = -2 if per_channel else -1
+        size = group_size or exact.shape[dim]
+        grouped = exact.double().unflatten(dim, (-1, size))
+        inner = dim - 1 if dim == -1 else dim
+        steps = (grouped.amax(dim) - grouped.amin(dim)) / (2**bits - 1)
+        bound = (steps / 2).unsqueeze(dim).expand_as(grouped).flatten(
+            dim - 1, dim
+        ) + rounding * exact.double().abs().amax()
+        assert ((found.double() - exact.double()).abs() <= bound).all(), inner
+
+
+def test_bytes_of_a_tile():
+    """Against 64 KiB in 16 bit, at 128 channels."""
+    ratios = [64 * 1024 / Quantisation(bits).tile_bytes(128) for bits in (8, 4, 2)]
+    assert [round(ratio, 2) for ratio in ratios] == [1.94, 3.76, 7.11]
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "family"),
+    [
+        (Quantisation(8), "qwen3"),
+        (Quantisation(4, residual=0), "gemma2"),
+        (Quantisation(2, residual=30), "qwen3"),
+        (Quantisation(4, "per-token", 8, residual=1), "gemma3"),
+        (Quantisation(8, "per-token", residual=40), "llama"),
+        (Quantisation(4, "kivi", 16, residual=3), "qwen3_moe"),
+        (Quantisation(4, residual=7), "llama-tied-mha"),
+    ],
+    ids=str,
+)
+def test_steps_equal_a_cache_that_quantises_tile_by_tile(quantised, checkpoint, quantisation, family):
+    converted = quantised(family, quantisation, sparsity=0.0)
+    parts = tokens(2, 470).split([140, 3, 120, *[1] * 150, 57], 1)
+    found, cache = in_parts(converted.model, parts)
+    expected = reference(converted, quantisation, parts)
+    exact = logits(converted.stock, tokens(2, 470))
+    # not nearer, since a state on the edge of two codes may take the other one
+    assert (found - expected).norm() <= 0.05 * (exact - expected).norm()
+    assert largest((found - expected)[:, :140], expected) <= 1e-5
+    assert max(cache.layers[-1].full.packed) == TILE * quantisation.tiles(470)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("sizes", [[PROMPT], [1] * 20, [7, 150, 1, 200], [128, 128, 128]], ids=str)
+def test_without_loss_every_way_in_is_exact(quantised, mixed, family, sizes):
+    converted, plain = quantised(family, LOSSLESS), mixed(family)
+    ids = tokens(2, sum(sizes) + 150)
+    expected = logits(plain.model, ids)
+    found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))
+    assert largest(found - expected, expected) <= 1e-5
+    assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1])
+
+
+def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantised):
+    model = quantised("llama", LOSSLESS).model
+    lengths = [400, 270, 131, 4]
+    ids, mask, position_ids = left_padded(tokens(4, 400), lengths)
+    cache, found = None, []
+    for start, stop in ((0, 200), (200, 203), *((at, at + 1) for at in range(203, 400))):
+        with torch.no_grad():
+            output = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=position_ids[:, start:stop],
+                past_key_values=cache,
+            )
+        cache = output.past_key_values
+        found.append(output.logits)
+    found = torch.cat(found, 1)
+    for row, length in enumerate(lengths):
+        expected = logits(model, ids[row : row + 1, 400 - length :])
+        assert largest(found[row : row + 1, 400 - length :] - expected, expected) <= 1e-5
+        assert cache.layers[0].full.packed[row] == TILE * LOSSLESS.tiles(length)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(1, PROMPT, 40), (3, 10, 150), (2, 133, 1)])
+def test_allocated_bytes_are_the_predicted_ones(quantised, bits, batch, prompt, new):
+    converted = quantised("qwen3", Quantisation(bits, residual=4))
+    output = converted.model.generate(tokens(batch, prompt), **GREEDY, max_new_tokens=new, return_dict_in_generate=True)
+    cache = output.past_key_values
+    layout = module_of(converted.model, "kv_layout").KVLayout.from_config(converted.model.config)
+    assert cache.allocated_bytes() == layout.kv_bytes(batch, prompt, new, itemsize=4)
+    storage = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for layer in cache.layers
+        for buffer in (layer.keys, layer.values, *(layer.tiles or ()))
+    }
+    assert sum(storage.values()) == cache.allocated_bytes()
+    # by hand: half of 16 heads full, 16 channels, 4 bytes a scale
+    full, tail = prompt + new, min(prompt + new, 4 + TILE)
+    tile = 2 * (TILE * 16 * bits // 8) + (2 * 16 + 2 * TILE) * 4
+    streaming = min(full, 3 + 5)
+    assert cache.allocated_bytes() == batch * 8 * ((tail + streaming) * 2 * 16 * 4 + max(0, full - 5) // TILE * tile)
+
+
+def test_a_tile_is_written_once(quantised):
+    model = quantised("qwen3", Quantisation(4, residual=4)).model
+    cache = in_parts(model, [tokens(1, 300)])[1]
+    first = [[part[:, :, :2].clone() for part in layer.full.tiles] for layer in cache.layers if layer.full.heads]
+    in_parts(model, tokens(1, 200, seed=1).split(1, 1), cache)
+    again = [[part[:, :, :2] for part in layer.full.tiles] for layer in cache.layers if layer.full.heads]
+    assert all(
+        one.equal(other)
+        for before, after in zip(first, again, strict=True)
+        for one, other in zip(before, after, strict=True)
+    )
+    assert cache.layers[0].full.packed == [384]
+
+
+@pytest.mark.parametrize("options", [{"budget": 180}, {"budget": 150, "full_heads": 6}], ids=["all", "some full"])
+def test_budgeted_heads(checkpoint, quantised, tmp_path, options):
+    """What a head has selected is packed like what a full head keeps."""
+    options |= {"rest": "budgeted", "beta": 1.3, "selection": Selection(4, 3)}
+    plain = convert_folder(checkpoint("llama"), tmp_path / "plain", **options)
+    lossless = convert_folder(checkpoint("llama"), tmp_path / "lossless", quantisation=LOSSLESS, **options)
+    ids, mask, position_ids = left_padded(tokens(3, 400), [400, 330, 100])
+    prompt = {"attention_mask": mask, "position_ids": position_ids}
+    caches = [converted.model(ids, **prompt).past_key_values for converted in (plain, lossless)]
+    assert caches[1].layers[0].budgeted.groups[0].packed[0] > 0
+    for size in (1, 9, *[1] * 140):
+        mask = torch.cat([mask, torch.ones(3, size, dtype=torch.long)], 1)
+        later = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -size:]}
+        with torch.no_grad():
+            expected, found = (
+                converted.model(tokens(3, size, seed=size), past_key_values=cache, **later).logits
+                for converted, cache in zip((plain, lossless), caches, strict=True)
+            )
+        assert largest(found - expected, expected) <= 1e-5
+    output = lossless.model.generate(tokens(2, 400), **GREEDY, max_new_tokens=30, return_dict_in_generate=True)
+    layout = module_of(lossless.model, "kv_layout").KVLayout.from_config(lossless.model.config)
+    assert output.past_key_values.allocated_bytes() == layout.kv_bytes(2, 400, 30, itemsize=4)
+
+
+def test_beams_assisted_decoding_and_copies(quantised, mixed):
+    model, plain = quantised("llama", LOSSLESS).model, mixed("llama").model
+    ids, options = tokens(1, 130, seed=3).repeat(1, 2), GREEDY | {"max_new_tokens": 150}
+    expected = plain.generate(ids, **options)
+    assert model.generate(ids, **options).equal(expected)
+    assert model.generate(ids, **options, prompt_lookup_num_tokens=6).equal(expected)
+    assert model.generate(ids, **options, assistant_model=quantised("llama", LOSSLESS).load()).equal(expected)
+    rows = torch.cat([ids, tokens(1, 260, seed=4)])
+    mask = torch.ones_like(rows)
+    mask[1, :77] = 0
+    beams = options | {"num_beams": 3, "attention_mask": mask, "max_new_tokens": 60}
+    assert model.generate(rows * mask, **beams).equal(plain.generate(rows * mask, **beams))
+
+
+def test_assisted_decoding_costs_what_is_predicted(quantised):
+    model = quantised("qwen3", Quantisation(4, residual=4)).model
+    ids = tokens(1, 130, seed=3).repeat(1, 2)
+    output = model.generate(ids, **GREEDY, max_new_tokens=40, prompt_lookup_num_tokens=6, return_dict_in_generate=True)
+    cache, layout = output.past_key_values, module_of(model, "kv_layout").KVLayout.from_config(model.config)
+    assert cache.margin
+    assert cache.allocated_bytes() == layout.kv_bytes(1, 260, 40, margin=cache.margin, itemsize=4)
+
+
+def test_what_is_not_packed_can_be_taken_back(quantised):
+    model = quantised("llama", LOSSLESS, sparsity=0.0).model
+    ids = tokens(1, 420)
+    expected = logits(model, ids)
+    cache = in_parts(model, ids[:, :410].split([400, *[1] * 10], 1))[1]
+    packed = cache.layers[0].full.packed[0]
+    assert packed == 384
+    cache.crop(-LOSSLESS.residual)
+    found, cache = in_parts(model, ids[:, 405:].split(1, 1), cache)
+    assert largest(found - expected[:, 405:], expected) <= 1e-5
+    cache.crop(384 - 420)
+    with pytest.raises(ValueError, match="are quantised"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 384
+
+
+class TestAsTransformersAsksForIt:
+    def test_bits_for_one_call(self, mixed, quantised):
+        model = mixed("qwen3").model
+        ids, options = tokens(2, PROMPT), GREEDY | {"max_new_tokens": 20, "return_dict_in_generate": True}
+        asked = {"cache_implementation": "quantized", "cache_config": {"nbits": 8, "residual_length": 4}}
+        cache = model.generate(ids, **options, **asked).past_key_values
+        same = quantised("qwen3", Quantisation(8, residual=4)).model.generate(ids, **options)
+        assert cache.allocated_bytes() == same.past_key_values.allocated_bytes()
+        assert model.generate(ids, **options, **asked).sequences.equal(same.sequences)
+        assert model.generate(ids, **options).past_key_values.layers[0].tiles is None
+
+    @pytest.mark.parametrize(
+        ("asked", "expected"),
+        [
+            ({}, Quantisation(4)),
+            ({"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0}, Quantisation(2, "per-token")),
+            ({"backend": "HQQ", "axis_key": 1, "axis_value": 1, "q_group_size": 8}, Quantisation(4, "per-token", 8)),
+            ({"backend": "quanto", "axis_key": -1, "residual_length": 64}, Quantisation(4, residual=64)),
+        ],
+        ids=str,
+    )
+    def test_its_words(self, mixed, asked, expected):
+        model = mixed("qwen3").model
+        found = module_of(model, "kv_model").requested_quantisation(asked, model.config)
+        assert vars(found) == vars(expected)
+
+    @pytest.mark.parametrize(
+        ("asked", "says"),
+        [
+            ({"nbits": 3}, "8, 4 or 2 bits"),
+            ({"q_group_size": 12}, "does not divide head_dim 16"),
+            ({"compute_dtype": "float16"}, "compute_dtype"),
+            ({"backend": "gguf"}, "quanto and hqq"),
+            ({"axis_value": -1}, "axis_value 0"),
+            ({"residual_length": -1}, "residual"),
+        ],
+        ids=str,
+    )
+    def test_what_it_cannot_have(self, mixed, asked, says):
+        with pytest.raises(ValueError, match=says):
+            mixed("qwen3").model.generate(tokens(1, 4), cache_implementation="quantized", cache_config=asked)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bits": 5},
+        {"scheme": "nuq"},
+        {"group_size": 7},
+        {"group_size": 0},
+        {"group_size": 2},
+        {"residual": -1},
+        {"residual": 1.5},
+        {"bits": None},
+    ],
+    ids=str,
+)
+def test_layout_sections_that_contradict_themselves(quantised, change):
+    config = copy.deepcopy(quantised("qwen3", Quantisation(4, residual=4)).model.config.to_dict())
+    kv_layout.KVLayout.from_config(config)
+    config["kv_surgery"]["quantisation"] |= change
+    with pytest.raises(ValueError, match="malformed"):
+        kv_layout.KVLayout.from_config(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(quantised, dtype):
+    model = quantised("qwen3", Quantisation(8, residual=4)).load(dtype=dtype)
+    exact = quantised("qwen3", Quantisation(8, residual=4)).model
+    ids = tokens(1, PROMPT)
+    found, cache = in_parts(model, ids.split([200, *[1] * 100], 1))
+    expected, _ = in_parts(exact, ids.split([200, *[1] * 100], 1))
+    assert cache.layers[0].tiles.key_scales.dtype == dtype
+    assert ((found.float() - expected).norm() / expected.norm()).item() <= (0.02 if dtype == torch.float16 else 0.1)
+
+
+def test_more_bits_are_nearer(quantised, tmp_path):
+    """Relative error of logits after a prompt that is all but its end quantised."""
+    folder = make("qwen3", tmp_path / "wide", head_dim=64, max_position_embeddings=1024)
+    ids = tokens(1, 700)
+    errors = []
+    for bits in (8, 4, 2):
+        converted = convert_folder(
+            folder, tmp_path / str(bits), sparsity=0.0, quantisation=Quantisation(bits, residual=8)
+        )
+        found, _ = in_parts(converted.model, ids.split([640, *[1] * 60], 1))
+        expected = logits(converted.stock, ids)
+        errors.append(((found - expected)[:, 640:].norm() / expected[:, 640:].norm()).item())
+    assert errors[0] < errors[1] / 4 < errors[2] / 16
+    assert errors[0] <= 1e-2
+    assert math.isfinite(errors[2])
