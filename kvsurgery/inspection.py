@@ -30,6 +30,7 @@ class Surgery:
     Attributes:
         full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
+        quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
@@ -40,6 +41,7 @@ class Surgery:
     full_heads: tuple[int | None, ...]
     streaming: int
     budgeted: int
+    quantisation: Mapping[str, Any] | None
     kv_bytes: tuple[Mapping[str, Any], ...]
     base_model: str | None = None
     base_revision: str | None = None
@@ -160,6 +162,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
         "budgeted": sum(len(layer.budgets) for layer in layout.layers),
+        "quantisation": layout.quantisation and asdict(layout.quantisation),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
     }
     if not (folder / PROVENANCE).exists():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Mismatch
 from kvsurgery.logits import compare_logits
 from tests.families import FAMILIES
@@ -19,6 +20,11 @@ def test_emitted_and_stock_agree(mixed, family):
 
 def test_budgeted_heads_count_as_full(checkpoint, tmp_path):
     converted = convert_folder(checkpoint("gemma2"), tmp_path / "out", rest="budgeted", budget=2)
+    assert compare_logits(converted.folder).difference <= 1e-5
+
+
+def test_a_quantised_cache_counts_as_none(checkpoint, tmp_path):
+    converted = convert_folder(checkpoint("qwen3"), tmp_path / "out", quantisation=Quantisation(2, residual=0))
     assert compare_logits(converted.folder).difference <= 1e-5
 
 

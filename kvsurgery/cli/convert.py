@@ -150,7 +150,7 @@ def _decide_options(
     bits = options.pop("kv_bits")
     if given and bits is None:
         flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{flags} goes with --kv-bits; add it, or leave it out")
+        raise click.UsageError(f"{flags} goes with --kv-bits; add that, or leave it out")
     options["quantisation"] = None if bits is None else Quantisation(int(bits), **given)
     return {**options, "rest": rest or implied, "selection": Selection(window, kernel_size, pool)}
 

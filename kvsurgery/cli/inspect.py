@@ -114,5 +114,11 @@ def _show_surgery(surgery: Surgery) -> None:
     full = sum(count for count in surgery.full_heads if count is not None)
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
     others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
+    if quantised := surgery.quantisation:
+        groups = f", groups of {quantised['group_size']}" if quantised["group_size"] else ""
+        scheme = f"{quantised['scheme']}{groups}"
+        lines.append(
+            f"KV cache in {quantised['bits']} bits ({scheme}), the newest {quantised['residual']} tokens as they are"
+        )
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
     console.stdout.print("\n".join(lines), markup=False)

@@ -295,6 +295,29 @@ class TestOptions:
         assert "**budgeted heads** keep 100 tokens" in Path("out/README.md").read_text()
         assert "6 budgeted" in done("inspect", "out").out
 
+    def test_a_quantised_cache(self, here: Path) -> None:
+        command = ("convert", "llama", "--profile", PROFILE, "--kv-bits", 4)
+        text = done(*command, "--dry-run").out
+        assert "kv_bits 4, kv_scheme kivi, kv_residual 128" in text
+        rows = [
+            json.loads(done(*command[:4], *more, "--dry-run", "--json").out)["kv_bytes"] for more in ((), command[4:])
+        ]
+        assert all(one["after"] > other["after"] for one, other in zip(*rows, strict=True))
+        done(*command, "--out", "out", "--kv-scheme", "per-token", "--kv-group-size", 2, "--kv-residual", 64)
+        section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
+        assert section["quantisation"] == {"bits": 4, "scheme": "per-token", "group_size": 2, "residual": 64}
+        assert "newest 64 tokens or a few more are stored in 4 bits" in Path("out/README.md").read_text()
+        assert (
+            "KV cache in 4 bits (per-token, groups of 2), the newest 64 tokens as they are"
+            in done("inspect", "out").out
+        )
+        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantisation"] == section["quantisation"]
+
+    def test_details_of_bits_without_bits(self, here: Path) -> None:
+        result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--kv-group-size", 2, "--kv-residual", 1)
+        assert result.code == 2
+        assert "--kv-group-size and --kv-residual goes with --kv-bits" in result.err
+
     def test_kinds_that_contradict_each_other(self, here: Path) -> None:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--method", "duo", "--rest", "budgeted")
         assert result.code == 2
