@@ -24,7 +24,7 @@ test-transformers-%: .venv-%/ready
 
 # kernels without a GPU: computed by Triton's interpreter, and compiled for A100 and H100
 test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
-	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py
+	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 

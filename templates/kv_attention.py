@@ -12,7 +12,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
-from .kv_cache import Handle, KVLayerCache, check_padding, leading_padding
+from .kv_cache import Handle, KVLayerCache
+from .kv_columns import check_padding, leading_padding
 from .kv_heads import HeadGroup, QuantisedGroup
 from .kv_layout import LayerLayout
 
@@ -174,7 +175,7 @@ def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, optio
         heads.observe(past, asking)
         if past + cut == heads.prompt:
             scaling = options["scaling"] or query.shape[-1] ** -0.5
-            heads.select(*whole, layer.cache.pads, scaling, options["softcap"])
+            heads.select(*whole, layer.columns.pads, scaling, options["softcap"])
             layer.table = None
     if cut < tokens:
         states = (part[:, :, cut:] for part in (query, key, value))

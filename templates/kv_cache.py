@@ -11,48 +11,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .kv_budget import BudgetedHeads
+from .kv_columns import Columns, Rows
+from .kv_graph import DecodeGraph
 from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles
 from .kv_layout import KVLayout, LayerLayout, Quantisation
 
 EVERY = 2**30  # the sink of a full head, which no position reaches
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
-
-
-def leading_padding(mask: torch.Tensor) -> torch.Tensor:
-    """Leading zeros of each row of a padding mask: [batch, tokens] -> int64 [batch]. A row may be all padding."""
-    return (mask.bool().cumsum(-1) == 0).sum(-1)
-
-
-def check_padding(mask: torch.Tensor) -> tuple[bool, bool]:
-    """Whether a padding mask [batch, tokens] pads rows on the left and on the right. Waits for the device.
-
-    Raises:
-        ValueError: a hole between the tokens of a row.
-    """
-    mask = mask.bool()
-    left, right = ~mask[:, 0], ~mask[:, -1]
-    edges = (mask[:, 1:] != mask[:, :-1]).sum(-1)
-    holes = edges > left.long() + right.long()
-    padded_left, padded_right, holed = torch.stack([left.any(), (right & mask.any(-1)).any(), holes.any()]).tolist()
-    if holed:
-        raise ValueError("the attention mask has holes between tokens; only padding at the ends of a row is supported")
-    return padded_left, padded_right
-
-
-class Rows:
-    """A change of rows: which old row each one copies."""
-
-    def __init__(self, index: torch.Tensor):
-        self.index = index
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return states.index_select(0, self.index.to(states.device))
-
-    def of(self, values: list) -> list:
-        """The same for what the host knows of rows. Waits for the device where rows differ."""
-        if len(set(values)) <= 1:
-            return values[:1] * len(self.index)
-        return [values[row] for row in self.index.tolist()]
 
 
 class HeadTable(NamedTuple):
@@ -81,9 +46,9 @@ class KVLayerCache(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, layout: LayerLayout, cache: "KVSurgeryCache"):
+    def __init__(self, layout: LayerLayout, columns: Columns):
         super().__init__()
-        self.layout, self.cache = layout, cache
+        self.layout, self.columns = layout, columns
         self.reset()
 
     def __setstate__(self, state: dict) -> None:
@@ -111,7 +76,7 @@ class KVLayerCache(CacheLayerMixin):
             full = HeadGroup(key_states, layout.full)
         self.groups = [full, HeadGroup(key_states, layout.streaming, layout.sink, layout.recent)]
         if layout.budgets:
-            self.budgeted = BudgetedHeads(key_states, layout, self.cache.prompt)
+            self.budgeted = BudgetedHeads(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
         self.is_initialized = True
 
@@ -145,24 +110,24 @@ class KVLayerCache(CacheLayerMixin):
     def make_room(self, tokens: int) -> None:
         """Prepare the groups for new columns: where their rows begin, what tiles may take, and storage for all."""
         seen = self.seen + tokens
-        if seen != self.cache.expected:
+        if seen != self.columns.expected:
             raise RuntimeError(
                 "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`; "
                 "after a forward that was interrupted, reset() it"
             )
-        if self.pads is not self.cache.pads:
-            self.pads, self.table = self.cache.pads, None
+        if self.pads is not self.columns.pads:
+            self.pads, self.table = self.columns.pads, None
             for group in self.groups:
                 group.align(self.pads)
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
-            self.capacity = self.cache.reserved if seen <= self.cache.reserved else grown
+            self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
         quantised = self.quantised
         for group in quantised:
-            group.settled = self.cache.settled
+            group.settled = self.columns.settled
         for group in (self.streaming, *quantised):
-            if self.cache.margin > group.margin:
-                group.widen(self.cache.margin, self.seen, self.capacity)
+            if self.columns.margin > group.margin:
+                group.widen(self.columns.margin, self.seen, self.capacity)
                 self.table = None
         slots = [group.wanted(self.capacity) for group in self.groups]
         counts = [group.wanted_tiles(self.capacity) for group in quantised]
@@ -232,8 +197,8 @@ class KVLayerCache(CacheLayerMixin):
             self.table = HeadTable(*torch.tensor(rows, **whole), skipped, packed.contiguous())
         return self.table
 
-    def crop_to(self, length: int) -> None:
-        """Take back every token from column `length` on."""
+    def check_crop(self, length: int) -> None:
+        """Raise ValueError where columns from `length` on cannot be taken back."""
         if self.layout.streaming and length < min(self.restorable, self.seen):
             raise ValueError(
                 f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
@@ -250,7 +215,6 @@ class KVLayerCache(CacheLayerMixin):
                         f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
                         f"{self.seen - skip - packed} are quantised"
                     )
-        self.seen = min(self.seen, length)
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -281,7 +245,7 @@ class KVLayerCache(CacheLayerMixin):
         self._bind()
         if self.budgeted:
             self.budgeted.map_rows(rows)
-        self.pads, self.table = self.cache.pads, None
+        self.pads, self.table = self.columns.pads, None
         for group in self.groups:
             group.take_rows(rows.of)
             group.align(self.pads)
@@ -300,20 +264,12 @@ class KVSurgeryCache(Cache):
         layout = KVLayout.from_config(config)
         if quantisation:
             layout = layout.quantised(quantisation)
-        self.reserved = capacity  # columns to allocate for, known in advance
-        super().__init__(layers=[KVLayerCache(layer, self) for layer in layout.layers])
-        self._clear()
+        self.columns = Columns(capacity)
+        self.graph = DecodeGraph()
+        super().__init__(layers=[KVLayerCache(layer, self.columns) for layer in layout.layers])
 
-    def _clear(self) -> None:
-        self.pads: list[int] = []  # left padding of each row; empty: no row is padded
-        self.padding_open = False  # whether the padding of a row may go on in later columns
-        self.padded_right = False
-        self.prompt = 0  # columns after which budgeted heads choose what they keep
-        self.expected = 0  # columns that will have been seen after the forward under way
-        self._columns: dict[torch.device, torch.Tensor] = {}  # the same on devices
-        self.record_past = False
-        self.confirmed = 0  # columns that will never be taken back
-        self.margin = 0  # tokens that heads keep beyond their window or residual, to be taken back
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "graph": DecodeGraph()}  # a graph is of this storage, not of a copy's
 
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
@@ -325,69 +281,31 @@ class KVSurgeryCache(Cache):
             ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding or
                 has another number of rows.
         """
-        seen = self.get_seq_length()
         stored = self._rows or rows
         if rows != stored:
             raise ValueError(f"the cache holds {stored} rows, the input has {rows}")
-        if self.padded_right:
-            raise ValueError(
-                "the cache ends in right padding, so nothing can follow; pad prompts on the left to generate"
-            )
-        if mask is not None and mask.shape[-1] != seen + tokens:
-            raise ValueError(f"the attention mask covers {mask.shape[-1]} tokens, cache and input have {seen + tokens}")
-        self.expected = seen + tokens
-        for columns in self._columns.values():
-            columns.fill_(self.expected)
-        if not seen or (mask is not None and tokens > 1):
-            padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
-            pads = leading_padding(mask).tolist() if padded_left else []
-            known, stated = ([min(pad, seen) for pad in some or [0] * rows] for some in (self.pads, pads))
-            if known != stated:
-                raise ValueError("the attention mask pads other tokens than it did in an earlier call")
-            self.padded_right = padded_right
-        elif mask is not None and self.padding_open:
-            pads = leading_padding(mask).tolist()
-        else:
-            pads = self.pads
-        if pads != self.pads:
-            self.pads = pads
-        self.padding_open = any(pad >= self.expected for pad in pads)
-        self.prompt = self.prompt or tokens
-        if self.record_past:
-            self.confirmed = self.confirmed or tokens
-            self.margin = max(self.margin, self.expected - self.confirmed)
+        self.columns.begin(mask, rows, tokens, self.get_seq_length())
 
     def reserve(self, capacity: int) -> None:
         """State how many tokens the cache will hold, so that storage is allocated once and exactly."""
-        self.reserved = max(self.reserved, capacity)
+        self.columns.reserved = max(self.columns.reserved, capacity)
 
     def expect_prompt(self, tokens: int) -> None:
         """State how many columns the prompt has, however it is cut into forwards; by default, the first forward's."""
         if self.get_seq_length() == 0:
-            self.prompt = tokens
+            self.columns.prompt = tokens
 
     def confirm(self, tokens: int) -> None:
         """State that the first `tokens` columns will never be taken back."""
-        self.confirmed = max(self.confirmed, tokens)
+        self.columns.confirmed = max(self.columns.confirmed, tokens)
 
     def allocated_bytes(self) -> int:
         """Bytes of keys and values that are allocated, as `KVLayout.kv_bytes` predicts."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def columns(self, device: torch.device) -> torch.Tensor:
-        """Columns that will have been seen after the forward under way, int32 [1, 1] on a device."""
-        if device not in self._columns:
-            self._columns[device] = torch.tensor([[self.expected]], dtype=torch.int32, device=device)
-        return self._columns[device]
-
-    @property
-    def settled(self) -> int:
-        """Columns that tiles may take: all but the newest, if nothing says that more may be taken back."""
-        return min(self.expected - 1, self.confirmed) if self.record_past else self.expected - 1
-
     def activate_past_recording(self) -> None:
         """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`."""
-        self.record_past = True
+        self.columns.record_past = True
         self.confirm(self.get_seq_length())
 
     def crop(self, tokens: int) -> None:
@@ -399,9 +317,10 @@ class KVSurgeryCache(Cache):
         seen, tokens = self.get_seq_length(), int(tokens)  # transformers 5 may count in a tensor
         length = tokens if tokens > 0 else max(seen + tokens, 0)
         for layer in self.layers:
-            layer.crop_to(length)
-        self.confirmed = min(seen, length)
-        self.padding_open = bool(self.pads)
+            layer.check_crop(length)
+        for layer in self.layers:
+            layer.seen = min(layer.seen, length)
+        self.columns.crop(min(seen, length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""
@@ -409,11 +328,12 @@ class KVSurgeryCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._clear()
+        self.columns.clear()
+        self.graph = DecodeGraph()
 
     def _take_rows(self, index: torch.Tensor) -> None:
         rows = Rows(index)
-        self.pads = rows.of(self.pads) if self.pads else []
+        self.columns.pads = rows.of(self.columns.pads)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.take_rows(rows)

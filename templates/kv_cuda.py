@@ -23,21 +23,28 @@ def decode(query, key, value, layer: KVLayerCache, scaling: float | None, softca
     Nothing here waits for the device. What changes from step to step is in tensors that stay, but for the launch that
     packs tiles: it comes only in steps where some are due.
     """
+    pack(layer)
     table, quantised = layer.head_table(), {}
-    lengths = layer.cache.columns(query.device) - table.skipped
     if layer.tiles is not None:
         quantised = {"tiles": layer.tiles, "packed": table.packed, "first_tiles": table.first_tiles}
         quantised["quantisation"] = layer.layout.quantisation
-        if any(group.due() for group in layer.quantised):
-            settled = lengths - (layer.cache.expected - layer.cache.settled)
-            kv_append.flush(layer.keys, layer.values, table.offsets, table.rings, settled, **quantised)
-            for group in layer.quantised:
-                group.note_packed()
+    lengths = layer.columns.on(query.device) - table.skipped
     kv_append.append(layer.keys, layer.values, key, value, table.offsets, lengths - 1, table.sinks, table.rings)
     layer.advance(1)
     heads = table.offsets, lengths, table.sinks, table.rings, table.recents
     output = kv_decode.decode(query[:, :, 0], layer.keys, layer.values, *heads, scaling, softcap, **quantised)
     return output[:, None]
+
+
+def pack(layer: KVLayerCache) -> None:
+    """Quantise the tiles that are due before the next token is stored; in most steps there are none."""
+    while any(group.due() for group in layer.quantised):
+        table = layer.head_table()
+        settled = layer.columns.settled - table.skipped
+        tiles = layer.tiles, table.packed, table.first_tiles, layer.layout.quantisation
+        kv_append.flush(layer.keys, layer.values, table.offsets, table.rings, settled, *tiles)
+        for group in layer.quantised:
+            group.note_packed()
 
 
 def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):

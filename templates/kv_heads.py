@@ -179,8 +179,9 @@ class QuantisedGroup(HeadGroup):
         return TILE * self.quantisation.tiles(self.settled + 1 - skip)
 
     def note_packed(self) -> None:
-        """Count the tiles of all rows as packed that are due."""
-        self.packed = [max(packed, self._target(skip)) for skip, packed in zip(self.skips, self.packed, strict=True)]
+        """Count one more tile as packed of every row that has one due."""
+        rows = zip(self.skips, self.packed, strict=True)
+        self.packed = [packed + TILE * (self._target(skip) > packed) for skip, packed in rows]
 
     def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         here = rows.start or 0

@@ -73,7 +73,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
         try:
             return super()._assisted_decoding(input_ids, *args, **kwargs)
         finally:
-            cache.record_past = False  # what is generated next need not be kept for taking back
+            cache.columns.record_past = False  # what is generated next need not be kept for taking back
 
 
 def with_kv_cache(forward):
@@ -106,9 +106,17 @@ def with_kv_cache(forward):
         if (
             mask is None
             and given.get("position_ids") is not None
-            and (cache is None or cache.expected == inputs.shape[1])
+            and (cache is None or cache.columns.expected == inputs.shape[1])
         ):
             check_not_packed(given["position_ids"])
+        if (
+            cache is not None
+            and cache.columns.expected > inputs.shape[1] == 1
+            and isinstance(self, KVSurgeryGeneration)
+        ):
+            output = cache.graph.step(forward, self, given, cache)
+            if output is not None:
+                return output
         return forward(*bound.args, **bound.kwargs)
 
     return wrapper

@@ -11,8 +11,10 @@ if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
     from .kv_attention import attention
     from .kv_budget import BudgetedHeads
     from .kv_cache import KVSurgeryCache
+    from .kv_columns import Columns
     from .kv_cuda import causal
     from .kv_decode import decode
+    from .kv_graph import DecodeGraph
     from .kv_heads import HeadGroup
     from .kv_kernels import EVERY
     from .kv_layout import KVLayout

@@ -97,7 +97,7 @@ def test_assisted_decoding(mixed, checkpoint, family, draft, tmp_path):
         ids, **GREEDY | {"max_new_tokens": 40}, assistant_model=assistant, return_dict_in_generate=True
     )
     assert found.sequences.equal(expected)
-    assert found.past_key_values.margin < 40  # the margin follows the candidates, not the length
+    assert found.past_key_values.columns.margin < 40  # the margin follows the candidates, not the length
 
 
 def test_draft_for_a_stock_target(mixed):
@@ -114,7 +114,7 @@ def test_prompt_lookup(mixed, family):
     options = GREEDY | {"max_new_tokens": 30}
     found = model.generate(ids, **options, prompt_lookup_num_tokens=5, return_dict_in_generate=True)
     assert found.sequences.equal(model.generate(ids, **options))
-    assert found.past_key_values.margin <= 12
+    assert found.past_key_values.columns.margin <= 12
 
 
 @pytest.mark.parametrize("family", SAMPLE)
@@ -141,7 +141,7 @@ def test_turns_of_different_kinds(mixed, first, second):
     again = {"past_key_values": output.past_key_values, "return_dict_in_generate": True}
     output = model.generate(ids, **GREEDY, **options[second], **again)
     assert output.sequences.equal(model.generate(ids, **GREEDY))
-    assert output.past_key_values.margin < 9  # the margin follows the candidates, not the next turn
+    assert output.past_key_values.columns.margin < 9  # the margin follows the candidates, not the next turn
 
 
 def test_continuing_a_padded_batch(mixed):

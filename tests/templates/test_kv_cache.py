@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from templates.kv_cache import check_padding
+from templates.kv_columns import check_padding
 from templates.kv_heads import HeadGroup, allocate
 from tests.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
@@ -87,8 +87,8 @@ def test_beams_and_assisted_decoding_cost_what_is_predicted(mixed, llama, layout
     beams = llama.generate(ids, num_beams=3, **options).past_key_values
     assert beams.allocated_bytes() == layout.kv_bytes(3, 30, 10, itemsize=4)
     assisted = llama.generate(ids.repeat(1, 2), prompt_lookup_num_tokens=4, **options).past_key_values
-    assert 0 < assisted.margin <= 6
-    assert assisted.allocated_bytes() == layout.kv_bytes(1, 60, 10, margin=assisted.margin, itemsize=4)
+    assert 0 < assisted.columns.margin <= 6
+    assert assisted.allocated_bytes() == layout.kv_bytes(1, 60, 10, margin=assisted.columns.margin, itemsize=4)
 
 
 def test_streaming_heads_stay_constant_and_storage_is_not_copied(llama, layout):
@@ -306,7 +306,7 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match="inner"):
             llama.model(tokens(1, 5), past_key_values=cache)
 
-    @pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded"])
+    @pytest.mark.parametrize("implementation", ["static", "offloaded"])
     def test_another_cache_implementation(self, llama, implementation):
         with pytest.raises(ValueError, match="brings its own KV cache"):
             llama.generate(tokens(1, 5), max_new_tokens=2, cache_implementation=implementation)

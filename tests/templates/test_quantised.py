@@ -270,8 +270,8 @@ def test_assisted_decoding_costs_what_is_predicted(quantised):
     ids = tokens(1, 130, seed=3).repeat(1, 2)
     output = model.generate(ids, **GREEDY, max_new_tokens=40, prompt_lookup_num_tokens=6, return_dict_in_generate=True)
     cache, layout = output.past_key_values, module_of(model, "kv_layout").KVLayout.from_config(model.config)
-    assert cache.margin
-    assert cache.allocated_bytes() == layout.kv_bytes(1, 260, 40, margin=cache.margin, itemsize=4)
+    assert cache.columns.margin
+    assert cache.allocated_bytes() == layout.kv_bytes(1, 260, 40, margin=cache.columns.margin, itemsize=4)
 
 
 def test_what_is_not_packed_can_be_taken_back(quantised):

@@ -194,7 +194,9 @@ class CacheMachine(RuleBasedStateMachine):
         layers = self.cache.layers
         if layers[0].is_initialized:
             assert len({layer.capacity for layer in layers}) == 1
-            predicted = self.layout.kv_bytes(len(self.rows), layers[0].capacity, margin=self.cache.margin, itemsize=4)
+            predicted = self.layout.kv_bytes(
+                len(self.rows), layers[0].capacity, margin=self.cache.columns.margin, itemsize=4
+            )
             assert self.cache.allocated_bytes() == predicted
 
 

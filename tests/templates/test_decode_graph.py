@@ -1,0 +1,139 @@
+"""Decode steps from a CUDA graph, with a stand-in for the graph that runs on a CPU: `make test-kernels`.
+
+The stand-in notes every operation of a step and later does the same operations on the same memory, as a graph does:
+what the host knew when it was captured stays as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+
+from templates import kv_attention, kv_cuda, kv_graph
+from templates.kv_append import append_reference, flush_reference
+from templates.kv_decode import decode_reference
+from tests.families import largest, tokens
+from tests.templates.test_kernel_dispatch import emitted
+
+GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
+
+
+class Tape(TorchDispatchMode):
+    """Operations as they are done, to be done again."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.replays = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.note(function, args, kwargs or {})
+
+    def note(self, function, args, kwargs):
+        result = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    def replay(self):
+        self.replays += 1
+        for function, args, kwargs, result in self.calls:
+            for old, fresh in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                if torch.is_tensor(old) and old.data_ptr() != fresh.data_ptr():
+                    old.copy_(fresh)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch):
+    """Turns kernels and graphs on; returns the tapes that stand in for graphs."""
+    tapes: list[Tape] = []
+
+    def capture(work):
+        tapes.append(Tape())
+        with tapes[-1]:
+            output = work()
+        return tapes[-1], output
+
+    def kernel(reference):
+        def run(*args, **kwargs):
+            active = torch.utils._python_dispatch._get_current_dispatch_mode()
+            with _disable_current_modes():
+                return active.note(reference, args, kwargs) if active else reference(*args, **kwargs)
+
+        return run
+
+    def turn_on() -> list[Tape]:
+        monkeypatch.setattr(kv_attention, "_path", lambda query, dropout: kv_cuda)
+        monkeypatch.setattr(kv_graph, "_fits", lambda model, given: given["input_ids"].shape[1] == 1)
+        monkeypatch.setattr(kv_graph, "capture", capture)
+        monkeypatch.setattr(kv_cuda.kv_append, "append", kernel(append_reference))
+        monkeypatch.setattr(kv_cuda.kv_append, "flush", kernel(flush_reference))
+        monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
+        # only decode steps are looked at
+        for name in ("causal", "streaming_from_start"):
+            monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
+        return tapes
+
+    return turn_on
+
+
+@pytest.mark.parametrize("kind", ["16 bit", "quantised", "budgeted"])
+def test_steps_from_a_graph(kind: str, graphs) -> None:
+    model = emitted("llama")
+    section, new = model.config.kv_surgery, 40
+    if kind == "quantised":
+        section["quantisation"] = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
+    elif kind == "budgeted":
+        section["selection"] = {"window": 4, "kernel_size": 3, "pool": "max"}
+        section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 30]}] * 4
+    model = type(model)(model.config).eval()
+    ids = tokens(2, 250)
+    mask = torch.ones_like(ids)
+    mask[1, :130] = 0
+    options = GREEDY | {"max_new_tokens": new, "attention_mask": mask}
+    expected = model.generate(ids * mask, **options)
+    tapes = graphs()
+    found = model.generate(ids * mask, **options)
+    assert len(tapes) == 1
+    # the prompt gives the first token; the next step is the kernels' first
+    assert tapes[0].replays == new - 2 - kv_graph.EAGER_STEPS
+    assert found.sequences.equal(expected.sequences)
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert largest(one - other, other) <= 1e-5
+    if kind == "quantised":  # tiles were packed between replays
+        assert (
+            found.past_key_values.layers[1].full.packed == expected.past_key_values.layers[1].full.packed == [256, 128]
+        )
+
+    # the cache goes on without the graph, and a copy has none
+    again = copy.deepcopy(found.past_key_values)
+    assert again.graph.graph is None
+    later = torch.cat([found.sequences, tokens(2, 3, seed=1)], 1)
+    options |= {"attention_mask": torch.cat([mask, torch.ones(2, later.shape[1] - 250, dtype=torch.long)], 1)}
+    ends = [model.generate(later, **options, past_key_values=cache) for cache in (found.past_key_values, again)]
+    assert ends[0].sequences.equal(ends[1].sequences)
+
+
+def test_what_cannot_be_captured_runs_as_always(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = emitted("llama"), tokens(1, 20)
+    expected = model.generate(ids, **GREEDY, max_new_tokens=30)
+    graphs()
+
+    def fail(work):
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(kv_graph, "capture", fail)
+    found = model.generate(ids, **GREEDY, max_new_tokens=30)
+    assert found.sequences.equal(expected.sequences)
+    assert not found.past_key_values.graph.possible
+
+
+def test_short_answers_are_not_captured(graphs) -> None:
+    tapes = graphs()
+    emitted("llama").generate(tokens(1, 20), **GREEDY, max_new_tokens=kv_graph.WORTHWHILE)
+    assert not tapes
