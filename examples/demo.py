@@ -81,11 +81,16 @@ def main() -> None:
         "convert", source, "--profile", out / "random.safetensors", "--out", out / "random", "--full-heads", "4", *SIZES
     )
     run("convert", source, "--profile", profile, "--out", out / "streaming", "--sparsity", "1", *SIZES)
+    run(
+        *("convert", source, "--profile", profile, "--out", out / "4-bit", "--full-heads", "4", *SIZES),
+        *("--kv-bits", "4"),
+    )
 
     questions = task.prompts(seed=1234, count=QUERIES, length=LENGTH)
     rows = [
         measure("original", source, questions),
         measure("converted, its profile", out / "converted", questions),
+        measure("the same, full heads in 4 bits", out / "4-bit", questions),
         measure("converted, random profile", out / "random", questions),
         measure("all heads streaming", out / "streaming", questions),
     ]

@@ -8,7 +8,11 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_kernels import _padded
+from .kv_kernels import TILE_TOKENS, _padded
+from .kv_layout import TILE, Quantisation
+from .kv_quant import Tiles, quantise
+
+PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantises at once
 
 
 @triton.jit(do_not_specialize=["position_batch", "position_head", "heads"])
@@ -86,3 +90,191 @@ def append_reference(keys, values, new_keys, new_values, offsets, positions, sin
                 slot = position if position < sink else sink + (position - sink) % ring
                 keys[row, offsets[head] + slot] = new_keys[row, head, 0]
                 values[row, offsets[head] + slot] = new_values[row, head, 0]
+
+
+@triton.jit
+def _rounded(x):
+    """Non-negative x below 2 ** 22 to the nearest integer, halves to the even one."""
+    return (x + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _pack(
+    state_ptr,  # of the head's first slot
+    code_ptr,  # [TILE, W] bytes of one tile
+    scale_ptr,  # [2, ROWS, COLUMNS]
+    slot,  # of the tile's first token
+    ring,
+    kv_slot,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    GP: tl.constexpr,
+):
+    """Quantise a tile of keys or values: scales first, then codes by them, N tokens at once."""
+    dtype: tl.constexpr = state_ptr.dtype.element_ty
+    W: tl.constexpr = D * BITS // 8
+    GROUP: tl.constexpr = D // COLUMNS
+    MOST: tl.constexpr = 2**BITS - 1
+    n, w = tl.arange(0, N), tl.arange(0, WP)
+    for start in tl.static_range(0, TILE_TOKENS, N):
+        token = (slot + start + n) % ring
+        if ROWS < TILE_TOKENS:  # of a channel, and N tokens are a group
+            d = tl.arange(0, DP)[None, :]
+            x = tl.load(state_ptr + token[:, None] * kv_slot + d, d < D, 0.0).to(tl.float32)
+            low, high = tl.min(x, 0)[None, :], tl.max(x, 0)[None, :]
+            at, there = start // N * D + d, d < D
+        else:
+            column, g = tl.arange(0, CP)[None, :, None], tl.arange(0, GP)[None, None, :]
+            inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
+            states = state_ptr + token[:, None, None] * kv_slot + column * GROUP + g
+            low = tl.min(tl.load(states, inside, float("inf")).to(tl.float32), 2)
+            high = tl.max(tl.load(states, inside, float("-inf")).to(tl.float32), 2)
+            column = tl.arange(0, CP)[None, :]
+            at, there = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
+        tl.store(scale_ptr + at, tl.div_rn(high - low, tl.full(low.shape, MOST, tl.float32)).to(dtype), there)
+        tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), there)
+    tl.debug_barrier()  # other threads read what these have stored
+    for start in tl.static_range(0, TILE_TOKENS, N):
+        token = (slot + start + n) % ring
+        there = (w < W)[None, :] & (n >= 0)[:, None]
+        packed = tl.zeros([N, WP], tl.int32)
+        for plane in tl.static_range(8 // BITS):
+            d = plane * W + w
+            x = tl.load(state_ptr + token[:, None] * kv_slot + d[None, :], there, 0.0).to(tl.float32)
+            at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
+            scale = tl.load(at, there, 1.0).to(tl.float32)
+            low = tl.load(at + ROWS * COLUMNS, there, 0.0).to(tl.float32)
+            code = _rounded(tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0)))
+            packed |= tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32) << (BITS * plane)
+        tl.store(code_ptr + (start + n)[:, None] * W + w[None, :], packed.to(tl.uint8), there)
+
+
+@triton.jit(do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "heads", "least"])
+def _flush_kernel(
+    k_ptr,
+    v_ptr,
+    offset_ptr,  # [heads]
+    ring_ptr,
+    confirmed_ptr,  # [batch, heads]
+    k_codes_ptr,  # [batch, tiles, TILE, W]
+    k_scales_ptr,  # [batch, tiles, 2, K_ROWS, K_COLUMNS]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
+    kv_batch,
+    kv_slot,
+    confirmed_batch,
+    confirmed_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
+    heads,
+    least,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BITS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    K_COLUMNS: tl.constexpr,
+    K_N: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
+    V_N: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    GP: tl.constexpr,
+):
+    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    first = tl.load(first_ptr + head)
+    own = packed_ptr + batch * packed_batch + head * packed_head
+    packed = tl.load(own).to(tl.int32)
+    confirmed = tl.load(confirmed_ptr + batch * confirmed_batch + head * confirmed_head).to(tl.int32)
+    if (first >= 0) & (confirmed - packed >= least):
+        ring = tl.load(ring_ptr + head)
+        tile = (first + packed // TILE_TOKENS).to(tl.int64)
+        states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+        codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
+        k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
+        v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+        _pack(
+            *(k_ptr + states, k_codes_ptr + codes, k_scales, packed, ring, kv_slot),
+            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP),
+        )
+        _pack(
+            *(v_ptr + states, v_codes_ptr + codes, v_scales, packed, ring, kv_slot),
+            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP),
+        )
+        tl.store(own, packed + TILE_TOKENS)
+
+
+def flush(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    rings: torch.Tensor,
+    confirmed: torch.Tensor,
+    tiles: Tiles,
+    packed: torch.Tensor,
+    first_tiles: torch.Tensor,
+    quantisation: Quantisation,
+) -> None:
+    """Pack the oldest whole tile of each head that has enough tokens beyond its residual, in place.
+
+    A head with `residual` + `TILE` confirmed tokens that are not packed, or more, gives its `TILE` oldest ones to tile
+    packed // `TILE`, as `kv_quant.quantise` makes it, and `packed` grows by as many. The ring keeps them until others
+    take their slots.
+
+    Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantisation.tile_bytes(head_dim)` to write for each
+    tile, every `TILE` tokens of a head; else a launch.
+
+    Args:
+        keys, values, offsets, rings, tiles, packed, first_tiles, quantisation: as `decode` takes them.
+        confirmed: int [batch, heads], tokens that are stored and will not be taken back.
+    """
+    batch, heads, head_dim = len(keys), len(offsets), keys.shape[2]
+    assert keys.stride() == values.stride()
+    assert keys.stride(2) == 1
+    assert tiles.key_codes.stride() == tiles.value_codes.stride()
+    assert all(part[0].is_contiguous() for part in tiles)
+    (k_rows, k_columns), (_, v_columns) = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
+    padded = _padded(head_dim)
+    columns, group = triton.next_power_of_2(v_columns), triton.next_power_of_2(head_dim // v_columns)
+    tokens = min(max(PASS_BYTES // (4 * columns * group), 1), TILE)
+    strides = *(part.stride(0) for part in (tiles.key_codes, tiles.key_scales, tiles.value_scales)), *packed.stride()
+    with torch.cuda.device_of(keys):
+        _flush_kernel[(batch * heads,)](
+            *(keys, values, offsets, rings, confirmed, *tiles, packed, first_tiles),
+            *(*keys.stride()[:2], *confirmed.stride(), *strides, heads, quantisation.residual + TILE),
+            D=head_dim,
+            DP=padded,
+            BITS=quantisation.bits,
+            K_ROWS=k_rows,
+            K_COLUMNS=k_columns,
+            K_N=TILE // k_rows if quantisation.scheme == "kivi" else tokens,
+            V_COLUMNS=v_columns,
+            V_N=tokens,
+            WP=triton.next_power_of_2(quantisation.code_bytes(head_dim)),
+            CP=columns,
+            GP=group,
+            num_warps=8,
+        )
+
+
+def flush_reference(keys, values, offsets, rings, confirmed, tiles, packed, first_tiles, quantisation):
+    """What `flush` does, head by head."""
+    for row, of_heads in enumerate(confirmed.tolist()):
+        for head, (first, ring, tokens) in enumerate(zip(first_tiles.tolist(), rings.tolist(), of_heads, strict=True)):
+            start = int(packed[row, head])
+            if first >= 0 and tokens - start >= quantisation.residual + TILE:
+                at = offsets[head] + torch.arange(start, start + TILE, device=keys.device) % ring
+                made = quantise(keys[row, at], values[row, at], quantisation)
+                for part, own in zip(tiles, made, strict=True):
+                    part[row, first + start // TILE] = own
+                packed[row, head] += TILE

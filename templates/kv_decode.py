@@ -10,202 +10,21 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_kernels import LOWEST, _accumulate, _capped, _padded, _score_factors, _scores, _softmax
+from .kv_kernels import LOWEST, TILE_TOKENS, _accumulate, _over_tiles, _padded, _score_factors, _scores, _softmax
 from .kv_layout import TILE, Quantisation
 from .kv_quant import Tiles, dequantise
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "KW", "VW"  # of the kernel, where there are tiles
-TILE_TOKENS = tl.constexpr(TILE)
 PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
+WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
+REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
 
 
 @triton.jit
 def _used_slots(length, sink, ring):
     """How many slots hold a token after `length` tokens."""
     return tl.maximum(tl.where(length > sink, sink + tl.minimum(length - sink, ring), length), 0)
-
-
-@triton.constexpr_function
-def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, list[tuple[int, int, int]], int]:
-    """How the codes at bits plane * bits of 16-bit words become 16-bit floats less 2 ** (bits - 1), exactly.
-
-    An integer x below 2 ** mantissa in the mantissa of the float 2 ** mantissa makes it 2 ** mantissa + x.
-
-    Returns:
-        shift, then (mask, bits, logic) of one float or two whose sum is meant, then the bits of what is added to them.
-    """
-    bias = 2 ** (14 - mantissa) - 1
-    if bits > mantissa:  # two floats: 128 and the low seven bits; -256, or -128 where the eighth is set
-        return plane * bits, [(0x7F, bias + 7 << 7, 0xEA), (0x80, 0x8000 | bias + 8 << 7, 0x6A)], 0
-    span = mantissa // bits * bits  # bits that reach the mantissa with the same shift
-    place = plane * bits % span
-    exponent = bias + mantissa - place << mantissa
-    mask = (2**bits - 1) << place
-    return plane * bits - place, [(mask, exponent, 0xEA)], 0x8000 | exponent | 2 ** (bits - 1) << place
-
-
-@triton.constexpr_function
-def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
-    """`_unpacking` of two words at once: a shift, a logic operation and an addition for both (at 8 bits one more)."""
-    shift, parts, added = _unpacking(plane, bits, mantissa)
-    kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
-    lines = [f"mov.b32 one, {one * 0x10001}; mov.b32 b, {added * 0x10001}; shr.b32 word, $1, {shift};"]
-    for name, (mask, exponent, logic) in zip("ab", parts, strict=False):
-        lines.append(f"lop3.b32 {name}, word, {mask * 0x10001}, {exponent * 0x10001}, {logic};")
-    return f"{{ .reg .b32 word, one, a, b; {' '.join(lines)} fma.rn.{kind} $0, a, one, b; }}"
-
-
-@triton.jit
-def _codes(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
-    """Codes less 2 ** (BITS - 1) at bits PLANE * BITS of int16 words."""
-    if ASM:
-        MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
-        asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA)
-        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
-    codes = (words >> (PLANE * BITS)) & (2**BITS - 1)
-    return (codes.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
-
-
-@triton.jit
-def _pairs(ptr, at, there, dtype: tl.constexpr):
-    """Elements at 2 * at and 2 * at + 1 of scales, in fp32: 16-bit ones as words, the least that cp.async copies."""
-    if dtype == tl.float32:
-        return tl.load(ptr + 2 * at, there, 0.0), tl.load(ptr + 2 * at + 1, there, 0.0)
-    word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, there, 0)
-    if dtype == tl.bfloat16:
-        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
-    low, high = word.to(tl.int16), (word >> 16).to(tl.int16)
-    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _of_tokens(ptr, tile, first, N: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scale and zero of N tokens of a tile, where a token has one of each."""
-    at = first // 2 + tl.arange(0, N // 2)
-    low, high = _pairs(ptr + tile * (2 * TILE_TOKENS), at, at >= 0, dtype)
-    scale = tl.reshape(tl.join(low, high), [N])
-    low, high = _pairs(ptr + tile * (2 * TILE_TOKENS) + TILE_TOKENS, at, at >= 0, dtype)
-    return scale, tl.reshape(tl.join(low, high), [N]) + scale * HALF
-
-
-@triton.jit
-def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Scale and zero [N, channels] of some tokens and channels of a tile, where a token has GROUPS of each."""
-    at = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
-    scale = tl.load(at, there[None, :], 0.0).to(tl.float32)
-    return scale, tl.load(at + TILE_TOKENS * GROUPS, there[None, :], 0.0).to(tl.float32) + scale * HALF
-
-
-@triton.jit
-def _over_tiles(
-    q_ptr,  # [G, D]
-    k_codes,  # int16 words [tiles, TILE, D * BITS / 16]
-    k_scales,  # [tiles, 2, ...]
-    v_codes,
-    v_scales,
-    partial_ptr,  # [programs + rows, G, D]
-    lse_ptr,  # [programs + rows, G]
-    part,  # [M]
-    q_head,
-    begin,
-    end,
-    scale,
-    cap,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BITS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KW: tl.constexpr,
-    VW: tl.constexpr,
-    CAP: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """A head's units `begin` to `end`, N packed tokens each, all of them visible.
-
-    A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of its
-    own. Where a scale belongs to a channel of keys or a token of values, queries or weights take it: codes stay integers.
-    """
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    W: tl.constexpr = D * BITS // 16
-    PLANES: tl.constexpr = 16 // BITS
-    HALF: tl.constexpr = 2 ** (BITS - 1)
-    UNITS: tl.constexpr = TILE_TOKENS // N
-    m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
-    q, acc = (), ()
-    for plane in tl.static_range(PLANES):
-        channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-        of_plane = q_ptr + m[:, None] * q_head + channel[None, :]
-        q = q + (tl.load(of_plane, (m < G)[:, None] & (kw < W)[None, :], 0.0),)
-        acc = acc + (tl.zeros([M, VW], tl.float32),)
-    q_sum = tl.zeros([M], tl.float32)
-    if KEY_ROWS == 0:
-        for plane in tl.static_range(PLANES):
-            q_sum += tl.sum(q[plane].to(tl.float32), 1)
-    top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    zeros = tl.zeros([M], tl.float32)  # what the zeros of values add to every channel
-    for unit in range(begin, end):
-        tile, first = unit // UNITS, unit % UNITS * N
-        states = unit * (N * W) + n[:, None] * W
-        k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
-        v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
-
-        scores = tl.zeros([M, N], tl.float32)
-        if KEY_ROWS > 0:
-            of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
-            folded, of_zeros = (), tl.zeros([M, KW], tl.float32)
-            for byte in tl.static_range(PLANES // 2):
-                factors = _pairs(of_row, byte * W + kw, kw < W, dtype)
-                lows = _pairs(of_row + KEY_ROWS * D, byte * W + kw, kw < W, dtype)
-                for odd in tl.static_range(2):
-                    of_plane, factor = q[2 * byte + odd].to(tl.float32), factors[odd] * scale
-                    folded = folded + ((of_plane * factor[None, :]).to(dtype),)
-                    of_zeros += of_plane * (lows[odd] * scale + factor * HALF)[None, :]
-            scores += tl.sum(of_zeros, 1)[:, None]
-            for plane in tl.static_range(PLANES):
-                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
-                scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
-        else:
-            for plane in tl.static_range(PLANES):
-                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
-                if GROUPS > 1:
-                    channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-                    factor, zero = _of_groups(k_scales, tile, first + n, channel, kw < W, GROUPS, D, HALF)
-                    codes = (codes.to(tl.float32) * factor + zero).to(dtype)
-                scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
-            if GROUPS == 1:
-                factor, zero = _of_tokens(k_scales, tile, first, N, HALF, dtype)
-                scores = scores * factor[None, :] + q_sum[:, None] * zero[None, :]
-            scores *= scale
-        scores = _capped(scores, cap, CAP)
-
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weights, 1)
-        if GROUPS == 1:
-            factor, zero = _of_tokens(v_scales, tile, first, N, HALF, dtype)
-            zeros = zeros * fade + tl.sum(weights * zero[None, :], 1)
-            weights *= factor[None, :]
-        faded, acc = acc, ()
-        for plane in tl.static_range(PLANES):
-            codes = _codes(v, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
-            if GROUPS > 1:
-                channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-                factor, zero = _of_groups(v_scales, tile, first + n, channel, vw < W, GROUPS, D, HALF)
-                codes = (codes.to(tl.float32) * factor + zero).to(dtype)
-            acc = acc + (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
-        top = higher
-    safe = tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
-    for plane in tl.static_range(PLANES):
-        channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-        out = (acc[plane] + zeros[:, None]) / safe[:, None]
-        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])
 
 
 @triton.jit(do_not_specialize=["length_batch", "length_head", "packed_batch", "packed_head", "rows", "heads"])
@@ -270,8 +89,8 @@ def _decode_kernel(
     used = _used_slots(lengths, tl.load(sink_ptr + head_of, real, 0), tl.load(ring_ptr + head_of, real, 0))
     units = (used + N - 1) // N
     if SEGMENTS == 2:
-        packed = tl.load(packed_ptr + row_of // heads * packed_batch + head_of * packed_head, real, 0).to(tl.int32)
-        units = tl.where(every < rows, packed // PACKED_N, units)
+        in_tiles = tl.load(packed_ptr + row_of // heads * packed_batch + head_of * packed_head, real, 0).to(tl.int32)
+        units = tl.where(every < rows, in_tiles // PACKED_N, units)
     ends = tl.cumsum(units, 0)
     if pid == 0:
         tl.store(end_ptr + every, ends, real)
@@ -288,6 +107,7 @@ def _decode_kernel(
         packed_stop = tl.minimum(stop, tl.max(tl.where(every < rows, ends, 0), 0))
         begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
         row = tl.sum((ends <= unit).to(tl.int32), 0)
+        share = unit
         while unit < packed_stop:
             batch, head = (row // heads).to(tl.int64), row % heads
             packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head).to(tl.int32)
@@ -309,6 +129,7 @@ def _decode_kernel(
             unit = tl.minimum(end, packed_stop)
             begin = end
             row += 1
+        unit = tl.maximum(share, packed_stop)  # as it is; but after a while loop Triton 3.9 gives up cp.async below
 
     begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
     segment = tl.sum((ends <= unit).to(tl.int32), 0)
@@ -464,7 +285,10 @@ def decode(
         key_words, value_words = tiles.key_codes.view(torch.int16), tiles.value_codes.view(torch.int16)
         stored = key_words, tiles.key_scales, value_words, tiles.value_scales, packed, first_tiles
         strides = *(part.stride(0) for part in (key_words, tiles.key_scales, tiles.value_scales)), *packed.stride()
-    programs = min(programs or _programs(query.device), most)
+    wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
+    wide = segments == 2 and (wide or softcap is not None)
+    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
+    on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
     ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
@@ -483,9 +307,10 @@ def decode(
             SEGMENTS=segments,
             **options,
             CAP=softcap is not None,
-            ASM=query.element_size() == 2 and torch.version.hip is None and not triton.knobs.runtime.interpret,
+            ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=5,
+            **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda and segments == 2 else {}),
         )
         _combine_kernel[(rows, group)](
             *(partial, lse, ends, out, rows, programs),
@@ -558,7 +383,7 @@ def _packed_options(head_dim: int, members: int, quantisation: Quantisation) -> 
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """Decode programs that a device runs at once."""
+def _programs(device: torch.device, program_bytes: int) -> int:
+    """Decode programs of so much shared memory that a device runs at once."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count * max(properties.shared_memory_per_multiprocessor // PROGRAM_BYTES, 1)
+    return properties.multi_processor_count * max(properties.shared_memory_per_multiprocessor // program_bytes, 1)

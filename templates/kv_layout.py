@@ -60,8 +60,8 @@ class Quantisation:
             raise ValueError(f"the scheme of a quantised cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
             raise ValueError(f"the residual of a quantised cache is a number of tokens, got {self.residual!r}")
-        if head_dim * self.bits % 8:
-            raise ValueError(f"heads of {head_dim} do not fill whole bytes at {self.bits} bits")
+        if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
+            raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         size = self.group_size
         if size is None:
             return

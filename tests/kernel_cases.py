@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 
-from templates.kv_append import append, append_reference
+from templates.kv_append import append, append_reference, flush, flush_reference
 from templates.kv_decode import decode, decode_reference
 from templates.kv_kernels import EVERY
+from templates.kv_layout import TILE, Quantisation
 from templates.kv_prefill import prefill, prefill_reference
+from templates.kv_quant import empty_tiles, quantise
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 
@@ -41,6 +44,42 @@ DECODE = [
     Decode([FULL, (1, 90, 70)], 7, 64, [300, 0, 91], 11, softcap=30.0),
     Decode([FULL, (4, 8, 8)], 2, 64, [0, 0], 4),
     Decode([(4, 128, 128)] * 3, 3, 80, [132, 133, 128, 4, 3], 9),
+]
+
+
+class Packed(NamedTuple):
+    """A decode step over heads with packed tiles, a third shorter from one to the next, and 16-bit ones (`others`)."""
+
+    quantisation: Quantisation
+    heads: int
+    others: list[tuple[int, int, int]]
+    group: int
+    head_dim: int
+    lengths: list[int]
+    programs: int
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        bits, scheme, size, residual = dataclasses.astuple(self.quantisation)
+        kinds = f"{self.heads}{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}+{len(self.others)}"
+        cap = "" if self.softcap is None else "-capped"
+        return f"{kinds}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
+
+
+PACKED = [
+    Packed(Quantisation(4), 2, [], 4, 128, [0, 1, 127, 700], 5),
+    Packed(Quantisation(8), 1, [], 1, 128, [300, 257], 7),
+    Packed(Quantisation(2), 1, [FULL], 4, 128, [300, 600], 3),
+    Packed(Quantisation(4), 1, [], 7, 64, [5000, 129], 24),
+    Packed(Quantisation(4, group_size=32), 2, [(4, 60, 60)], 4, 80, [900], 11),
+    Packed(Quantisation(8, group_size=16, residual=0), 1, [FULL, (4, 60, 60)], 1, 80, [300, 129], 64),
+    Packed(Quantisation(2, group_size=64), 1, [], 16, 64, [520], 1),
+    Packed(Quantisation(4, "per-token"), 2, [(0, 64, 64)], 4, 96, [650, 0], 6),
+    Packed(Quantisation(8, "per-token", 32), 1, [], 4, 128, [400], 4),
+    Packed(Quantisation(2, "per-token", 20, 30), 1, [FULL], 7, 80, [300], 5, softcap=20.0),
+    Packed(Quantisation(4, residual=64), 1, [], 2, 256, [450], 9, softcap=30.0),
+    Packed(Quantisation(8), 1, [], 4, 16, [450], 4),
+    Packed(Quantisation(2), 3, [], 2, 16, [450, 200], 8),
 ]
 
 
@@ -105,6 +144,80 @@ def check_decode(case: Decode, dtype: torch.dtype, device: str) -> None:
     assert not out[torch.tensor(case.lengths) == 0].any()
 
 
+def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
+    """`decode` over tiles is as near to exact attention over what they stand for as torch in the same precision.
+
+    Slots of packed tokens and tiles that nothing has packed hold NaN.
+    """
+    torch.manual_seed(0)
+    quantisation, head_dim = case.quantisation, case.head_dim
+    tail = quantisation.tail(EVERY, margin=3)
+    kinds = [(0, tail, EVERY)] * case.heads + case.others
+    lengths = torch.tensor([[length * 3 // (3 + head) for head in range(len(kinds))] for length in case.lengths])
+    slots = [min(max(case.lengths), sink + ring) for sink, ring, _ in kinds]
+    offsets = torch.tensor(slots).cumsum(0) - torch.tensor(slots)
+    keys, values = torch.full((2, len(lengths), sum(slots), head_dim), torch.nan, dtype=dtype)
+    room = quantisation.tiles(max(case.lengths)) + 1
+    tiles = empty_tiles(keys, case.heads * room + 1, quantisation)
+    for part in tiles:
+        part.fill_(torch.nan if part.is_floating_point() else 255)
+    packed = torch.zeros(len(lengths), len(kinds), dtype=torch.int32)
+    first_tiles = torch.full((len(kinds),), -1, dtype=torch.int32)
+    first_tiles[: case.heads] = 1 + room * torch.arange(case.heads)
+    for row, of_heads in enumerate(lengths.tolist()):
+        for head, ((sink, ring, _), length) in enumerate(zip(kinds, of_heads, strict=True)):
+            states = torch.randn(2, length, head_dim).to(dtype)
+            if head < case.heads:
+                packed[row, head] = TILE * quantisation.tiles(length)
+                whole = states[:, : packed[row, head]].view(2, -1, TILE, head_dim)
+                for part, own in zip(tiles, quantise(*whole, quantisation), strict=True):
+                    part[row, first_tiles[head] : first_tiles[head] + len(own)] = own
+            position = torch.arange(packed[row, head], length)
+            slot = offsets[head] + torch.where(position < sink, position, sink + (position - sink) % ring)
+            keys[row, slot], values[row, slot] = states[:, position]
+    query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
+    sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
+    states = [part.to(device) for part in (query, keys, values)]
+    layout = [part.to(device) for part in (offsets, lengths, sinks, rings, recents)]
+    options = {"tiles": tiles.map(lambda part: part.to(device)), "packed": packed.to(device)}
+    options |= {"first_tiles": first_tiles.to(device), "quantisation": quantisation, "softcap": case.softcap}
+    out = decode(*states, *layout, programs=case.programs, **options)
+    check(out, decode_reference, states, *layout, **options)
+    assert not out[torch.tensor(case.lengths) == 0].any()
+
+
+FLUSH = [
+    (Quantisation(4), 128),
+    (Quantisation(8, group_size=16, residual=10), 80),
+    (Quantisation(2, group_size=32, residual=0), 64),
+    (Quantisation(4, "per-token", residual=10), 96),
+    (Quantisation(2, "per-token", 20, 30), 80),
+    (Quantisation(8, "per-token"), 16),
+]
+
+
+def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Heads that grow by other steps end with the tiles that `kv_quant` makes, to the bit; 16-bit heads with none."""
+    torch.manual_seed(0)
+    batch, heads, steps, ring = 2, 3, 3, quantisation.tail(EVERY, margin=5)
+    rings = torch.full((heads,), ring, dtype=torch.int32)
+    offsets, first_tiles = torch.arange(heads) * ring, torch.tensor([3, -1, 0], dtype=torch.int32)
+    keys, values = torch.randn(2, batch, heads * ring, head_dim).to(dtype)
+    tiles = empty_tiles(keys, 3 + steps, quantisation)
+    packed, confirmed = torch.zeros(batch, heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
+    found = [part.to(device, copy=True) for part in (*tiles, packed)]
+    least = quantisation.residual + TILE
+    for grown in [[least, least - 1], [TILE + 3, 1], [0, TILE]]:
+        confirmed += torch.tensor(grown)[:, None]
+        keys[:, :: steps + 1] += 0.5
+        args = [part.to(device) for part in (keys, values, offsets, rings, confirmed)]
+        flush(*args, type(tiles)(*found[:4]), found[4], first_tiles.to(device), quantisation)
+        flush_reference(keys, values, offsets, rings, confirmed, tiles, packed, first_tiles, quantisation)
+        for part, expected in zip(found, (*tiles, packed), strict=True):
+            torch.testing.assert_close(part.cpu(), expected, rtol=0, atol=0)
+    assert packed.tolist() == [[2 * TILE, 0, 2 * TILE]] * batch
+
+
 def check_append(device: str) -> None:
     """Tokens that come one by one, some rows later than others, are found again: with full and streaming heads."""
     torch.manual_seed(0)
@@ -163,6 +276,33 @@ def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
         given, held = [_by_position(part, pads, columns + 2) for part in given], {"first": None}
     out = prefill(states[0], *given, **kind, **held)
     check(out, prefill_reference, states, **kind)
+
+
+def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: str) -> None:
+    """Attention to a block of the past and to what follows it, merged by their log-sum-exp, is that to everything."""
+    torch.manual_seed(0)
+    batch, heads, group, head_dim, past, tokens, limit = len(padding or [0]), 2, 4, 80, 150, 40, 128
+    query = torch.randn(batch, heads * group, tokens, head_dim)
+    keys, values = torch.randn(2, batch, heads, past + tokens, head_dim)
+    states = [part.to(device, dtype) for part in (query, keys, values)]
+    pads = padding or [0]
+    by_position = [_by_position(part, pads, past + tokens + 2) for part in states[1:]]
+    of_rows = {"padding": None if padding is None else torch.tensor(padding, device=device), "first": None}
+    old, old_lse = prefill(
+        states[0], *(part[:, :, :limit] for part in by_position), past, **of_rows, limit=limit, with_lse=True
+    )
+    rest = (part[:, :, limit:] for part in by_position)
+    out, lse = prefill(states[0], *rest, past - limit, **of_rows, with_lse=True)
+    whole = torch.logaddexp(old_lse, lse)
+    merged = old.float() * (old_lse - whole).exp()[..., None] + out.float() * (lse - whole).exp()[..., None]
+    merged = merged.where(whole[..., None] > -torch.inf, 0)
+    check(merged.to(dtype), prefill_reference, states, past=past, padding=of_rows["padding"])
+
+    scores = states[0].double() @ states[1].double().repeat_interleave(group, 1).transpose(2, 3) * head_dim**-0.5
+    column = torch.arange(past + tokens, device=device)
+    seen = (column <= column[past:, None]) & (column >= torch.tensor(pads, device=device)[:, None, None, None])
+    exact = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(whole.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def _by_position(states: torch.Tensor, padding: list[int], slots: int) -> torch.Tensor:

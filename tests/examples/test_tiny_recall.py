@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvsurgery.decide.policy import Quantisation
 from kvsurgery.score.ablation import restricted
 from kvsurgery.score.profile import HeadProfile
+from tests.surgery import convert_folder
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tiny-recall"
 
@@ -95,3 +97,26 @@ def test_recall_lives_in_the_heads_that_the_profile_names(model):
         assert task.exact_match(model, questions) >= 0.95
     with restricted(model, best, sink=profile.sink, recent=profile.recent):
         assert task.exact_match(model, questions) <= 0.2
+
+
+@pytest.mark.slow
+def test_recall_from_a_quantised_cache(model, tmp_path):
+    """The prompt comes in chunks, so that all but the last one is read from what is quantised."""
+    profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 32, 1024)
+    tokens = torch.cat([questions.tokens, questions.answers], 1)[:8]
+    with torch.no_grad():
+        exact = model(tokens).logits[:, -4:]
+    for bits in (8, 4):
+        converted = convert_folder(
+            FOLDER / "model", tmp_path / str(bits), profile, sparsity=0.0, quantisation=Quantisation(bits)
+        ).load()
+        cache, parts = None, []
+        for part in tokens.split([256, 256, 256, 256, 1, 1, 1], 1):
+            with torch.no_grad():
+                output = converted(part, past_key_values=cache)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        error = (torch.cat(parts, 1)[:, -4:] - exact).norm() / exact.norm()
+        assert error <= (1e-2 if bits == 8 else 1e-1)
+        converted.generation_config.prefill_chunk_size = 256
+        assert task.exact_match(converted, questions) == 1

@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from templates import kv_decode
+from templates import kv_append, kv_decode
 from templates.kv_kernels import EVERY
+from templates.kv_layout import Quantisation
+from templates.kv_quant import empty_tiles
 from tests import kernel_cases as cases
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -31,14 +33,33 @@ def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
     cases.check_decode(case._replace(programs=None), dtype, "cuda")
 
 
+@DTYPES
+@pytest.mark.parametrize("case", cases.PACKED, ids=str)
+def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
+    cases.check_packed(case, dtype, "cuda")
+    cases.check_packed(case._replace(programs=None), dtype, "cuda")
+
+
 def test_append() -> None:
     cases.check_append("cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize(("quantisation", "head_dim"), cases.FLUSH, ids=str)
+def test_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype) -> None:
+    cases.check_flush(quantisation, head_dim, dtype, "cuda")
 
 
 @DTYPES
 @pytest.mark.parametrize("case", cases.PREFILL, ids=str)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("padding", [None, [0, 140, 60, 190]], ids=["", "padded"])
+def test_prefill_blocks(padding: list[int] | None, dtype: torch.dtype) -> None:
+    cases.check_prefill_blocks(padding, dtype, "cuda")
 
 
 def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
@@ -58,3 +79,38 @@ def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
         lengths.fill_(length)
         graph.replay()
         cases.check(out, kv_decode.decode_reference, [query, keys, values], *layout)
+
+
+def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
+    """Tiles that a replay packs are read by its own decode step; each head has its own length."""
+    torch.manual_seed(0)
+    quantisation, heads, head_dim, room = Quantisation(4), 2, 128, 40
+    ring = quantisation.tail(EVERY)
+    query = torch.randn(1, heads * 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 1, ring + 260, head_dim, device="cuda", dtype=torch.bfloat16)
+    tiles = empty_tiles(keys, room, quantisation)
+    for part in tiles:
+        part.copy_(torch.randint(256, part.shape) if part.dtype == torch.uint8 else torch.rand(part.shape))
+    lengths, confirmed, packed = torch.zeros(3, 1, heads, dtype=torch.int32, device="cuda")
+    sinks, rings, recents, first_tiles = torch.tensor(
+        [[0, 4], [ring, 256], [EVERY, 256], [0, -1]], dtype=torch.int32, device="cuda"
+    )
+    offsets = torch.tensor([0, ring], device="cuda")
+    stored = {"tiles": tiles, "packed": packed, "first_tiles": first_tiles, "quantisation": quantisation}
+    layout = offsets, lengths, sinks, rings, recents
+
+    def step() -> torch.Tensor:
+        kv_append.flush(keys, values, offsets, rings, confirmed, **stored)
+        return kv_decode.decode(query, keys, values, *layout, **stored)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for tokens, before, after in ((200, 0, 0), (256, 0, 0), (257, 0, 128), (600, 128, 256), (4900, 4608, 4736)):
+        lengths.copy_(torch.tensor([[tokens, tokens + 1000]]))
+        confirmed.copy_(lengths - 1)
+        packed[0, 0] = before
+        graph.replay()
+        assert packed.tolist() == [[after, 0]]
+        cases.check(out, kv_decode.decode_reference, [query, keys, values], *layout, **stored)

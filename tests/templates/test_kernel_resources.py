@@ -19,7 +19,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from templates import kv_append, kv_decode, kv_prefill  # noqa: E402
+from templates import kv_append, kv_decode, kv_kernels, kv_prefill  # noqa: E402
+from templates.kv_layout import Quantisation  # noqa: E402
+from templates.kv_quant import empty_tiles  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 DECODE_BLOCKS = {80: 2, 90: 3}
@@ -92,6 +94,55 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     check(compiled["_combine_kernel"], tmp_path, 8)
 
 
+PACKED = [
+    *((bits, "kivi", None, torch.bfloat16, head_dim, 4) for bits in (8, 4, 2) for head_dim in (64, 128)),
+    *((bits, "kivi", None, torch.float16, 128, 1) for bits in (4, 2)),
+    (8, "kivi", 16, torch.bfloat16, 64, 7),
+    (4, "kivi", 32, torch.bfloat16, 128, 4),
+    (4, "kivi", None, torch.bfloat16, 80, 1),
+    (4, "kivi", None, torch.float16, 256, 4),
+    (4, "per-token", None, torch.bfloat16, 128, 4),
+    (4, "per-token", 64, torch.float16, 128, 4),
+]
+
+
+@pytest.mark.parametrize(("bits", "scheme", "size", "dtype", "head_dim", "group"), PACKED, ids=str)
+def test_decode_of_tiles(compiled: dict, bits, scheme, size, dtype, head_dim: int, group: int, tmp_path: Path) -> None:
+    batch, heads, quantisation = 2, 8, Quantisation(bits, scheme, size)
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
+    states, packed = torch.zeros(batch, 4096, head_dim, dtype=dtype), row.int()
+    query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantisation)
+    options = {"tiles": tiles, "packed": packed, "first_tiles": each, "quantisation": quantisation}
+    kv_decode.decode(
+        query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8, **options
+    )
+    decode = compiled["_decode_kernel"]
+    three = bits > 2 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
+    assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES if three else kv_decode.WIDE_PROGRAM_BYTES) - 1024
+    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2)
+    loads = 2 + (8 // bits if scheme == "kivi" else size is None) + (size is None), 2  # of packed units, of slots
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * 5  # four ahead
+    check(compiled["_combine_kernel"], tmp_path, 8)
+    kv_append.flush(states, states, each, each, row, tiles, packed, each, quantisation)
+    check(compiled["_flush_kernel"], tmp_path, 1)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(bits, dtype) for bits in (8, 4, 2) for dtype in ("bf16", "fp16")])
+def test_unpacking(bits: int, dtype: str) -> None:
+    """What the assembly does to two words, in torch, for every word in the low half."""
+    low = torch.arange(2**16)
+    high = low.flip(0) * 40503 % 2**16
+    words, kind = high << 16 | low, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    for plane in range(16 // bits):
+        shift, mask, exponent, added_mask, added = kv_kernels._unpacking(plane, bits, 7 if dtype == "bf16" else 10)
+        shifted = words >> shift
+        terms = shifted & mask * 0x10001 | exponent * 0x10001, shifted & added_mask * 0x10001 ^ added * 0x10001
+        for place, of_half in ((0, low), (16, high)):
+            first, second = ((term >> place).to(torch.uint16).view(kind) for term in terms)
+            codes = (of_half >> plane * bits & 2**bits - 1) - 2 ** (bits - 1)
+            assert torch.equal((first + second).long(), codes)
+
+
 @pytest.mark.parametrize("kind", ["full", "streaming", "few tokens"])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group"),
@@ -108,7 +159,17 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
         sinks = states[:, :, :64], states[:, :, :64]
         kv_prefill.prefill(query, window, window, past, padding, 64, 256, past - 255, sinks)
     else:
-        kv_prefill.prefill(query, states, states, past, padding, first=None, softcap=30.0)
+        kv_prefill.prefill(
+            query,
+            states,
+            states,
+            past,
+            padding,
+            first=None,
+            softcap=30.0,
+            limit=400 if group == 4 else None,
+            with_lse=True,
+        )
     check(compiled["_prefill_kernel"], tmp_path, 1)
 
 
@@ -118,7 +179,12 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     states, query = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
     kv_append.append(states[0], states[0], query, query, one, row, one, one)
     kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1)
+    quantisation = Quantisation(8)
+    tiles = empty_tiles(states[0], 1, quantisation)
+    options = {"tiles": tiles, "packed": row, "first_tiles": one, "quantisation": quantisation}
+    kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1, **options)
+    kv_append.flush(states[0], states[0], one, one, row, tiles, row, one, quantisation)
     kv_prefill.prefill(
         query, states[:, :, 1:], states[:, :, 1:], past=1, sink=1, recent=1, first=1, sinks=(states, states)
     )
-    assert len(compiled) == 4
+    assert len(compiled) == 5

@@ -34,11 +34,29 @@ def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cpu")
 
 
+@DTYPES
+@pytest.mark.parametrize("case", cases.PACKED, ids=str)
+def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
+    cases.check_packed(case, dtype, "cpu")
+
+
 def test_append() -> None:
     cases.check_append("cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize(("quantisation", "head_dim"), cases.FLUSH, ids=str)
+def test_flush(quantisation: cases.Quantisation, head_dim: int, dtype: torch.dtype) -> None:
+    cases.check_flush(quantisation, head_dim, dtype, "cpu")
 
 
 @DTYPES
 @pytest.mark.parametrize("case", cases.PREFILL, ids=str)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("padding", [None, [0, 140, 60, 190]], ids=["", "padded"])
+def test_prefill_blocks(padding: list[int] | None, dtype: torch.dtype) -> None:
+    cases.check_prefill_blocks(padding, dtype, "cpu")

@@ -1,8 +1,10 @@
 """The cache holds what it says, in the bytes that the layout predicts, and refuses what it cannot do right."""
 
 import copy
+import gc
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -345,3 +347,24 @@ class TestRefusals:
             broken = type(mixed("llama"))(folder, folder, mixed("llama").policy)
             with pytest.raises(ValueError, match=message):
                 broken.load()
+
+
+def test_memory_is_free_as_soon_as_nothing_refers_to_it(llama):
+    """Whoever drops a cache of many gigabytes cannot wait for the garbage collector."""
+    cache = llama.generate(tokens(1, 9), max_new_tokens=3, return_dict_in_generate=True).past_key_values
+    gone = weakref.ref(cache), weakref.ref(cache.layers[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_crop_that_one_layer_refuses_changes_none(mixed):
+    model = mixed("gemma2").model  # only some of its layers have full heads alone
+    cache = model(tokens(1, 60)).past_key_values
+    with pytest.raises(ValueError, match="cannot take the cache back"):
+        cache.crop(-30)
+    assert {layer.seen for layer in cache.layers} == {60}

@@ -143,7 +143,7 @@ def test_bytes_of_a_tile():
         (Quantisation(4, "per-token", 8, residual=1), "gemma3"),
         (Quantisation(8, "per-token", residual=40), "llama"),
         (Quantisation(4, "kivi", 16, residual=3), "qwen3_moe"),
-        (Quantisation(4, residual=7), "llama-tied-mha"),
+        (Quantisation(8, residual=7), "llama-tied-mha"),
     ],
     ids=str,
 )
