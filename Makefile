@@ -7,7 +7,7 @@ PYTEST = -m pytest -q -n $(WORKERS)
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-matrix test-kernels test-wheel lint format clean
+.PHONY: demo test test-matrix test-kernels test-quant test-wheel lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -27,6 +27,10 @@ test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+
+# quantised weights beside a quantised cache, with the libraries that quantise them
+test-quant: .venv-quant/ready
+	.venv-quant/bin/python $(PYTEST) tests/templates/test_weight_quantisation.py
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
@@ -58,6 +62,11 @@ format: .venv/ready
 	grep -v '^numpy==' constraints.txt > .venv-triton-$*/constraints.txt
 	.venv-triton-$*/bin/pip install -q -c .venv-triton-$*/constraints.txt torch transformers pytest pytest-xdist 'numpy<2.4'
 	.venv-triton-$*/bin/pip install -q $(TRITON)
+	touch $@
+
+.venv-quant/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-quant
+	.venv-quant/bin/pip install -q -c constraints.txt -e '.[dev,quant]'
 	touch $@
 
 .venv-%/ready: pyproject.toml constraints.txt

@@ -81,4 +81,6 @@ def _dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.T
     states = torch.cat(planes, -1).to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
-    return torch.addcmul(low, grouped, scale).view_as(states)
+    if states.dtype == torch.float32:  # several times faster where a scale is for the innermost states
+        return grouped.mul_(scale).add_(low).view_as(states)
+    return torch.addcmul(low, grouped, scale).view_as(states)  # rounds once
