@@ -7,7 +7,7 @@ PYTEST = -m pytest -q -n $(WORKERS)
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-matrix test-kernels test-quant test-wheel lint format clean
+.PHONY: demo test test-matrix test-kernels test-gpu test-quant test-wheel lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -27,6 +27,11 @@ test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+
+# the same kernels on a GPU, with the Python that has torch and triton for it: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu
 
 # quantised weights beside a quantised cache, with the libraries that quantise them
 test-quant: .venv-quant/ready

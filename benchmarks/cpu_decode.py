@@ -1,101 +1,134 @@
 """Decode on a CPU: emitted models against the stock model with its DynamicCache, taking turns in one process.
 
-    python benchmarks/cpu_decode.py --lengths 4096 16384 --batches 1 --steps 20
+    python benchmarks/cpu_decode.py --lengths 4096 16384 --batches 1 --bits 16 8 4 --json decode.json
 
-Four layers, hidden 1,024, 32 query and 8 KV heads of 128, random weights and a cache filled with random states. Stock
+Four layers, hidden 1,024, 32 query and 8 KV heads of 128, random weights and caches filled with random states. Stock
 concatenates its whole cache at every token, so that beating it is easy; the honest baseline is the emitted model with
-every head full. Prints medians in milliseconds a token, and both ratios.
+every head full and nothing quantised. Prints medians in milliseconds a token, both ratios, and the most bytes of keys
+and values that a cache holds; stock needs one layer's more while it concatenates.
+
+Caches that together exceed `--memory` are measured in groups, one group after the other; within a group they take
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import json
 import statistics
-import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+import transformers
+from synthetic import build, cache_bytes, emitted, empty_cache, fill, quantisation
+from transformers import LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from templates.kv_cache import KVSurgeryCache
-from templates.modeling_kvsurgery_llama import LlamaForCausalLM as EmittedLlama
+from templates.kv_layout import KVLayout
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 32, 8, 128, 1024
-SINK, RECENT = 64, 256
 SPARSITIES = (0.0, 0.5, 0.75)
+WARM = 2  # steps that are not counted
 
 
-def build() -> dict[str, torch.nn.Module]:
-    """The stock model, and one emitted model of the same weights for every sparsity."""
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=QUERY_HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=1 << 20,
-    )
-    models = {"stock": LlamaForCausalLM(config).eval()}
-    for sparsity in SPARSITIES:
-        streaming = round(sparsity * KV_HEADS)
-        emitted = copy.deepcopy(config)
-        layer = {"blocks": [[KV_HEADS - streaming, streaming]], "sink": SINK, "recent": RECENT}
-        emitted.kv_surgery = {"version": 1, "head_dim": HEAD_DIM, "layers": [layer] * LAYERS}
-        models[f"{sparsity:.2f}"] = EmittedLlama(emitted).eval()
-        models[f"{sparsity:.2f}"].load_state_dict(models["stock"].state_dict())
-    return models
+class Variant(NamedTuple):
+    """A model with one kind of cache."""
+
+    name: str
+    bits: int  # 16: nothing is quantised
+    model: LlamaForCausalLM
+
+    def kv_bytes(self, batch: int, length: int, steps: int) -> int:
+        """Bytes that its cache will have after so many steps."""
+        config, itemsize = self.model.config, self.model.dtype.itemsize
+        if not hasattr(config, "kv_surgery"):
+            token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+            return batch * (length + steps) * token
+        layout = KVLayout.from_config(config)
+        if self.bits < 16:
+            layout = layout.quantised(quantisation(self.bits))
+        return layout.kv_bytes(batch, length, steps, itemsize=itemsize)
 
 
-def filled_cache(model: torch.nn.Module, batch: int, length: int, steps: int) -> DynamicCache | KVSurgeryCache:
-    """A cache of `length` random tokens."""
-    own = isinstance(model, EmittedLlama)
-    cache = KVSurgeryCache(model.config, capacity=length + steps) if own else DynamicCache(config=model.config)
-    if own:
-        cache.begin(None, batch, length)
-    for index in range(LAYERS):
-        keys, values = torch.randn(2, batch, KV_HEADS, length, HEAD_DIM).unbind()
-        handle, _ = cache.update(keys, values, index)
-        if own:
-            handle.layer.append(keys, values)
-    return cache
+def variants(bits: list[int]) -> list[Variant]:
+    """The stock model, and emitted ones that share its weights, for every sparsity and width."""
+    stock = build("cpu", "cpu", torch.float32)
+    heads = stock.config.num_key_value_heads
+    models = {sparsity: emitted(stock, heads - round(sparsity * heads)) for sparsity in SPARSITIES}
+    return [
+        Variant("stock", 16, stock),
+        *(Variant(f"{sparsity:.2f}", width, model) for sparsity, model in models.items() for width in bits),
+    ]
+
+
+def groups(parts: list[Variant], batch: int, length: int, steps: int, memory: float) -> list[list[Variant]]:
+    """Variants whose caches fit in memory together, each in the first group that has room for it."""
+    result: list[tuple[list[Variant], float]] = []
+    for variant in parts:
+        size = variant.kv_bytes(batch, length, steps)
+        for index, (group, taken) in enumerate(result):
+            if taken + size <= memory:
+                result[index] = [*group, variant], taken + size
+                break
+        else:
+            result.append(([variant], size))
+    return [group for group, _ in result]
 
 
 @torch.inference_mode()
-def measure(models: dict[str, torch.nn.Module], batch: int, length: int, steps: int) -> dict[str, float]:
-    """Median seconds of a decode step, the models taking turns."""
-    caches = {name: filled_cache(model, batch, length, steps + 2) for name, model in models.items()}
+def measure(parts: list[Variant], batch: int, length: int, steps: int) -> dict[Variant, tuple[float, int]]:
+    """Median seconds of a decode step, the variants taking turns, and the bytes of each cache after the last."""
+    caches = []
+    for variant in parts:
+        caches.append(empty_cache(variant.model, length + steps + WARM, variant.bits))
+        fill(caches[-1], variant.model.config, batch, length, variant.model.dtype, "cpu")
     token = torch.ones(batch, 1, dtype=torch.long)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for step in range(steps + 2):
-        for name, model in models.items():
+    seconds: list[list[float]] = [[] for _ in parts]
+    for _ in range(steps + WARM):
+        for variant, cache, times in zip(parts, caches, seconds, strict=True):
             begin = time.perf_counter()
-            model(token, past_key_values=caches[name])
-            if step >= 2:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+            variant.model(token, past_key_values=cache)
+            times.append(time.perf_counter() - begin)
+    found = (
+        (statistics.median(times[WARM:]), cache_bytes(cache)) for times, cache in zip(seconds, caches, strict=True)
+    )
+    return dict(zip(parts, found, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], choices=(16, 8, 4, 2))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--memory", type=float, default=12.0, help="gigabytes of caches that are held at once")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    models = build()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32")
-    print(f"{'tokens':>8} {'batch':>5} {'sparsity':>8} {'ms/token':>9} {'x stock':>8} {'x own dense':>11}")
+    bits = sorted({16, *arguments.bits}, reverse=True)  # 16 is a baseline
+    parts = variants(bits)
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), "- float32; at 16 bits nothing is quantised")
+    ratios = f"{'x stock':>8} {'x own dense':>11}"
+    print(f"{'tokens':>8} {'batch':>5} {'sparsity':>8} {'bits':>4} {'ms/token':>9} {ratios} {'KV MB':>9}")
+    rows = []
     for length in arguments.lengths:
         for batch in arguments.batches:
-            times = measure(models, batch, length, arguments.steps)
-            for name, seconds in times.items():
-                ratios = f"{times['stock'] / seconds:8.2f} {times['0.00'] / seconds:11.2f}"
-                print(f"{length:>8} {batch:>5} {name:>8} {seconds * 1e3:9.2f} {ratios}", flush=True)
+            found: dict[Variant, tuple[float, int]] = {}
+            together = groups(parts, batch, length, arguments.steps + WARM, arguments.memory * 1e9)
+            for group in together:
+                found |= measure(group, batch, length, arguments.steps)
+            stock, dense = (found[variant][0] for variant in parts[:2])
+            for variant in parts:
+                seconds, size = found[variant]
+                row = {"tokens": length, "batch": batch, "sparsity": variant.name, "bits": variant.bits}
+                row |= {"ms": seconds * 1e3, "x_stock": stock / seconds, "x_own_dense": dense / seconds}
+                rows.append({**row, "kv_bytes": size, "groups": len(together)})
+                figures = f"{row['ms']:9.2f} {row['x_stock']:8.2f} {row['x_own_dense']:11.2f} {size / 1e6:9.1f}"
+                print(f"{length:>8} {batch:>5} {variant.name:>8} {variant.bits:>4} {figures}", flush=True)
+            if arguments.json:
+                report = {**facts, "steps": arguments.steps, "rows": rows}
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

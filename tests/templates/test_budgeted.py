@@ -187,6 +187,27 @@ def test_bytes_are_the_sum_of_the_budgets(headkv, batch, prompt, new, full_heads
     assert cache.allocated_bytes() == 2 * batch * rows * 6 * 4
 
 
+@pytest.mark.parametrize("chunk", [None, 7, 64])
+def test_the_peak_of_a_prefill(headkv, chunk, monkeypatch):
+    """The most that is stored at any time, beside what a layer's chunk takes on its way in."""
+    model = headkv("llama", full_heads=4).load()
+    layers, stored = [], []
+    attend = module_of(model, "kv_attention")._with_cache
+
+    def noting(query, key, value, layer, *rest):
+        if layer not in layers:
+            layers.append(layer)
+        output = attend(query, key, value, layer, *rest)
+        stored.append(sum(each.nbytes for each in layers) + key.nbytes + value.nbytes)
+        return output
+
+    monkeypatch.setattr(module_of(model, "kv_attention"), "_with_cache", noting)
+    model.generate(tokens(2, 300), **GREEDY, max_new_tokens=5, prefill_chunk_size=chunk)
+    layout = module_of(model, "kv_layout").KVLayout.from_config(model.config)
+    peak = layout.prefill_peak_bytes(2, 300, 5, chunk, itemsize=4)
+    assert 0.9 * peak <= max(stored) <= peak
+
+
 def test_spread_budgets_cost_what_even_ones_do(checkpoint, tmp_path):
     scores = np.ones((4, 4), dtype=np.float32)
     even = HeadProfile(scores, "duo", "kv", "even", random_profile(checkpoint("llama")).model)

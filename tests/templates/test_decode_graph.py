@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from templates import kv_attention, kv_cuda, kv_graph
 from templates.kv_append import append_reference, flush_reference
 from templates.kv_decode import decode_reference
+from tests.emitted import LOSSLESS, emitted
 from tests.families import largest, tokens
-from tests.templates.test_kernel_dispatch import emitted
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
 
@@ -86,7 +86,7 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
     section, new = model.config.kv_surgery, 40
     if kind == "quantised":
-        section["quantisation"] = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
+        section["quantisation"] = LOSSLESS
     elif kind == "budgeted":
         section["selection"] = {"window": 4, "kernel_size": 3, "pool": "max"}
         section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 30]}] * 4

@@ -12,32 +12,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from templates import kv_attention, kv_cuda
-from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
-from templates.modeling_kvsurgery_llama import LlamaForCausalLM
-from tests.families import largest, stock, tokens
-
-CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
-
-
-def emitted(family: str, layers: int = 4, **section) -> torch.nn.Module:
-    """A random model with one to four full heads a layer, and the family's own sliding layers; more for its layout."""
-    original = stock(family, num_hidden_layers=layers)
-    config = original.config
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    config.kv_surgery = {
-        "version": 1,
-        "head_dim": getattr(config, "head_dim", None) or 6,
-        "layers": [
-            {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}
-            if kind == "sliding_attention"
-            else {"blocks": [[index, 4 - index]], "sink": 3, "recent": 5}
-            for index, kind in enumerate(kinds)
-        ],
-        **section,
-    }
-    model = CLASSES[family](config).eval()
-    model.load_state_dict(original.state_dict())
-    return model
+from templates.kv_kernels import _softmax
+from tests.emitted import BUDGETED, LOSSLESS, emitted, in_parts
+from tests.families import largest, tokens
 
 
 @pytest.fixture
@@ -96,14 +73,6 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
-# a scale for every element loses nothing; budgets keep more than a tile
-LOSSLESS = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
-BUDGETED = {
-    "selection": {"window": 4, "kernel_size": 3, "pool": "max"},
-    "layers": [{"blocks": [[1, 3]], "budgets": [4, 150, 140]}, {"blocks": [[0, 4]], "budgets": [9, 8, 0, 160]}],
-}
-
-
 @pytest.mark.parametrize(
     ("section", "quantisation"),
     [({}, LOSSLESS), (BUDGETED, None), (BUDGETED, LOSSLESS), ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None})],
@@ -126,19 +95,32 @@ def test_chunks_and_steps_over_tiles_and_budgets(
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
-def in_parts(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Logits of tokens that come in parts of some sizes, through a cache."""
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, parts, start = None, [], 0
-    for size in sizes:
-        stop = start + size
-        with torch.no_grad():
-            output = model(
-                (ids * mask)[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=position_ids[:, start:stop],
-                past_key_values=cache,
-            )
-        cache, start = output.past_key_values, stop
-        parts.append(output.logits)
-    return torch.cat(parts, 1)
+def flash_attention(query, keys, values, softmax_scale, causal, softcap):
+    """What flash-attn computes: [batch, tokens, heads, head_dim], causal from the lower right corner."""
+    assert causal
+    query, keys, values = (states.transpose(1, 2) for states in (query, keys, values))
+    keys, values = (states.repeat_interleave(query.shape[1] // keys.shape[1], 1) for states in (keys, values))
+    allowed = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - query.shape[2])
+    return _softmax(query, keys, values, allowed, softmax_scale, softcap or None).transpose(1, 2)
+
+
+@pytest.mark.parametrize("past", [0, 37])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_full_heads_get_the_same_whatever_is_fastest(past: int, softcap: float | None, monkeypatch) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 20, 16, dtype=torch.float16)
+    keys, values = torch.randn(2, 2, 2, past + 20, 16, dtype=torch.float16)
+    options = {"scaling": 0.3, "softcap": softcap, "dropout": 0.0}
+    launched = []
+    prefill = kv_cuda.prefill
+    monkeypatch.setattr(kv_cuda, "prefill", lambda *args, **options: launched.append(1) or prefill(*args, **options))
+    exact = flash_attention(*(part.transpose(1, 2).double() for part in (query, keys, values)), 0.3, True, softcap)
+    found = [kv_cuda.causal(query, keys, values, 0, options)]  # SDPA, which has no soft cap
+    assert len(launched) == (softcap is not None)
+    found.append(kv_cuda.causal(query, keys, values, torch.zeros(2, dtype=torch.long), options))
+    assert len(launched) == 1 + (softcap is not None)
+    monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
+    found.append(kv_cuda.causal(query, keys, values, 0, options))
+    assert len(launched) == 1 + (softcap is not None)
+    for output in found:
+        assert largest(output.double() - exact.transpose(1, 2), exact) <= 2e-3

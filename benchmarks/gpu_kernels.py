@@ -1,0 +1,228 @@
+"""Sections of gpu.py: the decode kernel against the read bandwidth, the prefill kernel beside other attention.
+
+One layer of Llama-3-8B's shape in bfloat16: 8 KV heads of 128, four query heads each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from gpu_report import GIB, Report, free_memory, milliseconds
+from synthetic import RECENT, SINK, fill, occupy, quantisation, section
+from torch.nn.attention.bias import causal_lower_right
+from transformers import LlamaConfig
+
+from templates.kv_cache import KVLayerCache, KVSurgeryCache
+from templates.kv_layout import TILE
+
+try:
+    from flash_attn import flash_attn_func
+except ImportError:
+    flash_attn_func = None
+
+HEADS, GROUP, HEAD_DIM = 8, 4, 128
+BITS = 16, 8, 4, 2
+SHORT = 1500  # tokens; ten tiles and some that are not packed
+ROTATION = GIB  # of caches that are read in turns; far more than the L2
+TARGETS = {16: 0.8, 8: 0.7, 4: 0.6}  # shares of the read bandwidth
+AT = 2**17  # tokens where they hold
+TOLERANCE = 2e-2  # of bfloat16: the norm of the error over that of the result
+ITEM = 2  # bytes
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a reduction of 4 GiB reads."""
+    states = torch.randn(GIB, device="cuda")
+    states.sum()
+    return states.nbytes / milliseconds(states.sum, 20) * 1e3
+
+
+def bytes_to_read(batch: int, tokens: int, full: int, bits: int) -> int:
+    """The least that a decode step of a layer reads of its cache."""
+    streaming = (HEADS - full) * min(tokens, SINK + RECENT) * 2 * HEAD_DIM * ITEM
+    tiles, tile = 0, 0
+    if how := quantisation(bits):
+        tiles, tile = how.tiles(tokens), how.tile_bytes(HEAD_DIM, ITEM)
+    return batch * (streaming + full * (tiles * tile + (tokens - tiles * TILE) * 2 * HEAD_DIM * ITEM))
+
+
+def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurgeryCache, LlamaConfig]:
+    """A cache of so many layers, and the config that it belongs to."""
+    config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
+    config.kv_surgery = section(layers, HEADS, full, HEAD_DIM)
+    return KVSurgeryCache(config, tokens, quantisation(bits)), config
+
+
+def arguments(layer: KVLayerCache, batch: int) -> tuple[tuple, dict]:
+    """What the decode kernel takes of a layer's cache, after the query."""
+    table = layer.head_table()
+    lengths = torch.full((batch, HEADS), layer.seen, dtype=torch.int32, device=layer.device) - table.skipped
+    tiles = {}
+    if layer.tiles is not None:
+        tiles = {"tiles": layer.tiles, "packed": table.packed, "first_tiles": table.first_tiles}
+        tiles["quantisation"] = layer.layout.quantisation
+    return (layer.keys, layer.values, table.offsets, lengths, table.sinks, table.rings, table.recents), tiles
+
+
+def decode_error(query: torch.Tensor, heads: tuple, tiles: dict, **options) -> float:
+    """Error of the kernel in the last row, whose memory lies farthest, against torch in float32."""
+    from templates import kv_decode
+
+    out = kv_decode.decode(query, *heads, **tiles, **options)[-1:].float()
+    keys, values, offsets, lengths, *kinds = heads
+    last = dict(tiles)
+    if tiles:
+        last |= {"tiles": tiles["tiles"].map(lambda part: part[-1:]), "packed": tiles["packed"][-1:]}
+    states = (part[-1:].float() for part in (query, keys, values))
+    exact = kv_decode.decode_reference(*states, offsets, lengths[-1:], *kinds, **last)
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+@functools.cache
+def check_quantised(batch: int, full: int, bits: int, device: str = "cuda", **options) -> float:
+    """Error over a short cache whose tiles are quantised from random states."""
+    cache, config = empty_layers(1, full, bits, SHORT)
+    fill(cache, config, batch, SHORT, torch.bfloat16, device)
+    query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    return decode_error(query, *arguments(cache.layers[0], batch), **options)
+
+
+def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) -> dict:
+    """A decode step of a layer of which `full` KV heads keep all tokens, by a CUDA graph over several caches."""
+    from templates import kv_decode
+
+    read = bytes_to_read(batch, tokens, full, bits)
+    copies = math.ceil(ROTATION / read)
+    cache, _ = empty_layers(copies, full, bits, tokens)
+    occupy(cache, torch.empty(batch, HEADS, 0, HEAD_DIM, device="cuda", dtype=torch.bfloat16), tokens)
+    query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    calls = [arguments(layer, batch) for layer in cache.layers]
+    errors = [decode_error(query, *calls[-1]), check_quantised(batch, full, bits)]
+    assert all(error < TOLERANCE for error in errors), f"wrong by {errors}"  # NaN is, too
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for heads, tiles in calls:
+            kv_decode.decode(query, *heads, **tiles)
+    graph.replay()
+    taken = milliseconds(graph.replay, 20) / copies * 1e-3
+    return {
+        "bits": bits,
+        "batch": batch,
+        "tokens": tokens,
+        "full": full / HEADS,
+        "MB": read / 1e6,
+        "floor us": read / bandwidth * 1e6,
+        "us": taken * 1e6,
+        "share": read / bandwidth / taken,
+        "target": TARGETS.get(bits) if tokens == AT else None,
+        "error": max(errors),
+    }
+
+
+def decode_section(report: Report, lengths: list[int], batches: list[int]) -> None:
+    """Shares of the read bandwidth; batch 1 comes first, all widths of it."""
+    bandwidth = report.facts["read_bandwidth"]
+    columns = {"bits": "4", "batch": "5", "tokens": "9,", "full": "5.0%", "MB": "9,.1f", "floor us": "9.1f"}
+    columns |= {"us": "9.1f", "share": "6.1%", "target": "6.0%", "error": "7.0e"}
+    report.table("kernels", columns)
+    for batch in batches:
+        for bits in BITS:
+            for tokens in lengths:
+                for full in (HEADS // 4, HEADS // 2, HEADS):
+                    what = f"{bits} bits, batch {batch}, {tokens:,} tokens, {full / HEADS:.0%} full"
+                    free_memory()
+                    # beside the caches: float32 of one row, for the check
+                    row = 8 * HEADS * tokens * HEAD_DIM * (2 if bits == 16 else 1)
+                    needed = max(ROTATION, bytes_to_read(batch, tokens, full, bits)) + row
+                    if needed > 0.95 * torch.cuda.mem_get_info()[0]:
+                        report.skip(what, f"needs {needed / 1e9:.0f} GB")
+                    elif report.allows(what, 3):
+                        with report.attempt(what):
+                            report.add(**decode_row(batch, tokens, full, bits, bandwidth))
+
+
+def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tuple[list[torch.Tensor], dict]:
+    """Random query, keys and values of a chunk after a past, of one kind of head, and what the kernel takes beside."""
+    before = min(past, RECENT - 1) if streaming else past
+    query = torch.randn(1, HEADS * GROUP, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 1, HEADS, before + tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    held = {"past": past}
+    if streaming:
+        held |= {"sink": SINK, "recent": RECENT}
+    if streaming and past:
+        held |= {"first": past - before, "sinks": tuple(torch.randn_like(keys[:, :, :SINK]) for _ in range(2))}
+    return [query, keys, values], held
+
+
+def check_streaming(past: int, device: str = "cuda") -> float:
+    """Error of a short chunk over streaming heads; what nobody sees of its past is zero in the reference."""
+    from templates import kv_prefill
+
+    states, held = chunk(past, 400, True, device)
+    out = kv_prefill.prefill(*states, **held).float()
+    query, *given = (part.float() for part in states)
+    if past:
+        for index, sinks in enumerate(held["sinks"]):
+            whole = torch.zeros(1, HEADS, past + 400, HEAD_DIM, device=device)
+            whole[:, :, :SINK], whole[:, :, held["first"] :] = sinks, given[index]
+            given[index] = whole
+    exact = kv_prefill.prefill_reference(query, *given, past, sink=SINK, recent=RECENT)
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+def visible_pairs(past: int, tokens: int, streaming: bool) -> int:
+    """Pairs of a query and a key that it sees, of one query head."""
+    if not streaming:
+        return tokens * past + tokens * (tokens + 1) // 2
+    return sum(min(position + 1, SINK + RECENT) for position in range(past, past + tokens))
+
+
+def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
+    """A chunk over one kind of head, 8 KV heads of it; full heads beside torch's attention and flash attention."""
+    from templates import kv_prefill
+
+    (query, keys, values), held = chunk(past, tokens, streaming)
+    others, repeats = {}, 5
+    out = kv_prefill.prefill(query, keys, values, **held)
+    taken = milliseconds(lambda: kv_prefill.prefill(query, keys, values, **held), repeats)
+    if streaming:
+        error = check_streaming(1000 if past else 0)
+    else:
+        bias = causal_lower_right(tokens, past + tokens)
+
+        def sdpa() -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=True)
+
+        expected = sdpa()
+        error = ((out - expected).float().norm() / expected.float().norm()).item()
+        others["SDPA ms"] = milliseconds(sdpa, repeats)
+        if flash_attn_func is not None:
+            states = [part.transpose(1, 2) for part in (query, keys, values)]
+            flash_attn_func(*states, causal=True)
+            others["flash ms"] = milliseconds(lambda: flash_attn_func(*states, causal=True), repeats)
+    assert error < TOLERANCE, f"wrong by {error:.1e}"
+    operations = 4 * HEAD_DIM * HEADS * GROUP * visible_pairs(past, tokens, streaming)
+    return {
+        "kind": "streaming" if streaming else "full",
+        "past": past,
+        "tokens": tokens,
+        "ms": taken,
+        "TFLOP/s": operations / taken / 1e9,
+        **others,
+        "error": error,
+    }
+
+
+def prefill_section(report: Report) -> None:
+    """A chunk of 32k tokens at the start and after 96k."""
+    columns = {"kind": "9", "past": "7,", "tokens": "7,", "ms": "8.2f", "TFLOP/s": "7.0f", "SDPA ms": "8.2f"}
+    report.table("prefill", columns | {"flash ms": "8.2f", "error": "7.0e"})
+    for past in (0, 3 * 2**15):
+        for streaming in (False, True):
+            what = f"{'streaming' if streaming else 'full'} heads after {past:,} tokens"
+            if report.allows(what, 8):
+                with report.attempt(what):
+                    report.add(**prefill_row(past, 2**15, streaming))

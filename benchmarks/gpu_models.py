@@ -1,0 +1,287 @@
+"""Section of gpu.py: whole models with random weights and filled caches, decode steps and prefill in chunks.
+
+The stock model and the emitted ones share their parameters, and their caches hold the same states.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gpu_report import Report, free_memory, milliseconds, synchronize
+from synthetic import build, cache_bytes, emitted, empty_cache, fill
+from torch.autograd import DeviceType
+from transformers import LlamaForCausalLM
+
+from templates.kv_cache import KVSurgeryCache
+from templates.kv_layout import KVLayout
+
+
+class Case(NamedTuple):
+    """A model, the share of its KV heads that is full, and what is measured of it."""
+
+    shape: str
+    full: float
+    decode: dict[int, float | None]  # tokens -> target of stock over ours
+    prefill: tuple[int, int, float | None] | None = None  # tokens, of a chunk, target
+
+
+CASES = [
+    Case("Llama-2-7B", 0.25, {100_000: 2.2}),
+    Case("Llama-3-8B", 0.5, {500_000: 1.5, 100_000: None}, (320_000, 32_000, 1.63)),
+]
+TINY = [Case("tiny", 0.5, {700: None}, (1200, 300, None))]
+WARM, STEPS = 3, 12
+SPARE = WARM + STEPS + 2  # tokens beside those of a cache: the steps, one in the profiler, one in a graph
+
+
+class Variant(NamedTuple):
+    """A model with one kind of cache."""
+
+    name: str
+    model: LlamaForCausalLM
+    bits: int = 16
+    attention: str = "sdpa"  # of the stock model
+
+
+def variants(shape: str, full: float, device: str, dtype: torch.dtype) -> list[Variant]:
+    """What takes part; all of it shares the parameters of one stock model."""
+    stock = build(shape, device, dtype)
+    heads = stock.config.num_key_value_heads
+    some = emitted(stock, round(full * heads))
+    result = [Variant("stock, SDPA", stock)]
+    if device == "cuda" and importlib.util.find_spec("flash_attn"):
+        result.append(Variant("stock, flash-attn", stock, attention="flash_attention_2"))
+    return [
+        *result,
+        Variant("all full", emitted(stock, heads)),
+        Variant(f"{full:.0%} full", some),
+        Variant(f"{full:.0%} full, int4", some, bits=4),
+    ]
+
+
+def filled(variant: Variant, tokens: int, spare: int):
+    """A variant's cache with random tokens and room for some more."""
+    free_memory()
+    model = variant.model
+    if variant.name.startswith("stock"):
+        model.set_attn_implementation(variant.attention)
+    cache = empty_cache(model, tokens + spare, variant.bits)
+    if tokens:
+        fill(cache, model.config, 1, tokens, model.dtype, model.device.type)
+    return cache
+
+
+def predicted_bytes(variant: Variant, cache, tokens: int, spare: int) -> int | None:
+    """What the config says that the cache takes; None for stock models."""
+    if not isinstance(cache, KVSurgeryCache):
+        return None
+    layout = KVLayout.from_config(variant.model.config)
+    if variant.bits < 16:
+        layout = layout.quantised(cache.layers[0].layout.quantisation)
+    return layout.kv_bytes(1, tokens, spare, itemsize=variant.model.dtype.itemsize)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock time of some work and of what it started on the device."""
+    synchronize()
+    begin = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def kernel_milliseconds(step: Callable[[], object]) -> float:
+    """Time that a step's kernels take, without the gaps between them in which the device waits for Python."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    # what the host calls is listed too, with the time of the kernels that it started
+    events = (event for event in profile.key_averages() if event.device_type == DeviceType.CUDA)
+    return sum(event.self_device_time_total for event in events) / 1e3
+
+
+def graph_milliseconds(step: Callable[[], object]) -> float:
+    """Time of a step that is replayed from a CUDA graph; every replay is the same step."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    return milliseconds(graph.replay, 10)
+
+
+def peak_bytes() -> int | None:
+    """The most memory that tensors took since the peak was reset, weights included."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+@torch.inference_mode()
+def decode(report: Report, variant: Variant, tokens: int) -> tuple[dict, torch.Tensor]:
+    """Decode steps of one variant: figures, and the first step's logits."""
+    cache = filled(variant, tokens, SPARE)
+    token = torch.ones(1, 1, dtype=torch.long, device=variant.model.device)
+
+    def step() -> torch.Tensor:
+        return variant.model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits
+
+    on_gpu = variant.model.device.type == "cuda"
+    free_memory()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    logits = step().float()
+    assert logits.isfinite().all()
+    times = [seconds(step) for _ in range(WARM - 1 + STEPS)][WARM - 1 :]
+    figures = {"ms": 1e3 * statistics.median(times), "peak": peak_bytes(), "tokens": tokens}
+    expected = predicted_bytes(variant, cache, tokens, SPARE)
+    figures |= {"cache": cache_bytes(cache), "kv_bytes": expected}
+    assert expected in (None, figures["cache"]), f"the cache has {figures['cache']:,} bytes, not {expected:,}"
+    if on_gpu:
+        with report.attempt(f"kernel times of {variant.name}"):
+            figures["kernels ms"] = kernel_milliseconds(step)
+        if expected:  # stock concatenates, for which a graph would need all of the cache twice
+            with report.attempt(f"graph of {variant.name}"):
+                figures["graph ms"] = graph_milliseconds(step)
+    return figures, logits
+
+
+def decode_section(report: Report, case: Case, parts: list[Variant]) -> None:
+    """Milliseconds a token of every variant, against the stock model and against ours with every head full."""
+    columns = {"model": "<10", "tokens": "8,", "variant": "<18", "ms": "8.2f", "kernels ms": "10.2f"}
+    columns |= {"graph ms": "8.2f", "x stock": "7.2f", "x stock, kernels": "16.2f", "x all full": "10.2f"}
+    columns |= {"x all full, graph": "17.2f", "target": "6.2f", "cache GB": "8.2f", "peak GB": "7.1f", "error": "7.0e"}
+    report.table("decode", columns)
+    for tokens, target in case.decode.items():
+        done, logits = {}, {}
+        for variant in parts:
+            what = f"{case.shape}, {tokens:,} tokens, {variant.name}"
+            if not report.allows(what, 12):
+                continue
+            with report.attempt(what):
+                done[variant.name], logits[variant.name] = figures, _ = decode(report, variant, tokens)
+                stock, dense = done.get("stock, SDPA", {}), done.get("all full", {})
+                error = None
+                if variant.name == "all full" and "stock, SDPA" in logits:
+                    expected = logits["stock, SDPA"]
+                    error = ((logits["all full"] - expected).norm() / expected.norm()).item()
+                report.add(
+                    model=case.shape,
+                    variant=variant.name,
+                    **figures,
+                    **{
+                        "x stock": ratio(stock, figures, "ms"),
+                        "x stock, kernels": ratio(stock, figures, "kernels ms"),
+                        "x all full": ratio(dense, figures, "ms"),
+                        "x all full, graph": ratio(dense, figures, "graph ms"),
+                        "target": target if variant.name == f"{case.full:.0%} full" else None,
+                        "cache GB": figures["cache"] / 1e9,
+                        "peak GB": figures["peak"] and figures["peak"] / 1e9,
+                        "error": error,
+                    },
+                )
+
+
+def ratio(one: dict, other: dict, name: str) -> float | None:
+    """How many times longer the one takes, where both were measured."""
+    return one[name] / other[name] if one.get(name) and other.get(name) else None
+
+
+@torch.inference_mode()
+def prefill_chunk(variant: Variant, past: int, tokens: int) -> tuple[float, int | None]:
+    """Seconds of a chunk after a random past, and the peak of memory."""
+    cache = filled(variant, past, tokens)
+    ids = torch.randint(variant.model.config.vocab_size, (1, tokens), device=variant.model.device)
+    free_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    taken = seconds(lambda: variant.model(input_ids=ids, past_key_values=cache, logits_to_keep=1))
+    return taken, peak_bytes()
+
+
+def order(chunks: int) -> list[int]:
+    """Which chunks are measured first: the ends, then the middle of the widest gap."""
+    known = [0, chunks - 1][:chunks]
+    while len(known) < chunks:
+        there = sorted(known)
+        _, low, high = max((high - low, low, high) for low, high in itertools.pairwise(there))
+        known.append((low + high) // 2)
+    return known
+
+
+def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
+    """A prompt in chunks: as many of them as there is time for, each after a random past; the rest interpolated.
+
+    What a chunk takes grows linearly with its past.
+    """
+    whole, tokens, target = case.prefill
+    parts = [variant for variant in parts if variant.bits == 16]
+    report.table(
+        "prefill chunks", {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "peak GB": "7.1f"}
+    )
+    for variant in parts:  # compiles, and warms up
+        with report.attempt(f"warm-up of {variant.name}"):
+            for past in (0, tokens // 16):
+                prefill_chunk(variant, past, tokens // 16)
+    known: dict[str, dict[int, float]] = {variant.name: {} for variant in parts}
+    peaks: dict[str, int] = {}
+    for chunk in order(whole // tokens):
+        for variant in list(parts):
+            mine, past = known[variant.name], chunk * tokens
+            guess = 8.0 if not mine else mine[0] * (1 + chunk) if len(mine) == 1 else _at(mine, chunk)
+            if report.left < guess + 4:
+                continue
+            with report.attempt(f"{case.shape}, chunk after {past:,} tokens, {variant.name}"):
+                mine[chunk], peak = prefill_chunk(variant, past, tokens)
+                peaks[variant.name] = max(peak or 0, peaks.get(variant.name, 0))
+                row = {"past": past, "tokens": tokens, "seconds": mine[chunk], "peak GB": peak and peak / 1e9}
+                report.add(model=case.shape, variant=variant.name, **row)
+            if chunk not in mine:
+                parts.remove(variant)
+    columns = {"model": "<10", "tokens": "8,", "variant": "<18", "seconds": "8.1f", "measured": "8", "of chunks": "9"}
+    columns |= {"x stock": "7.2f", "x all full": "10.2f", "target": "6.2f", "peak GB": "7.1f"}
+    report.table("prefill in chunks", columns)
+    totals = {}
+    for name, mine in known.items():
+        if not {0, whole // tokens - 1} <= mine.keys():
+            report.skip(f"{case.shape}, {whole:,} tokens, {name}", "no time or memory for its first or last chunk")
+            continue
+        totals[name] = {"seconds": sum(_at(mine, chunk) for chunk in range(whole // tokens))}
+        report.add(
+            model=case.shape,
+            tokens=whole,
+            variant=name,
+            seconds=totals[name]["seconds"],
+            measured=len(mine),
+            **{
+                "of chunks": whole // tokens,
+                "x stock": ratio(totals.get("stock, SDPA", {}), totals[name], "seconds"),
+                "x all full": ratio(totals.get("all full", {}), totals[name], "seconds"),
+                "target": target if name == f"{case.full:.0%} full" else None,
+                "peak GB": peaks[name] / 1e9 or None,
+            },
+        )
+
+
+def _at(known: dict[int, float], chunk: int) -> float:
+    """A chunk's seconds: measured, or on the line between its neighbours."""
+    return float(np.interp(chunk, *zip(*sorted(known.items()), strict=True)))
+
+
+def section(report: Report, device: str) -> None:
+    """All models, one after the other."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for case in CASES if device == "cuda" else TINY:
+        with report.attempt(case.shape):
+            free_memory()
+            parts = variants(case.shape, case.full, device, dtype)
+            decode_section(report, case, parts)
+            report.write()
+            if case.prefill:
+                prefill_section(report, case, parts)
+            report.write()
+        del parts

@@ -1,0 +1,138 @@
+"""Models with random weights and caches of random states, of the sizes of real ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from templates.kv_cache import KVSurgeryCache
+from templates.kv_layout import TILE, Quantisation
+from templates.modeling_kvsurgery_llama import LlamaForCausalLM as EmittedLlama
+
+SINK, RECENT = 64, 256
+SHAPES = {
+    "Llama-3-8B": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "Llama-2-7B": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "cpu": {
+        "vocab_size": 1024,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+}
+
+
+def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A stock model with random weights, made on the device."""
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 23)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def quantisation(bits: int) -> Quantisation | None:
+    """Codes of so many bits; at 16 the cache has the model's dtype."""
+    return Quantisation(bits) if bits < 16 else None
+
+
+def section(layers: int, heads: int, full: int, head_dim: int) -> dict:
+    """The `kv_surgery` section of a config: in every layer `full` KV heads keep everything, the others stream."""
+    layer = {"blocks": [[full, heads - full]], "sink": SINK, "recent": RECENT}
+    return {"version": 1, "head_dim": head_dim, "layers": [layer] * layers}
+
+
+def emitted(stock: LlamaForCausalLM, full: int) -> EmittedLlama:
+    """The emitted model with the very parameters of a stock one; what heads they belong to is all the same here."""
+    config = copy.deepcopy(stock.config)
+    config.kv_surgery = section(config.num_hidden_layers, config.num_key_value_heads, full, config.head_dim)
+    with torch.device("meta"):
+        model = EmittedLlama._from_config(config, dtype=stock.dtype)
+    model.load_state_dict(stock.state_dict(), assign=True)
+    model.model.rotary_emb = stock.model.rotary_emb  # its buffers are in no state dict
+    return model.eval()
+
+
+def empty_cache(model: LlamaForCausalLM, capacity: int, bits: int = 16) -> DynamicCache | KVSurgeryCache:
+    """The cache that a model runs with; an emitted model's has room for `capacity` tokens."""
+    if isinstance(model, EmittedLlama):
+        return KVSurgeryCache(model.config, capacity, quantisation(bits))
+    return DynamicCache(config=model.config)
+
+
+@torch.inference_mode()
+def fill(
+    cache: DynamicCache | KVSurgeryCache, config: LlamaConfig, batch: int, tokens: int, dtype: torch.dtype, device: str
+) -> None:
+    """Append random states to an empty cache, as a forward of `tokens` would; every cache of a shape gets the same."""
+    if isinstance(cache, KVSurgeryCache):
+        cache.begin(None, batch, tokens)
+    shape = 2, batch, config.num_key_value_heads, tokens, config.head_dim
+    for index in range(config.num_hidden_layers):
+        generator = torch.Generator(device).manual_seed(index)
+        keys, values = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        handle, _ = cache.update(keys, values, index)
+        if isinstance(cache, KVSurgeryCache):
+            handle.layer.append(keys, values)
+
+
+@torch.inference_mode()
+def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
+    """Let an empty cache hold random tokens that were never computed; random codes where it is quantised.
+
+    Much faster than `fill`, and needs no memory beside the cache. `like` [batch, kv_heads, 0, head_dim] is what the
+    states would be.
+    """
+    cache.begin(None, like.shape[0], tokens)
+    for layer in cache.layers:
+        layer.lazy_initialization(like)
+        layer.make_room(tokens)
+        layer.keys.normal_()
+        layer.values.normal_()
+        for group in layer.quantised:
+            group.packed = [TILE * group.quantisation.tiles(tokens)] * like.shape[0]
+        if layer.tiles is not None:
+            key_codes, key_scales, value_codes, value_scales = layer.tiles
+            for codes, scales in ((key_codes, key_scales), (value_codes, value_scales)):
+                codes.random_(0, 256)  # of states between about -2 and 2
+                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**layer.layout.quantisation.bits - 1))
+                scales[:, :, 1].uniform_(-2.5, -1.5)
+        layer.advance(tokens)
+
+
+def cache_bytes(cache: DynamicCache | KVSurgeryCache) -> int:
+    """Bytes of keys and values that a cache holds."""
+    if isinstance(cache, KVSurgeryCache):
+        return cache.allocated_bytes()
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

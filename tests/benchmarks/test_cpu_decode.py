@@ -1,0 +1,47 @@
+"""The CPU benchmark with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import cpu_decode
+import synthetic
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "cpu", synthetic.SHAPES["tiny"])
+
+
+def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, steps, batch = tmp_path / "decode.json", 2, 2
+    monkeypatch.setattr(
+        sys, "argv", ["cpu_decode.py", "--json", str(path), "--memory", "0.0003", "--steps", str(steps)]
+    )
+    sys.argv += ["--lengths", "500", "--batches", str(batch)]
+    cpu_decode.main()
+    results = json.loads(path.read_text())["rows"]
+    parts = cpu_decode.variants([16, 8, 4])
+    assert [(row["sparsity"], row["bits"]) for row in results] == [(part.name, part.bits) for part in parts]
+    assert len(parts) == 1 + 3 * 3
+    for row, part in zip(results, parts, strict=True):
+        assert row["kv_bytes"] == part.kv_bytes(batch, 500, steps + cpu_decode.WARM)
+        assert row["x_stock"] == pytest.approx(results[0]["ms"] / row["ms"])
+        assert row["x_own_dense"] == pytest.approx(results[1]["ms"] / row["ms"])
+
+
+@pytest.mark.parametrize("memory", [1e5, 6e5, 1e12])
+def test_groups(memory: float) -> None:
+    """Together they have every variant once, and what does not fit beside others is alone."""
+    parts = cpu_decode.variants([16, 4])
+    groups = cpu_decode.groups(parts, 1, 500, 4, memory)
+    assert sorted(id(part) for group in groups for part in group) == sorted(map(id, parts))
+    for group in groups:
+        assert len(group) == 1 or sum(part.kv_bytes(1, 500, 4) for part in group) <= memory
+    assert len(groups) == {1e5: len(parts), 1e12: 1}.get(memory, len(groups))

@@ -1,0 +1,57 @@
+"""Emitted models made in memory, without a conversion: for tests of what runs them."""
+
+from __future__ import annotations
+
+import torch
+
+from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
+from templates.modeling_kvsurgery_llama import LlamaForCausalLM
+from tests.families import stock
+
+CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
+# a scale for every element loses nothing
+LOSSLESS = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
+# budgets of two layers; some keep more than a tile
+BUDGETED = {
+    "selection": {"window": 4, "kernel_size": 3, "pool": "max"},
+    "layers": [{"blocks": [[1, 3]], "budgets": [4, 150, 140]}, {"blocks": [[0, 4]], "budgets": [9, 8, 0, 160]}],
+}
+
+
+def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
+    """A random model with none to three full heads a layer and the family's own sliding ones; `section` overrides."""
+    original = stock(family, num_hidden_layers=depth)
+    config = original.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
+    config.kv_surgery = {
+        "version": 1,
+        "head_dim": getattr(config, "head_dim", None) or 6,
+        "layers": [
+            {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}
+            if kind == "sliding_attention"
+            else {"blocks": [[index, 4 - index]], "sink": 3, "recent": 5}
+            for index, kind in enumerate(kinds)
+        ],
+        **section,
+    }
+    model = CLASSES[family](config).eval()
+    model.load_state_dict(original.state_dict())
+    return model
+
+
+def in_parts(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Logits of tokens that come in parts of some sizes, through a cache."""
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, parts, start = None, [], 0
+    for size in sizes:
+        stop = start + size
+        with torch.no_grad():
+            output = model(
+                (ids * mask)[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=position_ids[:, start:stop],
+                past_key_values=cache,
+            )
+        cache, start = output.past_key_values, stop
+        parts.append(output.logits)
+    return torch.cat(parts, 1)
