@@ -86,7 +86,8 @@ class Columns:
     def on(self, device: torch.device) -> torch.Tensor:
         """The number of expected columns on a device, int32 [1, 1]; always the same tensor."""
         if device not in self._on:
-            self._on[device] = torch.tensor([[self.expected]], dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # it is written again later, maybe outside of an inference mode
+                self._on[device] = torch.tensor([[self.expected]], dtype=torch.int32, device=device)
         return self._on[device]
 
     def crop(self, length: int) -> None:

@@ -5,15 +5,18 @@ changes from step to step is written into tensors that the graph reads: the toke
 are. Where a step cannot be captured, it runs as it always does.
 """
 
+import weakref
+
 import torch
 
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
 WORTHWHILE = 16  # steps to come, for which a capture pays
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
+    *("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
     *("logits_to_keep", "return_dict", "kwargs"),
 }
+UNFIT: weakref.WeakSet = weakref.WeakSet()  # models with something in their step that waits for the device
 
 
 class DecodeGraph:
@@ -23,7 +26,6 @@ class DecodeGraph:
         self.tables: list = []  # of the layers, when steps were last counted
         self.steps = 0
         self.graph = None
-        self.possible = True
 
     def step(self, forward, model: torch.nn.Module, given: dict, cache):
         """What `forward` returns for one token per row, from the graph; None: it has to run itself.
@@ -31,7 +33,7 @@ class DecodeGraph:
         Args:
             given: the arguments of `forward`; the cache has been told of the step.
         """
-        if not self.possible or not _fits(model, given):
+        if model in UNFIT or not fits(model, given):
             return None
         for layer in cache.layers:
             layer.make_room(1)
@@ -67,34 +69,42 @@ class DecodeGraph:
             kv_cuda.pack(layer)
 
     def _capture(self, forward, model, ids: torch.Tensor, positions: torch.Tensor, cache) -> bool:
-        self.ids, self.positions = ids.clone(), positions.clone()
+        with torch.inference_mode(False):  # later steps may be outside of an inference mode
+            self.ids, self.positions = ids.clone(), positions.clone()
         seen = [layer.seen for layer in cache.layers]
         try:
             self.graph, output = capture(
                 lambda: forward(
                     model, input_ids=self.ids, position_ids=self.positions, past_key_values=cache, use_cache=True
-                )
+                ),
+                ids.device,
             )
             self.kind, self.logits = type(output), output.logits
-        except RuntimeError:  # something in this model waits for the device
-            self.possible = False
+        except RuntimeError:
+            UNFIT.add(model)
         for layer, columns in zip(cache.layers, seen, strict=True):
             layer.seen = columns  # capturing computes nothing
-        return self.possible
+        return model not in UNFIT
 
 
-def _fits(model: torch.nn.Module, given: dict) -> bool:
+def fits(model: torch.nn.Module, given: dict) -> bool:
+    """Whether a graph can stand for a forward of these arguments: inference, one token, nothing else asked for."""
     ids = given.get("input_ids")
-    if ids is None or not ids.is_cuda or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
+    if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or given.get("return_dict") is False:
         return False
-    return not any(value for name, value in given.items() if name not in ARGUMENTS)
+    return all(name in ARGUMENTS or value is None or value is False for name, value in given.items())
 
 
-def capture(work):
+def capturable(states: torch.Tensor) -> bool:
+    """Whether what happens to a tensor can be captured where it is."""
+    return states.is_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
+
+
+def capture(work, device: torch.device):
     """A CUDA graph of what `work` launches, and what it returns: tensors that every replay fills."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         output = work()
     return graph, output

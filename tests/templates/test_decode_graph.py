@@ -52,7 +52,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     """Turns kernels and graphs on; returns the tapes that stand in for graphs."""
     tapes: list[Tape] = []
 
-    def capture(work):
+    def capture(work, device):
         tapes.append(Tape())
         with tapes[-1]:
             output = work()
@@ -68,7 +68,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
 
     def turn_on() -> list[Tape]:
         monkeypatch.setattr(kv_attention, "_path", lambda query, dropout: kv_cuda)
-        monkeypatch.setattr(kv_graph, "_fits", lambda model, given: given["input_ids"].shape[1] == 1)
+        monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_append, "append", kernel(append_reference))
         monkeypatch.setattr(kv_cuda.kv_append, "flush", kernel(flush_reference))
@@ -123,14 +123,28 @@ def test_what_cannot_be_captured_runs_as_always(graphs, monkeypatch: pytest.Monk
     expected = model.generate(ids, **GREEDY, max_new_tokens=30)
     graphs()
 
-    def fail(work):
+    def fail(work, device):
         work()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(kv_graph, "capture", fail)
     found = model.generate(ids, **GREEDY, max_new_tokens=30)
     assert found.sequences.equal(expected.sequences)
-    assert not found.past_key_values.graph.possible
+    assert model in kv_graph.UNFIT
+
+
+def test_other_outputs_come_from_the_model_itself(graphs) -> None:
+    tapes, model = graphs(), emitted("llama")
+    options = GREEDY | {"max_new_tokens": 30}
+    output = model.generate(tokens(1, 20), **options, output_hidden_states=True)
+    assert len(output.hidden_states) == 30
+    assert not tapes
+    cache = model.generate(tokens(1, 20), **options).past_key_values
+    assert len(tapes) == 1
+    cache.reserve(200)
+    for _ in range(9):  # where gradients are on
+        model(tokens(1, 1), past_key_values=cache)
+    assert len(tapes) == 1
 
 
 def test_short_answers_are_not_captured(graphs) -> None:
