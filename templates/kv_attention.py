@@ -83,7 +83,7 @@ def attention(
             "it was not converted for tensor parallelism"
         )
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
-    path = _path(query, dropout)
+    path = _path(query, key, value, dropout)
     if layer is None:
         output = _without_cache(query, key, value, attention_mask, layout, path, options)
     else:
@@ -94,12 +94,17 @@ def attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _path(query: torch.Tensor, dropout: float) -> ModuleType:
+def _path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> ModuleType:
     """Where attention is computed: kernels on CUDA, without gradients and dropout; plain torch otherwise."""
-    if kv_cuda is None or not query.is_cuda or query.requires_grad or dropout:
+    if kv_cuda is None or not query.is_cuda or dropout or _tracked(query, key, value):
         return kv_torch
     fits = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
-    return kv_cuda if fits else kv_torch
+    return kv_cuda if fits and kv_cuda.has_tensor_cores(query.device) else kv_torch
+
+
+def _tracked(*states: torch.Tensor) -> bool:
+    """Whether gradients are wanted of what these states become."""
+    return torch.is_grad_enabled() and any(part.requires_grad for part in states)
 
 
 def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, options: dict) -> torch.Tensor:
@@ -135,8 +140,8 @@ def _split(query, key, value, heads: list[int]):
 
 def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path, options) -> torch.Tensor:
     """Store columns from `past` on of one group of heads, and attend from them."""
-    layout = layer.layout
-    if query.shape[2] == 1:
+    layout, tracked = layer.layout, _tracked(query, key, value)
+    if query.shape[2] == 1 and not tracked:
         layer.store(group, past, key, value)
         return kv_torch.decode(query, group, past + 1, options)
     if group is layer.streaming:
@@ -145,8 +150,10 @@ def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: in
         if not past:
             return path.streaming_from_start(query, key, value, group.skipped, layout, options)
         sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
+        if tracked:  # autograd keeps what it saw, and storage changes
+            sinks = tuple(states.clone() for states in sinks)
         return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, options)
-    if past and not isinstance(group, QuantisedGroup):
+    if past and not tracked and not isinstance(group, QuantisedGroup):
         layer.store(group, past, key, value)
         return path.after_past(query, group, past, options)
     if past:
@@ -163,7 +170,7 @@ def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, optio
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only.
     """
     heads, past, tokens = layer.budgeted, layer.seen, query.shape[2]
-    cut = min(max(heads.prompt - past, 0), tokens)
+    cut = 0 if heads.selected else min(heads.prompt - past, tokens)
     outputs = []
     if cut:
         asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])

@@ -14,9 +14,8 @@ from .kv_budget import BudgetedHeads
 from .kv_columns import Columns, Rows
 from .kv_graph import DecodeGraph
 from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles
-from .kv_layout import KVLayout, LayerLayout, Quantisation
+from .kv_layout import EVERY, KVLayout, LayerLayout, Quantisation
 
-EVERY = 2**30  # the sink of a full head, which no position reaches
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 
 
@@ -185,8 +184,7 @@ class KVLayerCache(CacheLayerMixin):
                         values.append(value)
                     offset, tile = offset + slots, tile + (tiles or 0)
             whole = {"dtype": torch.int32, "device": self.device}
-            batch = len(self.keys)
-            per_row = [[group.skips, getattr(group, "packed", [0] * batch)] for group in self.groups]
+            per_row = [[group.skips, group.packed] for group in self.groups]
             heads = [group.heads for group in self.groups]
             skipped, packed = (
                 torch.tensor([part[which] for part in per_row], **whole).T.repeat_interleave(
@@ -204,9 +202,10 @@ class KVLayerCache(CacheLayerMixin):
                 f"cannot take the cache back from {self.seen} to {length} tokens: streaming heads kept only what is "
                 f"needed from {self.restorable} on; call activate_past_recording() before what may be taken back"
             )
-        if self.budgeted and self.seen and (not self.ready or length < self.budgeted.start):
+        if self.budgeted and self.seen and (not self.ready or length < max(self.budgeted.start, 1)):
             raise ValueError(
-                f"cannot take the cache back to {length} tokens: that is inside the prompt of budgeted heads"
+                f"cannot take the cache back to {length} tokens: that is inside the prompt, before the observation "
+                "window, of which budgeted heads have kept a part"
             )
         for group in self.quantised:
             for skip, packed in zip(group.skips, group.packed, strict=True):

@@ -1,5 +1,7 @@
 """What all layers of a cache know of its columns: how many there are, which are padding, which may be taken back."""
 
+import functools
+
 import torch
 
 
@@ -108,4 +110,9 @@ class Rows:
         """The same for what the host knows of rows. Waits for the device where rows differ."""
         if len(set(values)) <= 1:
             return values[:1] * len(self.index)
-        return [values[row] for row in self.index.tolist()]
+        return [values[row] for row in self.rows]
+
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """The index on the host."""
+        return self.index.tolist()

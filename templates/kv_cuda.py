@@ -1,5 +1,7 @@
 """Attention on CUDA: what `kv_torch` has, through the Triton kernels, or flash attention and SDPA where they apply."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -15,6 +17,12 @@ try:
     from flash_attn import flash_attn_func
 except ImportError:
     flash_attn_func = None
+
+
+@functools.cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether the kernels are made for a device: Ampere and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def decode(query, key, value, layer: KVLayerCache, scaling: float | None, softcap: float | None) -> torch.Tensor:
@@ -54,9 +62,9 @@ def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
         return prefill(query, keys, values, past, _padding(skipped, query), **scores, with_lse=with_lse)
     if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16):
         states = (part.transpose(1, 2) for part in (query, keys, values))
-        softcap = scores["softcap"] or 0.0
-        return flash_attn_func(*states, softmax_scale=scores["scaling"], causal=True, softcap=softcap).transpose(1, 2)
-    if scores["softcap"] is not None:
+        softcap = {"softcap": scores["softcap"]} if scores["softcap"] else {}
+        return flash_attn_func(*states, softmax_scale=scores["scaling"], causal=True, **softcap).transpose(1, 2)
+    if scores["softcap"] is not None or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
         return prefill(query, keys, values, past, **scores)
     mask = {"attn_mask": causal_lower_right(query.shape[2], keys.shape[2])} if past else {"is_causal": True}
     return F.scaled_dot_product_attention(query, keys, values, **mask, scale=scores["scaling"], enable_gqa=True)
@@ -77,6 +85,7 @@ def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: d
     if not max(group.packed):
         return causal(query, *states, skipped, options)
     output, lse = causal(query, *states, skipped, options, with_lse=True)
+    output = output.float()  # rounded once, not at every block
     for part_keys, part_values, counts in group.blocks():
         for row, count in enumerate(counts or [part_keys.shape[2]]):
             rows = slice(row, row + 1) if counts else slice(None)
@@ -84,7 +93,7 @@ def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: d
                 block = part_keys[rows, :, :count], part_values[rows, :, :count]
                 part = prefill(query[rows], *block, count, first=None, limit=count, with_lse=True, **_scores(options))
                 output[rows], lse[rows] = merge((output[rows], lse[rows]), part)
-    return output
+    return output.to(query.dtype)
 
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:

@@ -8,15 +8,19 @@ are. Where a step cannot be captured, it runs as it always does.
 import weakref
 
 import torch
+from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
-WORTHWHILE = 16  # steps to come, for which a capture pays
+WORTHWHILE = 32  # steps to come, for which a capture pays
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
     *("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
     *("logits_to_keep", "return_dict", "kwargs"),
 }
-UNFIT: weakref.WeakSet = weakref.WeakSet()  # models with something in their step that waits for the device
+# outputs that a config may ask for beside logits
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+UNFIT: weakref.WeakSet = weakref.WeakSet()  # models of which a capture has failed
 
 
 class DecodeGraph:
@@ -45,6 +49,7 @@ class DecodeGraph:
         ids, positions = given["input_ids"], given.get("position_ids")
         if positions is None:
             positions = torch.full((1, 1), cache.columns.expected - 1, device=ids.device)
+        positions = positions.expand(len(ids), 1)
         if self.graph is None:
             self.steps += 1
             if self.steps <= EAGER_STEPS or cache.columns.reserved - cache.columns.expected < WORTHWHILE:
@@ -80,7 +85,8 @@ class DecodeGraph:
                 ids.device,
             )
             self.kind, self.logits = type(output), output.logits
-        except RuntimeError:
+        except RuntimeError as error:
+            logger.warning_once(f"decode steps run without a CUDA graph: {error}")
             UNFIT.add(model)
         for layer, columns in zip(cache.layers, seen, strict=True):
             layer.seen = columns  # capturing computes nothing
@@ -89,22 +95,41 @@ class DecodeGraph:
 
 def fits(model: torch.nn.Module, given: dict) -> bool:
     """Whether a graph can stand for a forward of these arguments: inference, one token, nothing else asked for."""
-    ids = given.get("input_ids")
+    ids, config = given.get("input_ids"), model.config
     if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or given.get("return_dict") is False:
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or waits_for_the_device(config):
+        return False
+    if given.get("return_dict") is False or not getattr(config, "return_dict", True):
+        return False
+    if any(getattr(config, name, False) for name in OUTPUTS):
         return False
     return all(name in ARGUMENTS or value is None or value is False for name, value in given.items())
 
 
+def waits_for_the_device(config) -> bool:
+    """Whether a step of such a model reads results on the host: experts are chosen so, and some kinds of RoPE."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return bool(kinds & {"dynamic", "longrope"} or experts)
+
+
 def capturable(states: torch.Tensor) -> bool:
     """Whether what happens to a tensor can be captured where it is."""
-    return states.is_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
+    if not states.is_cuda or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def capture(work, device: torch.device):
     """A CUDA graph of what `work` launches, and what it returns: tensors that every replay fills."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        output = work()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)  # torch's own is of the first device that it captured on
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            output = work()
+    except RuntimeError:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own
+        raise
     return graph, output

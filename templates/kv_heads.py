@@ -7,7 +7,8 @@ import torch
 from .kv_layout import TILE, Quantisation
 from .kv_quant import Tiles, dequantise, empty_tiles, quantise
 
-BLOCK = 2**20  # elements of keys that are dequantised together
+# elements of keys that are quantised or dequantised together: what stays in a CPU's cache, and enough work for a GPU
+BLOCK, CUDA_BLOCK = 2**20, 2**24
 
 
 class HeadGroup:
@@ -26,6 +27,7 @@ class HeadGroup:
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
         self.skips = self.dropped  # the columns that each row skips
         self.skipped: int | torch.Tensor = 0  # the same on the device, int64 [batch], or a number where rows agree
+        self.packed = [0] * states.shape[0]  # of each row, tokens that are in tiles and not here
 
     @property
     def heads(self) -> int:
@@ -146,7 +148,7 @@ class HeadGroup:
 
     def take_rows(self, of: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
-        self.dropped, self.skips = of(self.dropped), of(self.skips)
+        self.dropped, self.skips, self.packed = of(self.dropped), of(self.skips), of(self.packed)
 
 
 class QuantisedGroup(HeadGroup):
@@ -160,7 +162,6 @@ class QuantisedGroup(HeadGroup):
         super().__init__(states, heads, 0, quantisation.residual + TILE)
         self.quantisation = quantisation
         self.tiles = empty_tiles(self.keys, 0, quantisation).map(lambda part: part.unflatten(1, (heads, 0)))
-        self.packed = [0] * states.shape[0]  # tokens of each row that are in tiles
         self.settled = 0  # columns that tiles may take
 
     @property
@@ -197,8 +198,7 @@ class QuantisedGroup(HeadGroup):
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Quantise positions up to `stop` of some rows: from the ring, and from `start` on from arriving tokens."""
-        head_dim = keys.shape[-1]
-        most = TILE * max(1, BLOCK // (keys.shape[0] * self.heads * TILE * head_dim))
+        most = TILE * self._tiles_at_once(keys.shape[0])
         for first in range(self.packed[rows.start or 0], stop, most):
             last = min(first + most, stop)
             parts = []
@@ -212,23 +212,22 @@ class QuantisedGroup(HeadGroup):
         for row in range(len(self.packed))[rows]:
             self.packed[row] = max(self.packed[row], stop)
 
+    def _tiles_at_once(self, rows: int) -> int:
+        elements = CUDA_BLOCK if self.keys.is_cuda else BLOCK
+        return max(1, elements // (rows * self.heads * TILE * self.keys.shape[-1]))
+
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
         """Keys and values [batch, heads, n, head_dim] of the tiles, dequantised a block at a time.
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
-        batch, heads, _, head_dim = self.keys.shape
-        tiles, most = max(self.packed) // TILE, max(1, BLOCK // (batch * heads * TILE * head_dim))
+        tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
         for first in range(0, tiles, most):
             block = self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
             keys, values = (states.flatten(2, 3) for states in dequantise(block, self.quantisation.bits))
             tokens = keys.shape[2]
             counts = [min(max(packed - first * TILE, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts
-
-    def take_rows(self, of: Callable[[list], list]) -> None:
-        super().take_rows(of)
-        self.packed = of(self.packed)
 
 
 def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

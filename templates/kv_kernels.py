@@ -18,9 +18,8 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_layout import TILE
+from .kv_layout import EVERY, TILE
 
-EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 LOG2_E = math.log2(math.e)
 # a score lower than any real one: unlike -inf, its difference from a masked score is no NaN
 LOWEST = tl.constexpr(-1.0e30)

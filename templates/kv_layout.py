@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 VERSION = 1
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
+EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 TILE = 128  # tokens of a head that are quantised together
 
 
@@ -54,7 +55,7 @@ class Quantisation:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
-        if self.bits not in (8, 4, 2):
+        if type(self.bits) is not int or self.bits not in (8, 4, 2):
             raise ValueError(f"a quantised cache has 8, 4 or 2 bits, got {self.bits!r}")
         if self.scheme not in ("kivi", "per-token"):
             raise ValueError(f"the scheme of a quantised cache is kivi or per-token, got {self.scheme!r}")

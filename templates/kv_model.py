@@ -7,6 +7,7 @@ import torch
 
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
+from .kv_graph import DecodeGraph
 from .kv_layout import KVLayout, Quantisation
 
 
@@ -56,9 +57,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
+        cache.graph = DecodeGraph()  # adapters and hooks may have changed since the last turn
         cache.expect_prompt(generation_config.kv_prompt)
         cache.confirm(cache.get_seq_length())
-        if generation_config.max_new_tokens is not None:
+        # a draft is asked for a few tokens again and again
+        if generation_config.max_new_tokens is not None and not getattr(generation_config, "is_assistant", False):
             cache.reserve(max_cache_length + 1)
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):

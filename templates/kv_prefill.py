@@ -8,7 +8,8 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
-from .kv_kernels import EVERY, EVERY_POSITION, LN_2, LOWEST, _accumulate, _padded, _score_factors, _scores, _softmax
+from .kv_kernels import EVERY_POSITION, LN_2, LOWEST, _accumulate, _padded, _score_factors, _scores, _softmax
+from .kv_layout import EVERY
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
@@ -62,7 +63,7 @@ def _prefill_kernel(
     CAP: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     # the query heads of a KV head are further queries: row m is query m // G of query head m % G
     m = block * M + tl.arange(0, M)
     token, d = m // G, tl.arange(0, DP)

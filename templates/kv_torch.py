@@ -130,8 +130,8 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) 
     return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, options)
 
 
-def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: dict) -> torch.Tensor:
-    """Queries of quantised heads at columns from `past` on, before their tokens are stored.
+def over_tiles(query, keys, values, group: HeadGroup, past: int, options: dict) -> torch.Tensor:
+    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantised ones above all.
 
     They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
     """
@@ -149,7 +149,7 @@ def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: d
 
 
 def near(
-    keys: torch.Tensor, values: torch.Tensor, group: QuantisedGroup, past: int
+    keys: torch.Tensor, values: torch.Tensor, group: HeadGroup, past: int
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """What is not in tiles, by column, the arriving tokens last: keys and values, and the columns that rows skip of it.
 

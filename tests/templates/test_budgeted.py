@@ -226,14 +226,25 @@ def test_without_a_cache_nothing_is_selected(headkv):
     assert largest(logits(converted.model, ids, use_cache=False) - expected, expected) <= 1e-5
 
 
-def test_taking_back_into_the_prompt_is_refused(headkv):
-    model = headkv("llama").model
-    cache = model(tokens(1, PROMPT)).past_key_values
-    model(tokens(1, 5), past_key_values=cache)
+def test_taking_back(headkv):
+    """What follows the prompt can come again, and its observation window too, which then sees the selection."""
+    model, ids = headkv("llama", full_heads=4).model, tokens(1, PROMPT + 5)
+    cache = model(ids[:, :PROMPT]).past_key_values
+    after = model(ids[:, PROMPT:], past_key_values=cache).logits
     cache.crop(-5)
-    assert cache.get_seq_length() == PROMPT
-    with pytest.raises(ValueError, match="inside the prompt"):
-        cache.crop(-WINDOW - 1)
+    found = model(ids[:, PROMPT:], past_key_values=cache).logits
+    assert largest(found - after, after) <= 1e-5
+    for back in (6, 5 + WINDOW):
+        cache.crop(-back)
+        at_once = model(ids[:, PROMPT + 5 - back :], past_key_values=cache).logits
+        cache.crop(-back)
+        steps = [model(part, past_key_values=cache).logits for part in ids[:, PROMPT + 5 - back :].split(1, 1)]
+        assert largest(at_once - torch.cat(steps, 1), at_once) <= 1e-5
+    with pytest.raises(ValueError, match="before the observation window"):
+        cache.crop(-5 - WINDOW - 1)
+    short = model(tokens(1, WINDOW - 1)).past_key_values
+    with pytest.raises(ValueError, match="before the observation window"):
+        short.crop(1 - WINDOW)
 
 
 def test_ties_go_to_the_earlier_token():

@@ -67,7 +67,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         return run
 
     def turn_on() -> list[Tape]:
-        monkeypatch.setattr(kv_attention, "_path", lambda query, dropout: kv_cuda)
+        monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_append, "append", kernel(append_reference))
@@ -84,7 +84,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("kind", ["16 bit", "quantised", "budgeted"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
-    section, new = model.config.kv_surgery, 40
+    section, new = model.config.kv_surgery, 45
     if kind == "quantised":
         section["quantisation"] = LOSSLESS
     elif kind == "budgeted":
@@ -120,7 +120,7 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
 
 def test_what_cannot_be_captured_runs_as_always(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = emitted("llama"), tokens(1, 20)
-    expected = model.generate(ids, **GREEDY, max_new_tokens=30)
+    expected = model.generate(ids, **GREEDY, max_new_tokens=50)
     graphs()
 
     def fail(work, device):
@@ -128,16 +128,16 @@ def test_what_cannot_be_captured_runs_as_always(graphs, monkeypatch: pytest.Monk
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(kv_graph, "capture", fail)
-    found = model.generate(ids, **GREEDY, max_new_tokens=30)
+    found = model.generate(ids, **GREEDY, max_new_tokens=50)
     assert found.sequences.equal(expected.sequences)
     assert model in kv_graph.UNFIT
 
 
 def test_other_outputs_come_from_the_model_itself(graphs) -> None:
     tapes, model = graphs(), emitted("llama")
-    options = GREEDY | {"max_new_tokens": 30}
+    options = GREEDY | {"max_new_tokens": 50}
     output = model.generate(tokens(1, 20), **options, output_hidden_states=True)
-    assert len(output.hidden_states) == 30
+    assert len(output.hidden_states) == 50
     assert not tapes
     cache = model.generate(tokens(1, 20), **options).past_key_values
     assert len(tapes) == 1
@@ -145,6 +145,31 @@ def test_other_outputs_come_from_the_model_itself(graphs) -> None:
     for _ in range(9):  # where gradients are on
         model(tokens(1, 1), past_key_values=cache)
     assert len(tapes) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_hidden_states": True},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {"num_local_experts": 4},
+    ],
+    ids=str,
+)
+def test_models_that_are_not_captured(changes: dict) -> None:
+    config = copy.deepcopy(emitted("llama", 1).config)
+    assert not kv_graph.waits_for_the_device(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = torch.nn.Module()
+    model.config = config
+    model.eval()
+    given = {"input_ids": torch.ones(1, 1, dtype=torch.long)}
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_graph, "capturable", lambda states: True)
+        assert not kv_graph.fits(model, given)
+        model.config = emitted("llama", 1).config
+        assert kv_graph.fits(model, given)
 
 
 def test_short_answers_are_not_captured(graphs) -> None:

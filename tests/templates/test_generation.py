@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from tests.families import largest, make, tokens
 from tests.reference import reference_logits
@@ -273,3 +273,26 @@ def test_gradient_checkpointing(mixed):
     found = model(ids, labels=ids).loss
     found.backward()
     assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("steps", [[8], [1], [5, 3]], ids=str)
+def test_gradients_of_what_follows_a_past(all_full, mixed, steps):
+    """What is cached without gradients stays; what comes after it learns, as in the stock model."""
+
+    def learn(model, **options):
+        with torch.no_grad():
+            cache = model(tokens(2, 20), **options).past_key_values
+        loss = 0
+        for size in steps:
+            output = model(tokens(2, size, seed=size), past_key_values=cache)
+            cache, loss = output.past_key_values, loss + output.logits.square().mean()
+        loss.backward()
+        return [layer.self_attn.k_proj.weight.grad for layer in model.model.layers]
+
+    stock = AutoModelForCausalLM.from_pretrained(all_full("llama").source, attn_implementation="eager")
+    if len(steps) == 1:  # stock's gradients flow through what an earlier call has cached too
+        for found, expected in zip(learn(all_full("llama").load()), learn(stock), strict=True):
+            assert largest(found - expected, expected) <= 1e-5
+    for found in learn(mixed("llama").load()):
+        assert found.isfinite().all()
+        assert found.any()

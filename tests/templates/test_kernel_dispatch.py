@@ -24,7 +24,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
     decode = kv_cuda.kv_decode.decode
 
     def turn_on() -> list[int]:
-        monkeypatch.setattr(kv_attention, "_path", lambda query, dropout: kv_cuda)
+        monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
         monkeypatch.setattr(
             kv_cuda.kv_decode, "decode", lambda *args, **tiles: calls.append(1) or decode(*args, **tiles, programs=5)
         )
@@ -95,7 +95,7 @@ def test_chunks_and_steps_over_tiles_and_budgets(
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
-def flash_attention(query, keys, values, softmax_scale, causal, softcap):
+def flash_attention(query, keys, values, softmax_scale, causal, softcap=0.0):
     """What flash-attn computes: [batch, tokens, heads, head_dim], causal from the lower right corner."""
     assert causal
     query, keys, values = (states.transpose(1, 2) for states in (query, keys, values))

@@ -337,6 +337,7 @@ class TestAsTransformersAsksForIt:
     "change",
     [
         {"bits": 5},
+        {"bits": 4.0},
         {"scheme": "nuq"},
         {"group_size": 7},
         {"group_size": 0},
