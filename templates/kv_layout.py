@@ -67,7 +67,10 @@ class Quantisation:
         if size is None:
             return
         if type(size) is not int or size < 1 or head_dim % size:
-            raise ValueError(f"the group size {size!r} of a quantised cache does not divide head_dim {head_dim}")
+            raise ValueError(
+                f"the group size {size!r} of a quantised cache does not divide head_dim {head_dim}; leave it out, or "
+                "give a divisor"
+            )
         if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
             raise ValueError(f"the group size {size} of kivi must divide {TILE} and be {MIN_GROUP} or more")
 
