@@ -20,17 +20,13 @@ from hypothesis.stateful import (
 from templates import kv_heads, kv_layout, kv_quant
 from templates.kv_cache import KVSurgeryCache
 from templates.kv_layout import KVLayout
-from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
-from templates.modeling_kvsurgery_llama import LlamaForCausalLM
+from tests.emitted import CLASSES, LOSSLESS
 from tests.families import largest, stock, tokens
 from tests.reference import reference_logits
 
 SINK, RECENT, WINDOW = 2, 4, 6
 LENGTH = 56  # tokens of the longest row
 FULL = {"llama": [1, 3], "gemma2": [0, 2]}  # full heads of each layer; the first of Gemma 2 has its own window
-CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
-# a scale for every element loses nothing
-QUANTISED = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 3}
 
 
 @cache
@@ -44,7 +40,7 @@ def models(family: str, quantised: bool) -> tuple[torch.nn.Module, torch.nn.Modu
     config = copy.deepcopy(original.config)
     config.kv_surgery = {"version": 1, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
     if quantised:
-        config.kv_surgery["quantisation"] = QUANTISED
+        config.kv_surgery["quantisation"] = LOSSLESS
     emitted = CLASSES[family](config).eval()
     emitted.load_state_dict(original.state_dict())
     return original, emitted
