@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parent
+TEMPLATES = "kvsurgery_templates"  # the package that they are imported as, wherever they lie
 
 
 @cache
@@ -20,9 +22,9 @@ def folder(name: str) -> Path:
 
 @cache
 def template_module(name: str) -> ModuleType:
-    """Import one self-contained template, so that the tool and the emitted checkpoint run the same code."""
-    spec = importlib.util.spec_from_file_location(f"kvsurgery_template_{name}", folder("templates") / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Import a template, with those it imports, so that the tool and the emitted checkpoint run the same code."""
+    if TEMPLATES not in sys.modules:
+        spec = importlib.util.spec_from_loader(TEMPLATES, None, is_package=True)
+        spec.submodule_search_locations.append(str(folder("templates")))
+        sys.modules[TEMPLATES] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{TEMPLATES}.{name}")

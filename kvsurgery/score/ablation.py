@@ -6,18 +6,15 @@ accuracy does, where heads that stand in for each other hide behind an argmax th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers import PreTrainedModel
 
-NAME = "kvsurgery_ablation"
+from kvsurgery.score.interception import intercepted
 
 
 def ablation_scores(
@@ -76,12 +73,8 @@ def restricted(model: PreTrainedModel, heads: torch.Tensor, *, sink: int, recent
         heads: bool [layers, kv_heads], True where a head is restricted.
         sink, recent: a restricted head sees j <= i and (j < sink or i - j < recent).
     """
-    previous = model.config._attn_implementation
-    eager = previous == "eager"
 
-    def attend(module, query, key, value, attention_mask, **kwargs):
-        # the model's own eager function, where it is used, knows of soft caps and the like
-        attention = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
+    def attend(stock, module, query, key, value, attention_mask, **options):
         if heads[module.layer_idx].any():
             group = query.shape[1] // key.shape[1]
             limited = heads[module.layer_idx].to(query.device).repeat_interleave(group)[None, :, None, None]
@@ -94,12 +87,7 @@ def restricted(model: PreTrainedModel, heads: torch.Tensor, *, sink: int, recent
                 attention_mask = attention_mask & visible
             else:
                 attention_mask = attention_mask.masked_fill(~visible, torch.finfo(query.dtype).min)
-        return attention(module, query, key, value, attention_mask, **kwargs)
+        return stock(module, query, key, value, attention_mask, **options)
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, eager_mask if eager else sdpa_mask)
-    model.set_attn_implementation(NAME)
-    try:
+    with intercepted(model, attend):
         yield
-    finally:
-        model.set_attn_implementation(previous)

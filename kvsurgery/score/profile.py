@@ -23,6 +23,7 @@ VERSION = "1"
 # upper bound of a score by method; None: any finite, non-negative number (copy scores exceed 1)
 METHODS: dict[str, float | None] = {
     "duo": 1.0,
+    "attention": 1.0,
     "ablation": None,
     "headkv-r": None,
     "headkv-er": None,

@@ -1,0 +1,77 @@
+"""Attention of a stock model, seen or replaced while scores are measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+NAME = "kvsurgery_interception"
+
+# (stock, module, query, key, value, mask, **options) -> output [batch, tokens, query_heads, head_dim], and weights
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@contextmanager
+def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -> Iterator[None]:
+    """Inside, every attention layer calls `attend` in place of its attention function. One model at a time.
+
+    Args:
+        model: any causal language model whose attention goes through transformers' attention interface.
+        attend: called as attend(stock, module, query, key, value, attention_mask, **options). `stock` is the function
+            it stands for and takes what follows; query is [batch, query_heads, tokens, head_dim] after RoPE, key and
+            value are [batch, kv_heads, past + tokens, head_dim], `module.layer_idx` is the layer.
+        masks: give it the masks that the stock function needs; without them the attention mask is None, and no
+            [tokens x tokens] tensor is made.
+    """
+    previous = model.config._attn_implementation
+    eager = previous == "eager"
+
+    def function(module, query, key, value, attention_mask, **options):
+        # the model's own eager function, where it is used, knows of soft caps and the like
+        stock = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
+        return attend(stock, module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(NAME, function)
+    AttentionMaskInterface.register(NAME, (eager_mask if eager else sdpa_mask) if masks else no_mask)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def no_mask(*args, **kwargs) -> None:
+    """A mask function that makes none."""
+
+
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, scaling: float | None = None, softcap: float | None = None
+) -> torch.Tensor:
+    """Softmax weights of the last queries over all keys up to their own.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim], of the last `tokens` positions; keep them few.
+        key: [batch, kv_heads, n, head_dim].
+        scaling: factor of the scores; default head_dim ** -0.5.
+        softcap: bound c of scores, c * tanh(score / c).
+
+    Returns:
+        float32 [batch, query_heads, tokens, n].
+    """
+    batch, kv_heads, n, head_dim = key.shape
+    tokens = query.shape[2]
+    folded = query.reshape(batch, kv_heads, -1, head_dim)
+    scores = (folded @ key.mT).float() * (head_dim**-0.5 if scaling is None else scaling)
+    scores = scores.view(batch, -1, tokens, n)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if tokens > 1:
+        later = torch.ones(tokens, n, dtype=torch.bool, device=key.device).triu(n - tokens + 1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1)
