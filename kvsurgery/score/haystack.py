@@ -19,7 +19,8 @@ SUBJECTS = (
 )  # fmt: skip
 VERBS = (
     "carried", "had long forgotten", "described", "mended", "was looking for", "put away", "found",
-    "would not part with", "sold", "kept talking about", "painted", "borrowed", "weighed", "hid", "counted", "could not explain",
+    "would not part with", "sold", "kept talking about", "painted", "borrowed", "weighed", "hid", "counted",
+    "could not explain",
 )  # fmt: skip
 OBJECTS = (
     "a basket of late apples", "the broken clock", "a letter without a stamp", "the map of the valley", "two lanterns",
