@@ -13,6 +13,7 @@ from .kv_layout import TILE, Quantisation
 from .kv_quant import Tiles, quantise
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantises at once
+PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP"  # of kernels that pack tiles
 
 
 @triton.jit(do_not_specialize=["position_batch", "position_head", "heads"])
@@ -99,13 +100,19 @@ def _rounded(x):
 
 
 @triton.jit
+def _places(first, n, ring, LISTED: tl.constexpr):
+    """Where tokens n of a tile lie: in the slots of a ring from `first` on, or where a list at pointer `first` says."""
+    return tl.load(first + n) if LISTED else (first + n) % ring
+
+
+@triton.jit
 def _pack(
-    state_ptr,  # of the head's first slot
+    state_ptr,  # of the head's place 0
     code_ptr,  # [TILE, W] bytes of one tile
     scale_ptr,  # [2, ROWS, COLUMNS]
-    slot,  # of the tile's first token
+    first,  # and `ring`: as `_places` takes them
     ring,
-    kv_slot,
+    step,  # from place to place
     D: tl.constexpr,
     DP: tl.constexpr,
     BITS: tl.constexpr,
@@ -115,6 +122,7 @@ def _pack(
     WP: tl.constexpr,
     CP: tl.constexpr,
     GP: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Quantise a tile of keys or values: scales first, then codes by them, N tokens at once."""
     dtype: tl.constexpr = state_ptr.dtype.element_ty
@@ -123,16 +131,16 @@ def _pack(
     MOST: tl.constexpr = 2**BITS - 1
     n, w = tl.arange(0, N), tl.arange(0, WP)
     for start in tl.static_range(0, TILE_TOKENS, N):
-        token = (slot + start + n) % ring
+        token = _places(first, start + n, ring, LISTED)
         if ROWS < TILE_TOKENS:  # of a channel, and N tokens are a group
             d = tl.arange(0, DP)[None, :]
-            x = tl.load(state_ptr + token[:, None] * kv_slot + d, d < D, 0.0).to(tl.float32)
+            x = tl.load(state_ptr + token[:, None] * step + d, d < D, 0.0).to(tl.float32)
             low, high = tl.min(x, 0)[None, :], tl.max(x, 0)[None, :]
             at, there = start // N * D + d, d < D
         else:
             column, g = tl.arange(0, CP)[None, :, None], tl.arange(0, GP)[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
-            states = state_ptr + token[:, None, None] * kv_slot + column * GROUP + g
+            states = state_ptr + token[:, None, None] * step + column * GROUP + g
             low = tl.min(tl.load(states, inside, float("inf")).to(tl.float32), 2)
             high = tl.max(tl.load(states, inside, float("-inf")).to(tl.float32), 2)
             column = tl.arange(0, CP)[None, :]
@@ -141,12 +149,12 @@ def _pack(
         tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), there)
     tl.debug_barrier()  # other threads read what these have stored
     for start in tl.static_range(0, TILE_TOKENS, N):
-        token = (slot + start + n) % ring
+        token = _places(first, start + n, ring, LISTED)
         there = (w < W)[None, :] & (n >= 0)[:, None]
         packed = tl.zeros([N, WP], tl.int32)
         for plane in tl.static_range(8 // BITS):
             d = plane * W + w
-            x = tl.load(state_ptr + token[:, None] * kv_slot + d[None, :], there, 0.0).to(tl.float32)
+            x = tl.load(state_ptr + token[:, None] * step + d[None, :], there, 0.0).to(tl.float32)
             at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
             scale = tl.load(at, there, 1.0).to(tl.float32)
             low = tl.load(at + ROWS * COLUMNS, there, 0.0).to(tl.float32)
@@ -205,11 +213,11 @@ def _flush_kernel(
         v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
         _pack(
             *(k_ptr + states, k_codes_ptr + codes, k_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP),
+            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, False),
         )
         _pack(
             *(v_ptr + states, v_codes_ptr + codes, v_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP),
+            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, False),
         )
         tl.store(own, packed + TILE_TOKENS)
 
@@ -243,26 +251,14 @@ def flush(
     assert keys.stride(2) == 1
     assert tiles.key_codes.stride() == tiles.value_codes.stride()
     assert all(part[0].is_contiguous() for part in tiles)
-    (k_rows, k_columns), (_, v_columns) = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
-    padded = _padded(head_dim)
-    columns, group = triton.next_power_of_2(v_columns), triton.next_power_of_2(head_dim // v_columns)
-    tokens = min(max(PASS_BYTES // (4 * columns * group), 1), TILE)
     strides = *(part.stride(0) for part in (tiles.key_codes, tiles.key_scales, tiles.value_scales)), *packed.stride()
     with torch.cuda.device_of(keys):
         _flush_kernel[(batch * heads,)](
             *(keys, values, offsets, rings, confirmed, *tiles, packed, first_tiles),
             *(*keys.stride()[:2], *confirmed.stride(), *strides, heads, quantisation.residual + TILE),
             D=head_dim,
-            DP=padded,
-            BITS=quantisation.bits,
-            K_ROWS=k_rows,
-            K_COLUMNS=k_columns,
-            K_N=TILE // k_rows if quantisation.scheme == "kivi" else tokens,
-            V_COLUMNS=v_columns,
-            V_N=tokens,
-            WP=triton.next_power_of_2(quantisation.code_bytes(head_dim)),
-            CP=columns,
-            GP=group,
+            DP=_padded(head_dim),
+            **_pack_options(head_dim, quantisation),
             num_warps=8,
         )
 
@@ -278,3 +274,14 @@ def flush_reference(keys, values, offsets, rings, confirmed, tiles, packed, firs
                 for part, own in zip(tiles, made, strict=True):
                     part[row, first + start // TILE] = own
                 packed[row, head] += TILE
+
+
+def _pack_options(head_dim: int, quantisation: Quantisation) -> dict[str, int]:
+    """How a kernel packs tiles: the groups that have scales, the tokens that it takes at once, and powers of two."""
+    key_groups, (_, columns) = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
+    padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
+    tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
+    key_tokens = TILE // key_groups[0] if quantisation.scheme == "kivi" else tokens
+    width = triton.next_power_of_2(quantisation.code_bytes(head_dim))
+    options = quantisation.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
+    return dict(zip(PACK_OPTIONS, options, strict=True))

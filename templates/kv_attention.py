@@ -14,6 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_torch
 from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
+from .kv_encode import EncodingLayer
 from .kv_heads import HeadGroup, QuantisedGroup
 from .kv_layout import LayerLayout
 
@@ -84,7 +85,9 @@ def attention(
         )
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     path = _path(query, key, value, dropout)
-    if layer is None:
+    if isinstance(layer, EncodingLayer):
+        output = layer.attend(query, key, value, path, options)
+    elif layer is None:
         output = _without_cache(query, key, value, attention_mask, layout, path, options)
     else:
         layer.make_room(query.shape[2])
@@ -157,11 +160,27 @@ def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: in
         layer.store(group, past, key, value)
         return path.after_past(query, group, past, options)
     if past:
-        output = path.over_tiles(query, key, value, group, past, options)
+        output = _over_tiles(query, key, value, group, past, path, options)
     else:
         output = path.causal(query, key, value, group.skipped, options)
     layer.store(group, past, key, value)
     return output
+
+
+def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType, options: dict) -> torch.Tensor:
+    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantised ones above all.
+
+    They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
+    """
+    *states, skipped = kv_torch.near(key, value, group, past)
+    if not max(group.packed):
+        return path.causal(query, *states, skipped, options)
+    output, lse = path.causal(query, *states, skipped, options, with_lse=True)
+    output = output.float()  # rounded once, not at every block
+    for block in group.blocks():
+        for part, result in path.over_block(query, *block, options):
+            output[part], lse[part] = kv_torch.merge((output[part], lse[part]), result)
+    return output.to(query.dtype)
 
 
 def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, options: dict) -> torch.Tensor:
@@ -182,8 +201,9 @@ def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, optio
         heads.observe(past, asking)
         if past + cut == heads.prompt:
             scaling = options["scaling"] or query.shape[-1] ** -0.5
-            heads.select(*whole, layer.columns.pads, scaling, options["softcap"])
-            layer.table = None
+            kept = heads.select(whole[0], layer.columns.pads, scaling, options["softcap"])
+            layer.table = None  # rows skip other columns
+            path.compact(*whole, kept, layer)
     if cut < tokens:
         states = (part[:, :, cut:] for part in (query, key, value))
         later = [

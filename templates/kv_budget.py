@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import HeadGroup, QuantisedGroup
-from .kv_layout import LayerLayout, Selection
+from .kv_heads import HeadGroup, QuantisedGroup, block_elements, on_device
+from .kv_layout import EVERY, LayerLayout, Selection
 
 
 class BudgetedHeads:
@@ -54,60 +54,85 @@ class BudgetedHeads:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def select(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pads: Sequence[int],
-        scaling: float,
-        softcap: float | None,
-    ) -> None:
-        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column; the rest is forgotten.
+    def select(self, keys: torch.Tensor, pads: Sequence[int], scaling: float, softcap: float | None) -> torch.Tensor:
+        """Choose from the prompt's keys [batch, heads, prompt, head_dim], by column, and forget what has waited.
+
+        The device is not waited for: how many columns a head keeps follows from the padding.
 
         Args:
             pads: left padding of each row; none is an empty list.
+
+        Returns:
+            The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
         """
-        rows = [
-            self._kept(keys[row], self.observed[row], pad, scaling, softcap)
-            for row, pad in enumerate(pads or [0] * len(keys))
-        ]
-        for head, group in enumerate(self.groups):
-            columns = [kept[head] for kept in rows]
-            group.dropped = [self.prompt - len(kept) for kept in columns]
+        rows, device = pads or [0] * len(keys), keys.device
+        counts = [[max(min(budget, self.start - pad), 0) for budget in self.budgets] for pad in rows]
+        padding = on_device(rows, device)[:, None, None]
+        window = torch.arange(self.start, self.prompt, device=device).expand(len(keys), len(self.budgets), -1)
+        kept = window.where(window >= padding, EVERY)
+        if any(map(any, counts)):
+            importance = attention_received(self.observed, keys, padding, scaling, softcap)[..., : self.start]
+            chosen = most_important(importance, padding, counts, self.selection)
+            kept = torch.cat([chosen, kept], -1)
+        for group, of_rows in zip(self.groups, zip(*counts, strict=True), strict=True):
+            firsts = (max(self.start, min(pad, self.prompt)) for pad in rows)
+            group.dropped = [first - count for first, count in zip(firsts, of_rows, strict=True)]
             group.align(pads)
-            # all rows at once where they skip alike, and thus keep as many
-            for span, _ in group.spans():
-                index = torch.stack(columns[span])[:, None, :, None].expand(-1, -1, -1, keys.shape[-1])
-                own = (states[span, head : head + 1].gather(2, index) for states in (keys, values))
-                group.write(span, 0, *own)
         self.waiting = HeadGroup(keys, len(self.budgets))
         self.observed, self.selected = None, True
+        return kept.sort().values
 
-    def _kept(
-        self, keys: torch.Tensor, query: torch.Tensor, pad: int, scaling: float, softcap: float | None
-    ) -> list[torch.Tensor]:
-        """The columns that each head keeps of one row, ascending: keys [heads, prompt, head_dim], padding included."""
-        heads, prompt, _ = keys.shape
-        columns = torch.arange(prompt, device=keys.device)
-        always = columns[max(self.start, pad) :]
-        if pad >= self.start:
-            return [always] * heads
-        # attention that the columns before the window get from it, mean over a group's query heads
-        grouped = query.float().reshape(heads, -1, query.shape[-1])
-        scores = torch.stack([own @ of_head.float().mT for own, of_head in zip(grouped, keys[:, pad:], strict=True)])
-        scores *= scaling
+
+def attention_received(
+    query: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention that columns get from queries at the last of them, mean over these and over a group's query heads.
+
+    Scores are computed twice, in blocks of keys, and never held whole.
+
+    Args:
+        query: [batch, heads * group, window, head_dim].
+        keys: [batch, heads, columns, head_dim].
+        padding: int [batch, 1, 1].
+
+    Returns:
+        float32 [batch, heads, columns]; NaN in rows of which a query is padding.
+    """
+    batch, heads, columns, head_dim = keys.shape
+    window = query.shape[2]
+    folded = query.float().reshape(batch, heads, -1, head_dim)
+    column = torch.arange(columns, device=keys.device)
+
+    def scores(block: slice) -> torch.Tensor:
+        """[batch, heads, group, window, n]"""
+        part = folded @ keys[:, :, block].float().mT * scaling
         if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.view(heads, -1, prompt - self.start, prompt - pad)
-        visible = columns[pad:] <= columns[self.start :, None]
-        importance = scores.masked_fill(~visible, float("-inf")).softmax(-1)[..., : self.start - pad].mean((1, 2))
-        kept = most_important(importance, self.budgets, self.selection)
-        return [torch.cat([chosen + pad, always]) for chosen in kept]
+            part = softcap * torch.tanh(part / softcap)
+        visible = (column[block] >= padding) & (column[block] <= column[-window:, None])
+        return part.unflatten(2, (-1, window)).masked_fill(~visible[:, None, None], float("-inf"))
+
+    size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
+    blocks = [slice(first, first + size) for first in range(0, columns, size)]
+    lse = torch.stack([scores(block).logsumexp(-1) for block in blocks]).logsumexp(0)[..., None]
+    return torch.cat([(scores(block) - lse).exp().mean((2, 3)) for block in blocks], -1)
 
 
-def most_important(importance: torch.Tensor, counts: Sequence[int], selection: Selection) -> list[torch.Tensor]:
-    """Places of each head's so many largest pooled values, ascending; ties: earlier first. float32 [heads, places]."""
+def most_important(
+    importance: torch.Tensor, padding: torch.Tensor, counts: Sequence[Sequence[int]], selection: Selection
+) -> torch.Tensor:
+    """Places of each head's so many largest pooled values, the largest first; of equal ones the earlier.
+
+    Args:
+        importance: float32 [batch, heads, places], 0 in padding.
+        padding: int [batch, 1, 1].
+        counts: of each row and head, at most its places that are not padding.
+
+    Returns:
+        int64 [batch, heads, the largest count]; `EVERY` beyond a head's count.
+    """
     pool = F.max_pool1d if selection.pool == "max" else F.avg_pool1d
-    pooled = pool(importance[:, None], selection.kernel_size, 1, selection.kernel_size // 2)[:, 0]
-    order = pooled.sort(dim=-1, descending=True, stable=True).indices
-    return [places[:count].sort().values for places, count in zip(order, counts, strict=True)]
+    pooled = pool(importance, selection.kernel_size, 1, selection.kernel_size // 2)
+    place = torch.arange(importance.shape[2], device=importance.device)
+    order = pooled.masked_fill(place < padding, -1).sort(descending=True, stable=True).indices
+    order = order[..., : max(map(max, counts))]
+    return order.where(place[: order.shape[2]] < on_device(counts, order.device)[..., None], EVERY)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .kv_budget import BudgetedHeads
 from .kv_columns import Columns, Rows
 from .kv_graph import DecodeGraph
-from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles
+from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles, on_device
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantisation
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
@@ -171,28 +171,23 @@ class KVLayerCache(CacheLayerMixin):
     def head_table(self) -> "HeadTable":
         """The heads as the kernels see them; the same tensors until storage or rows change."""
         if self.table is None:
-            rows = [[], [], [], [], []]
+            heads, skips, packed = [], [], []
             offset = tile = 0
             counts = iter(self.counts)
             for group, slots in zip(self.groups, self.slots, strict=True):
-                tiles = next(counts) if isinstance(group, QuantisedGroup) else None
+                quantised = isinstance(group, QuantisedGroup)
+                tiles = next(counts) if quantised else 0
+                sink = EVERY if group.sink is None else group.sink
+                recent = EVERY if quantised else max(group.recent, 1)
                 for _ in range(group.heads):
-                    sink = EVERY if group.sink is None else group.sink
-                    recent = EVERY if tiles is not None else max(group.recent, 1)
-                    entry = offset, sink, max(group.ring, 1), recent, -1 if tiles is None else tile
-                    for values, value in zip(rows, entry, strict=True):
-                        values.append(value)
-                    offset, tile = offset + slots, tile + (tiles or 0)
-            whole = {"dtype": torch.int32, "device": self.device}
-            per_row = [[group.skips, group.packed] for group in self.groups]
-            heads = [group.heads for group in self.groups]
-            skipped, packed = (
-                torch.tensor([part[which] for part in per_row], **whole).T.repeat_interleave(
-                    torch.tensor(heads, device=self.device), 1, output_size=sum(heads)
-                )
-                for which in range(2)
+                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantised else -1))
+                    skips.append(group.skips)
+                    packed.append(group.packed)
+                    offset, tile = offset + slots, tile + tiles
+            per_head, *of_rows = (
+                on_device(list(zip(*part, strict=True)), self.device, torch.int32) for part in (heads, skips, packed)
             )
-            self.table = HeadTable(*torch.tensor(rows, **whole), skipped, packed.contiguous())
+            self.table = HeadTable(*per_head, *of_rows)
         return self.table
 
     def check_crop(self, length: int) -> None:

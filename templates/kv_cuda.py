@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from . import kv_append, kv_decode
+from . import kv_append, kv_compact, kv_decode
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup, QuantisedGroup
+from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
 from .kv_prefill import prefill
-from .kv_torch import merge, near
 
 try:
     from flash_attn import flash_attn_func
@@ -55,6 +54,20 @@ def pack(layer: KVLayerCache) -> None:
             group.note_packed()
 
 
+def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
+    """As `kv_torch.compact`."""
+    quantised, own = {}, slice(-kept.shape[1], None)
+    if layer.tiles is not None:
+        for group in layer.budgeted.groups:
+            group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
+    table = layer.head_table()
+    if layer.tiles is not None:
+        quantised = {"tiles": layer.tiles, "packed": table.packed[:, own], "first_tiles": table.first_tiles[own]}
+        quantised["quantisation"] = layer.layout.quantisation
+    heads = table.offsets[own], table.sinks[own], table.rings[own], table.skipped[:, own]
+    kv_compact.compact(layer.keys, layer.values, keys, values, kept, *heads, **quantised)
+
+
 def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
     """As `kv_torch.causal`: flash attention if it is installed, SDPA where nothing is padded, the kernel otherwise."""
     past, scores = keys.shape[2] - query.shape[2], _scores(options)
@@ -79,21 +92,13 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) 
     return prefill(query, keys, values, past, padding, first=None, **_scores(options))
 
 
-def over_tiles(query, keys, values, group: QuantisedGroup, past: int, options: dict) -> torch.Tensor:
-    """As `kv_torch.over_tiles`."""
-    *states, skipped = near(keys, values, group, past)
-    if not max(group.packed):
-        return causal(query, *states, skipped, options)
-    output, lse = causal(query, *states, skipped, options, with_lse=True)
-    output = output.float()  # rounded once, not at every block
-    for part_keys, part_values, counts in group.blocks():
-        for row, count in enumerate(counts or [part_keys.shape[2]]):
-            rows = slice(row, row + 1) if counts else slice(None)
-            if count:
-                block = part_keys[rows, :, :count], part_values[rows, :, :count]
-                part = prefill(query[rows], *block, count, first=None, limit=count, with_lse=True, **_scores(options))
-                output[rows], lse[rows] = merge((output[rows], lse[rows]), part)
-    return output.to(query.dtype)
+def over_block(query, keys, values, counts: list[int] | None, options: dict):
+    """As `kv_torch.over_block`."""
+    for row, count in enumerate(counts or [keys.shape[2]]):
+        part = slice(row, row + 1) if counts else slice(None)
+        if count:
+            block = keys[part, :, :count], values[part, :, :count]
+            yield part, prefill(query[part], *block, count, first=None, limit=count, with_lse=True, **_scores(options))
 
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:

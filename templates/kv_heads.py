@@ -11,6 +11,16 @@ from .kv_quant import Tiles, dequantise, empty_tiles, quantise
 BLOCK, CUDA_BLOCK = 2**20, 2**24
 
 
+def block_elements(states: torch.Tensor) -> int:
+    """Elements that are worked on together where `states` are."""
+    return CUDA_BLOCK if states.is_cuda else BLOCK
+
+
+def on_device(values: list, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of what the host knows, made without waiting for the device."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 class HeadGroup:
     """Keys and values of one layer's heads of one kind: [batch, heads, slots, head_dim] each.
 
@@ -53,7 +63,7 @@ class HeadGroup:
         """Learn the left padding of each row; none is an empty list."""
         skips = [max(pair) for pair in zip(pads or [0] * len(self.dropped), self.dropped, strict=True)]
         alike = len(set(skips)) <= 1
-        self.skips, self.skipped = skips, skips[0] if alike else torch.tensor(skips, device=self.keys.device)
+        self.skips, self.skipped = skips, skips[0] if alike else on_device(skips, self.keys.device)
 
     def spans(self) -> Iterator[tuple[slice, int]]:
         """Rows that skip the same number of columns, and that number."""
@@ -179,14 +189,17 @@ class QuantisedGroup(HeadGroup):
     def _target(self, skip: int) -> int:
         return TILE * self.quantisation.tiles(self.settled + 1 - skip)
 
+    def packable(self, row: int, tokens: int) -> int:
+        """Tokens of a row that tiles take, of its first `tokens`."""
+        return min(self._target(self.skips[row]), tokens) // TILE * TILE
+
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
         rows = zip(self.skips, self.packed, strict=True)
         self.packed = [packed + TILE * (self._target(skip) > packed) for skip, packed in rows]
 
     def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        here = rows.start or 0
-        self._pack(rows, min(self._target(self.skips[here]), start + keys.shape[2]) // TILE * TILE, start, keys, values)
+        self._pack(rows, self.packable(rows.start or 0, start + keys.shape[2]), start, keys, values)
         super().write(rows, start, keys, values)
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -213,8 +226,7 @@ class QuantisedGroup(HeadGroup):
             self.packed[row] = max(self.packed[row], stop)
 
     def _tiles_at_once(self, rows: int) -> int:
-        elements = CUDA_BLOCK if self.keys.is_cuda else BLOCK
-        return max(1, elements // (rows * self.heads * TILE * self.keys.shape[-1]))
+        return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
         """Keys and values [batch, heads, n, head_dim] of the tiles, dequantised a block at a time.

@@ -7,6 +7,7 @@ import torch
 
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
+from .kv_gather import LongPrompts
 from .kv_graph import DecodeGraph
 from .kv_layout import KVLayout, Quantisation
 
@@ -30,7 +31,7 @@ class KVSurgeryModel:
         return NAME
 
 
-class KVSurgeryGeneration(KVSurgeryModel):
+class KVSurgeryGeneration(LongPrompts, KVSurgeryModel):
     """The same for a model that generates: `generate` makes, sizes and continues a `KVSurgeryCache`."""
 
     _auto_class = "AutoModelForCausalLM"

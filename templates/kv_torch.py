@@ -6,7 +6,7 @@ Long inputs go through in blocks of queries, so that no mask is larger than one 
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import HeadGroup, QuantisedGroup
+from .kv_heads import HeadGroup, QuantisedGroup, on_device
 from .kv_layout import LayerLayout
 
 BLOCK = 256  # queries per block of a streaming group
@@ -92,6 +92,26 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> t
     return result[0].to(query.dtype)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer) -> None:
+    """Store the columns that each budgeted head keeps of a prompt: what `BudgetedHeads.select` returns.
+
+    Args:
+        keys, values: [batch, heads, prompt, head_dim], by column.
+        layer: the `KVLayerCache` whose budgeted heads these are.
+    """
+    for head, group in enumerate(layer.budgeted.groups):
+        # all rows at once where they skip alike, and thus keep as many
+        for rows, skip in group.spans():
+            index = kept[rows, head, : max(keys.shape[2] - skip, 0)]
+            own = (
+                states[rows, head].gather(1, index[..., None].expand(-1, -1, keys.shape[3]))
+                for states in (keys, values)
+            )
+            group.write(rows, 0, *(states[:, None] for states in own))
+
+
 def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
     """Queries of the last columns that keys are of: every earlier token of the row is visible.
 
@@ -130,22 +150,16 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) 
     return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, options)
 
 
-def over_tiles(query, keys, values, group: HeadGroup, past: int, options: dict) -> torch.Tensor:
-    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantised ones above all.
+def over_block(query, keys, values, counts: list[int] | None, options: dict):
+    """Attention of queries over a block of earlier tokens, as `QuantisedGroup.blocks` has it, part by part.
 
-    They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
+    Yields:
+        An index of rows and queries; their output and the log-sum-exp of their scores.
     """
-    near_keys, near_values, skipped = near(keys, values, group, past)
-    if not max(group.packed):
-        return causal(query, near_keys, near_values, skipped, options)
-    output, lse = causal(query, near_keys, near_values, skipped, options, with_lse=True)
-    output = output.float()
-    for part_keys, part_values, counts in group.blocks():
-        own = first_tokens(counts, part_keys)
-        for rows in query_blocks(query, part_keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
-            part = attend(query[:, :, rows], part_keys, part_values, own, **options, with_lse=True)
-            output[:, :, rows], lse[:, :, rows] = merge((output[:, :, rows], lse[:, :, rows]), part)
-    return output.to(query.dtype)
+    own = first_tokens(counts, keys)
+    for queries in query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
+        part = slice(None), slice(None), queries
+        yield part, attend(query[part], keys, values, own, **options, with_lse=True)
 
 
 def near(
@@ -160,7 +174,7 @@ def near(
     states = (torch.cat(parts, 2) for parts in zip(group.window(past, before), (keys, values), strict=True))
     skips = [first - (past - before) for first in firsts]
     alike = len(set(skips)) == 1
-    return *states, skips[0] if alike else torch.tensor(skips, device=keys.device)
+    return *states, skips[0] if alike else on_device(skips, keys.device)
 
 
 def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:

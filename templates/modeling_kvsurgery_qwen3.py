@@ -12,14 +12,18 @@ if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
     from .kv_budget import BudgetedHeads
     from .kv_cache import KVSurgeryCache
     from .kv_columns import Columns
+    from .kv_compact import compact
     from .kv_cuda import causal
     from .kv_decode import decode
+    from .kv_encode import Encoder
+    from .kv_gather import LongPrompts
     from .kv_graph import DecodeGraph
     from .kv_heads import HeadGroup
     from .kv_kernels import EVERY
     from .kv_layout import KVLayout
     from .kv_prefill import prefill
     from .kv_quant import Tiles
+    from .kv_reform import Reform
     from .kv_torch import attend
 
 

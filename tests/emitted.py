@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from templates.kv_cache import KVSurgeryCache
 from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
 from templates.modeling_kvsurgery_llama import LlamaForCausalLM
 from tests.families import stock
@@ -39,10 +40,13 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     return model
 
 
-def in_parts(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Logits of tokens that come in parts of some sizes, through a cache."""
+def in_parts(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, sizes: list[int], prompt: int = 0
+) -> torch.Tensor:
+    """Logits of tokens that come in parts of some sizes, through a cache; the prompt is the first part, or stated."""
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, parts, start = None, [], 0
+    cache, parts, start = KVSurgeryCache(model.config), [], 0
+    cache.expect_prompt(prompt)
     for size in sizes:
         stop = start + size
         with torch.no_grad():
@@ -52,6 +56,6 @@ def in_parts(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, size
                 position_ids=position_ids[:, start:stop],
                 past_key_values=cache,
             )
-        cache, start = output.past_key_values, stop
+        start = stop
         parts.append(output.logits)
     return torch.cat(parts, 1)

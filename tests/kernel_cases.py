@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from templates import kv_cuda, kv_torch
 from templates.kv_append import append, append_reference, flush, flush_reference
+from templates.kv_cache import KVLayerCache
+from templates.kv_columns import Columns
 from templates.kv_decode import decode, decode_reference
 from templates.kv_kernels import EVERY
-from templates.kv_layout import TILE, Quantisation
+from templates.kv_layout import TILE, LayerLayout, Quantisation, Selection
 from templates.kv_prefill import prefill, prefill_reference
 from templates.kv_quant import empty_tiles, quantise
 
@@ -216,6 +219,66 @@ def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, d
         for part, expected in zip(found, (*tiles, packed), strict=True):
             torch.testing.assert_close(part.cpu(), expected, rtol=0, atol=0)
     assert packed.tolist() == [[2 * TILE, 0, 2 * TILE]] * batch
+
+
+class Compact(NamedTuple):
+    """Budgeted heads after a full one, at the end of a prompt of padded rows, in a cache for `new` more tokens."""
+
+    budgets: tuple[int, ...]
+    prompt: int
+    head_dim: int
+    pads: list[int]
+    quantisation: Quantisation | None = None
+    new: int = 9
+
+    def __str__(self) -> str:
+        bits, scheme, size, residual = (
+            (None,) * 4 if self.quantisation is None else dataclasses.astuple(self.quantisation)
+        )
+        kind = "" if bits is None else f"-{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}"
+        budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))
+        return f"b{budgets}-n{self.prompt}-d{self.head_dim}-pad{pads}{kind}"
+
+
+COMPACT = [
+    Compact((0, 1, 127, 128, 129, 5000), 301, 64, [0]),
+    Compact((129, 0, 5000), 1031, 80, [0, 3, 900, 1025, 1031]),  # the last rows begin in the window, or not yet
+    Compact((0,), 40, 128, [0, 39]),
+    Compact((16, 4), 8, 256, [0, 3]),  # nothing before the window
+    Compact((5,), 1, 16, [0]),
+    Compact((0, 1, 127, 128, 129, 5000), 700, 128, [0, 433], Quantisation(4)),
+    Compact((400, 120, 5000), 523, 80, [0, 0, 300], Quantisation(8, group_size=16, residual=0)),
+    Compact((300, 0), 417, 96, [100, 100], Quantisation(2, "per-token", 32, 30), new=900),
+    Compact((260,), 261, 16, [0], Quantisation(8, "per-token"), new=0),
+]
+
+
+def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
+    """The kernel writes what the torch path does, to the bit, and nothing else."""
+    torch.manual_seed(0)
+    batch, heads, group = len(case.pads), 1 + len(case.budgets), 2
+    keys = torch.randn(batch, case.prompt, heads, case.head_dim).to(device, dtype).transpose(1, 2)
+    values = torch.randn(batch, heads, case.prompt, case.head_dim).to(device, dtype)
+    query = torch.randn(batch, heads * group, case.prompt, case.head_dim).to(device, dtype)
+    mask = torch.arange(case.prompt) >= torch.tensor(case.pads)[:, None]
+    layout = LayerLayout(1, 0, 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantisation)
+    layers = []
+    for path in (kv_torch, kv_cuda):
+        columns = Columns(case.prompt + case.new)
+        columns.begin(mask, batch, case.prompt, 0)
+        layer = KVLayerCache(layout, columns)
+        layer.update(keys, values)
+        layer.make_room(case.prompt)
+        for part in (layer.keys, layer.values, *(layer.tiles or ())):
+            part.fill_(torch.nan if part.is_floating_point() else 255)
+        own = keys[:, 1:], values[:, 1:]
+        layer.budgeted.observe(0, query[:, group:])
+        kept = layer.budgeted.select(own[0], columns.pads, case.head_dim**-0.5, None)
+        path.compact(*own, kept, layer)
+        layers.append(layer)
+    expected, found = ((layer.keys, layer.values, *(layer.tiles or ()), *layer.head_table()) for layer in layers)
+    for part, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
 
 def check_append(device: str) -> None:

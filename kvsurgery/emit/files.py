@@ -13,8 +13,8 @@ from kvsurgery.score.profile import HeadProfile
 RUNTIME = tuple(
     f"kv_{name}.py"
     for name in (
-        *("append", "attention", "budget", "cache", "columns", "cuda", "decode", "graph", "heads", "kernels"),
-        *("layout", "model", "prefill", "quant", "torch"),
+        *("append", "attention", "budget", "cache", "columns", "compact", "cuda", "decode", "encode", "gather"),
+        *("graph", "heads", "kernels", "layout", "model", "prefill", "quant", "reform", "torch"),
     )
 )
 

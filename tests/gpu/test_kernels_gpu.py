@@ -51,6 +51,12 @@ def test_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype) ->
 
 
 @DTYPES
+@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
+def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
+    cases.check_compact(case, dtype, "cuda")
+
+
+@DTYPES
 @pytest.mark.parametrize("case", cases.PREFILL, ids=str)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cuda")

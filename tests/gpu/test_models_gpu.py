@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from templates import kv_cuda
+from templates.kv_budget import BudgetedHeads
 from templates.kv_cache import KVSurgeryCache
 from tests.emitted import BUDGETED, LOSSLESS, emitted, in_parts
 from tests.families import largest, tokens
@@ -79,3 +81,30 @@ def test_a_decode_step_does_not_wait_for_the_device(pair: tuple) -> None:
                 gpu(step, past_key_values=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["budgeted", "budgeted, quantised"])
+def test_compaction_does_not_wait_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = emitted("llama", 2, **SECTIONS[kind]).cuda()
+    ids, mask = tokens(2, 300).cuda(), torch.ones(2, 300, dtype=torch.long, device="cuda")
+    mask[1, :127] = 0
+    done = []
+
+    def strict(work):
+        def run(*args):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = work(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            done.append(work)
+            return result
+
+        return run
+
+    with torch.no_grad():
+        gpu(ids, attention_mask=mask)  # compile
+        for module, name in ((BudgetedHeads, "select"), (kv_cuda, "compact")):
+            monkeypatch.setattr(module, name, strict(getattr(module, name)))
+        gpu(ids, attention_mask=mask)
+    assert len(done) == 2 * 2

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from kvsurgery.decide.policy import Selection
 from kvsurgery.score.profile import HeadProfile
-from templates.kv_budget import most_important
-from templates.kv_layout import KVLayout
+from templates import kv_heads
+from templates.kv_budget import attention_received, most_important
+from templates.kv_layout import EVERY, KVLayout
 from templates.kv_layout import Selection as LayoutSelection
 from tests.families import largest, tokens
 from tests.surgery import convert_folder, random_profile
@@ -247,11 +248,31 @@ def test_taking_back(headkv):
         short.crop(1 - WINDOW)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("elements", [1, 300, 10**6])
+def test_attention_that_columns_receive(elements, softcap, monkeypatch):
+    monkeypatch.setattr(kv_heads, "BLOCK", elements)
+    torch.manual_seed(0)
+    query, keys, pads = torch.randn(3, 6, WINDOW, 8), torch.randn(3, 2, 21, 8), [0, 5, 17]
+    found = attention_received(query, keys, torch.tensor(pads)[:, None, None], 0.4, softcap)
+    for row, pad in enumerate(pads):
+        scores = query[row].double() @ keys[row].double().repeat_interleave(3, 0).mT * 0.4
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores[:, :, :pad] = -torch.inf
+        weights = (scores + torch.full((WINDOW, 21), -torch.inf).triu(22 - WINDOW)).softmax(-1)
+        expected = weights.view(2, 3, WINDOW, 21).mean((1, 2))
+        assert largest(found[row] - expected, expected) <= 1e-6
+
+
 def test_ties_go_to_the_earlier_token():
     selection = LayoutSelection(4, 3, "max")
     # of the second head, the maximum over neighbours is 5 at 1, 2 and 3
-    chosen = most_important(torch.tensor([[0.0] * 6, [0.0, 0, 5, 0, 0, 0]]), [3, 2], selection)
-    assert [places.tolist() for places in chosen] == [[0, 1, 2], [1, 2]]
+    importance = torch.tensor([[[0.0] * 6, [0.0, 0, 5, 0, 0, 0]]])
+    chosen = most_important(importance, torch.zeros(1, 1, 1), [[3, 2]], selection)
+    assert chosen.tolist() == [[[0, 1, 2], [1, 2, EVERY]]]
+    padded = most_important(importance, torch.tensor([[[3]]]), [[3, 2]], selection)
+    assert padded.tolist() == [[[3, 4, 5], [3, 4, EVERY]]]
 
 
 def test_layout_sections(headkv):

@@ -74,7 +74,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_cuda.kv_append, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
         # only decode steps are looked at
-        for name in ("causal", "streaming_from_start"):
+        for name in ("causal", "streaming_from_start", "compact"):
             monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
         return tapes
 

@@ -95,6 +95,26 @@ def test_chunks_and_steps_over_tiles_and_budgets(
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
+@pytest.mark.parametrize("quantisation", [None, LOSSLESS], ids=["16 bit", "quantised"])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantisation: dict | None, kernels, monkeypatch):
+    """Of a prompt that waits in chunks, the last of which goes on after it."""
+    model = emitted("llama", 2, **BUDGETED, **({"quantisation": quantisation} if quantisation else {}))
+    sizes, prompt, launched = [200, 240, 1, 1], 301, []
+    ids, mask = tokens(3, sum(sizes)), torch.ones(3, sum(sizes), dtype=torch.long)
+    if padded:
+        mask[1, :250] = mask[2, :299] = 0
+    expected = in_parts(model, ids, mask, sizes, prompt)
+    kernels()
+    compact = kv_cuda.kv_compact.compact
+    monkeypatch.setattr(
+        kv_cuda.kv_compact, "compact", lambda *args, **tiles: launched.append(1) or compact(*args, **tiles)
+    )
+    found = in_parts(model, ids, mask, sizes, prompt)
+    assert len(launched) == 2
+    assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
+
+
 def flash_attention(query, keys, values, softmax_scale, causal, softcap=0.0):
     """What flash-attn computes: [batch, tokens, heads, head_dim], causal from the lower right corner."""
     assert causal

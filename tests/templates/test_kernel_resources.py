@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from templates import kv_append, kv_decode, kv_kernels, kv_prefill  # noqa: E402
+from templates import kv_append, kv_compact, kv_decode, kv_kernels, kv_prefill  # noqa: E402
 from templates.kv_layout import Quantisation  # noqa: E402
 from templates.kv_quant import empty_tiles  # noqa: E402
 
@@ -127,6 +127,31 @@ def test_decode_of_tiles(compiled: dict, bits, scheme, size, dtype, head_dim: in
     check(compiled["_flush_kernel"], tmp_path, 1)
 
 
+@pytest.mark.parametrize(
+    ("quantisation", "dtype", "head_dim"),
+    [
+        *((None, dtype, head_dim) for dtype in (torch.bfloat16, torch.float32) for head_dim in (64, 80, 128, 256)),
+        *((Quantisation(bits), torch.bfloat16, 128) for bits in (8, 4, 2)),
+        (Quantisation(8, "kivi", 16), torch.float16, 80),
+        (Quantisation(4), torch.bfloat16, 256),
+        (Quantisation(4, "per-token"), torch.float16, 128),
+        (Quantisation(2, "per-token", 64), torch.bfloat16, 256),
+    ],
+    ids=str,
+)
+def test_compact(compiled: dict, quantisation, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
+    batch, heads, prompt = 2, 8, 1000
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
+    states, kept = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 300, dtype=torch.int64)
+    keys = torch.zeros(batch, prompt, heads, head_dim, dtype=dtype).transpose(1, 2)
+    options = {}
+    if quantisation:
+        options = {"tiles": empty_tiles(states, 64, quantisation), "packed": row, "first_tiles": each}
+        options["quantisation"] = quantisation
+    kv_compact.compact(states, states, keys, keys, kept, each, each, each, row, **options)
+    check(compiled["_compact_kernel"], tmp_path, 1 if quantisation else 8)
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(bits, dtype) for bits in (8, 4, 2) for dtype in ("bf16", "fp16")])
 def test_unpacking(bits: int, dtype: str) -> None:
     """What the assembly does to two words, in torch, for every word in the low half."""
@@ -184,7 +209,10 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     options = {"tiles": tiles, "packed": row, "first_tiles": one, "quantisation": quantisation}
     kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1, **options)
     kv_append.flush(states[0], states[0], one, one, row, tiles, row, one, quantisation)
+    prompt = states[:, :, 1:]
+    kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row)
+    kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row, **options)
     kv_prefill.prefill(
         query, states[:, :, 1:], states[:, :, 1:], past=1, sink=1, recent=1, first=1, sinks=(states, states)
     )
-    assert len(compiled) == 5
+    assert len(compiled) == 6

@@ -51,6 +51,12 @@ def test_flush(quantisation: cases.Quantisation, head_dim: int, dtype: torch.dty
 
 
 @DTYPES
+@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
+def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
+    cases.check_compact(case, dtype, "cpu")
+
+
+@DTYPES
 @pytest.mark.parametrize("case", cases.PREFILL, ids=str)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cpu")

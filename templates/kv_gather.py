@@ -1,0 +1,256 @@
+"""Generation from prompts beyond the context: the tokens that the question needs are gathered, and prompt the model.
+
+REFORM (Song et al. 2025): the similarity of every token's embedding to the question's, the most similar tokens in their
+order, and one pass of those through the whole model.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils.logging import tqdm
+
+from .kv_columns import check_padding, leading_padding
+from .kv_encode import Encoder
+from .kv_layout import KVLayout
+from .kv_reform import Reform
+
+BLOCK = 2**24  # elements of a block of similarities
+TOKEN_WEIGHT = 0.5  # of scores that the caller gives
+
+
+def similarity(embeddings: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
+    """Sum over embedding heads of the cosine with that token of the question where it is largest, float32 [tokens].
+
+    Args:
+        embeddings: [tokens, embedding_heads * head_dim], each head's part of length 1; may lie in host memory.
+        question: the same of the question's tokens, on the device that computes.
+    """
+    asked = question.float().T
+    blocks = embeddings.split(max(1, BLOCK // len(question)))
+    return torch.cat([(part.to(asked.device).float() @ asked).amax(-1) for part in blocks])
+
+
+def gather(scores: torch.Tensor, question: int, reform: Reform) -> torch.Tensor:
+    """Places of a prompt that are kept, int64 [recompute_budget], ascending; of equal ones, the earlier.
+
+    Args:
+        scores: float32 [tokens], more than the budget; max-pooled here.
+        question: where the question begins; it is kept, and so are the first and last `keep` tokens.
+
+    Raises:
+        ValueError: what is always kept exceeds the budget.
+    """
+    tokens = len(scores)
+    pooled = F.max_pool1d(scores[None], reform.pool, 1, reform.pool // 2)[0]
+    always = torch.zeros_like(pooled, dtype=torch.bool)
+    always[: reform.keep] = always[min(question, tokens - reform.keep) :] = True
+    if (needed := int(always.sum())) > reform.recompute_budget:
+        raise ValueError(
+            f"recompute_budget {reform.recompute_budget} is less than the {needed} tokens that are always kept: "
+            f"the first and last {reform.keep}, and the question of {tokens - question}"
+        )
+    pooled[always] = float("inf")
+    return pooled.sort(descending=True, stable=True).indices[: reform.recompute_budget].sort().values
+
+
+def question_start(
+    tokens: torch.Tensor, reform: Reform, query_length: int | None = None, query_start: int | None = None
+) -> int:
+    """Where the question of a prompt begins: as stated; else after the last marker of a user's turn, if what follows
+    takes no more than half of the recompute budget; else `query_length` tokens before the end.
+
+    Args:
+        tokens: ids [tokens] or embeddings [tokens, hidden] of one row without padding.
+        query_length, query_start: what is stated.
+
+    Raises:
+        ValueError: both are stated, or the question is not a part of the prompt.
+    """
+    length, marker = len(tokens), reform.query_marker
+    if query_length is not None and query_start is not None:
+        raise ValueError("query_length and query_start exclude each other; give one")
+    if query_length is not None or query_start is not None:
+        start = length - query_length if query_start is None else query_start
+        if not 0 <= start < length:
+            raise ValueError(f"the question would begin at token {start} of a prompt of {length}")
+        return start
+    if tokens.ndim == 1 and marker and length > len(marker):
+        found = (tokens.unfold(0, len(marker), 1) == torch.tensor(marker, device=tokens.device)).all(-1).nonzero()
+        if len(found) and 0 < length - (start := int(found[-1]) + len(marker)) <= reform.recompute_budget // 2:
+            return start
+    return max(length - reform.query_length, 0)
+
+
+class LongPrompts:
+    """Mixin before a model that generates: of prompts longer than `recompute_budget`, tokens are gathered first."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config=None,
+        *args,
+        query_length: int | None = None,
+        query_start: int | None = None,
+        recompute_budget: int | None = None,
+        token_scores: torch.Tensor | None = None,
+        return_gathered: bool = False,
+        progress: bool | Callable[[int, int], None] = False,
+        **kwargs,
+    ):
+        """`generate` of transformers. Sequences that it returns begin with the whole prompt.
+
+        To logits processors, stopping criteria and an assistant, the gathered tokens are the prompt.
+
+        Args:
+            query_length: tokens of the question, at the end of the prompt.
+            query_start: or where it begins, counted without left padding. By default as `question_start` says.
+            recompute_budget: tokens that go through the whole model, in place of what the config says.
+            token_scores: of every token of the prompt [batch, tokens], a retriever's say; mixed half and half with its
+                similarity to the question, each brought to [0, 1].
+            return_gathered: return the places of the tokens that were kept too, as (output, places): int64 [kept] for
+                each row, counted without left padding.
+            progress: show a bar while long prompts are read; or call this with the tokens read and their total.
+
+        Raises:
+            ValueError: an option contradicts the prompt or the checkpoint.
+        """
+        reform = Reform.from_config(self.config)
+        options = {"query_length": query_length, "query_start": query_start, "recompute_budget": recompute_budget}
+        if reform is None:
+            options |= {"token_scores": token_scores, "return_gathered": return_gathered or None}
+            if given := [name for name, value in options.items() if value is not None]:
+                raise ValueError(f"{', '.join(given)}: this checkpoint was converted without REFORM; leave it out")
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        reform = reform.with_budget(recompute_budget)
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        states = ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        if states is None:  # generation begins with a special token
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        pads = self._padding(states, kwargs.get("attention_mask"))
+        rows = [row[pad:] for row, pad in zip(states, pads, strict=True)]
+        questions = [question_start(row, reform, query_length, query_start) for row in rows]
+        if token_scores is not None and token_scores.shape != states.shape[:2]:
+            raise ValueError(f"token_scores are {list(token_scores.shape)}, the prompt is {list(states.shape[:2])}")
+        if max(map(len, rows)) <= reform.recompute_budget:
+            output = super().generate(inputs, generation_config, *args, **kwargs)
+            return (output, [torch.arange(len(row)) for row in rows]) if return_gathered else output
+        if kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length():
+            raise ValueError("a long prompt is gathered anew in every turn; leave past_key_values out")
+
+        places = []
+        with _progress(progress, sum(len(row) for row in rows if len(row) > reform.recompute_budget)) as advance:
+            for index, (row, question) in enumerate(zip(rows, questions, strict=True)):
+                external = None if token_scores is None else token_scores[index, pads[index] :]
+                places.append(self._places(row, question, reform, external, advance))
+        kwargs = _gathered(kwargs, generation_config, rows, places, states.shape[1])
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = PromptFirst(kwargs["streamer"], states)
+        output = super().generate(None, generation_config, *args, **kwargs)
+        if states.ndim == 2:  # of embeddings, stock code returns what follows only
+            output = _after_prompt(output, states, max(map(len, places)))
+        return (output, [own.cpu() for own in places]) if return_gathered else output
+
+    def _padding(self, states: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+        """Left padding of each row; without a mask, as stock code infers it."""
+        pad, eos = self.generation_config.pad_token_id, self.generation_config.eos_token_id
+        if mask is None:
+            if states.ndim == 3 or pad is None or pad == eos or (isinstance(eos, list) and pad in eos):
+                return [0] * len(states)
+            mask = states != pad
+        if check_padding(mask)[1]:
+            raise ValueError("the prompt is padded on the right, so nothing can follow; pad it on the left")
+        return leading_padding(mask).tolist()
+
+    def _places(
+        self,
+        row: torch.Tensor,
+        question: int,
+        reform: Reform,
+        external: torch.Tensor | None,
+        advance: Callable[[int], None],
+    ) -> torch.Tensor:
+        """Places of a row's tokens that are kept."""
+        if len(row) <= reform.recompute_budget:
+            return torch.arange(len(row), device=row.device)
+        encoder = Encoder(self.model, KVLayout.from_config(self.config), reform)
+        name = "input_ids" if row.ndim == 1 else "inputs_embeds"
+        embeddings = encoder.read(advance, **{name: row[None]})
+        scores = similarity(embeddings, embeddings[question:].to(row.device))
+        if external is not None:
+            scores = torch.lerp(_unit(scores), _unit(external.to(scores)), TOKEN_WEIGHT)
+        return gather(scores, question, reform)
+
+
+class PromptFirst(BaseStreamer):
+    """Streams the whole prompt in place of the gathered one, then what follows it."""
+
+    def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
+        self.streamer, self.prompt = streamer, prompt
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt is not None and self.prompt.ndim == 2:
+            value = self.prompt.cpu()
+        self.prompt = None
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
+def _gathered(kwargs: dict, generation_config, rows: list, places: list[torch.Tensor], columns: int) -> dict:
+    """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt."""
+    width = max(map(len, places))
+    states = rows[0].new_zeros(len(rows), width, *rows[0].shape[1:])
+    mask = torch.zeros(len(rows), width, dtype=torch.long, device=states.device)
+    for line, kept, row, own in zip(states, mask, rows, places, strict=True):
+        line[width - len(own) :] = row[own]
+        kept[width - len(own) :] = 1
+    kwargs = {**kwargs, "attention_mask": mask}
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        kwargs.pop(name, None)
+    kwargs["input_ids" if states.ndim == 2 else "inputs_embeds"] = states
+    for name in ("max_length", "min_length"):  # the caller counts the whole prompt
+        stated = getattr(generation_config, name, None) if name not in kwargs else kwargs[name]
+        if stated:
+            kwargs[name] = max(stated - (columns - width), 0)
+    return kwargs
+
+
+def _after_prompt(output, prompt: torch.Tensor, width: int):
+    """What `generate` returned for gathered prompts of `width` columns, with the whole ones in their place."""
+    gathered = output if torch.is_tensor(output) else output.sequences
+    whole = prompt.repeat_interleave(len(gathered) // len(prompt), 0)
+    sequences = torch.cat([whole, gathered[:, width:]], 1)
+    if torch.is_tensor(output):
+        return sequences
+    output.sequences = sequences
+    return output
+
+
+def _unit(scores: torch.Tensor) -> torch.Tensor:
+    """Scores brought to [0, 1]."""
+    low, high = scores.aminmax()
+    return (scores - low) / (high - low).clamp(min=1e-12)
+
+
+@contextmanager
+def _progress(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int], None]]:
+    """What to call with the number of tokens that a chunk had."""
+    if not progress:
+        yield lambda tokens: None
+    elif progress is True:
+        with tqdm(total=total, unit="tok", unit_scale=True, desc="reading") as bar:
+            yield bar.update
+    else:
+        done = 0
+
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            progress(done, total)
+
+        yield advance
