@@ -11,7 +11,10 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -20,6 +23,11 @@ from rich.table import Table
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def coloured() -> bool:
+    """Whether stdout shows colours."""
+    return stdout.is_terminal and stdout.color_system is not None and not stdout.no_color
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
@@ -39,23 +47,44 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     Yields:
         What to call with bytes done, from any thread.
     """
+    with _bar(what, total, DownloadColumn(binary_units=True), TransferSpeedColumn()) as (bar, task):
+
+        def advance(count: int) -> None:
+            bar.start()
+            bar.advance(task, count)
+
+        yield advance
+
+
+@contextmanager
+def step_progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """The same of steps, with a note on how it goes.
+
+    Yields:
+        What to call with steps done, of how many, and the note.
+    """
+    with _bar(what, total, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
+
+        def advance(done: int, of: int, note: str = "") -> None:
+            bar.start()
+            bar.update(task, completed=done, total=of, note=note)
+
+        yield advance
+
+
+@contextmanager
+def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[tuple[Progress, TaskID]]:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *columns,
         TextColumn("ETA"),
         TimeRemainingColumn(),
         console=stderr,
     )
-    task = bar.add_task(what, total=total)
-
-    def advance(count: int) -> None:
-        bar.start()
-        bar.advance(task, count)
-
+    task = bar.add_task(what, total=total, note="")
     try:
-        yield advance
+        yield bar, task
     finally:
         if bar.live.is_started:
             bar.stop()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.decide.fit import Demand, Fit, fit
+from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.policy import Policy, decide
 from kvsurgery.emit.files import emitted_files
 from kvsurgery.errors import ProfileError
@@ -17,16 +19,27 @@ from kvsurgery.score.profile import HeadProfile
 
 @dataclass(frozen=True)
 class Operation:
-    """A checkpoint, what becomes of its heads, where every byte goes, and the files that are emitted beside them."""
+    """A checkpoint, what becomes of its heads, where every byte goes, and the files that are emitted beside them.
+
+    `fit` says what else its heads could have become, where a memory decided.
+    """
 
     checkpoint: Checkpoint
     policy: Policy
     plan: SurgeryPlan
     files: dict[str, bytes]
+    fit: Fit | None = None
 
     @classmethod
     def prepare(
-        cls, folder: Path, profile: HeadProfile, *, name: str | None = None, revision: str | None = None, **options: Any
+        cls,
+        folder: Path,
+        profile: HeadProfile,
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        demand: Demand | None = None,
+        **options: Any,
     ) -> Operation:
         """Read a checkpoint's headers and plan its conversion.
 
@@ -34,7 +47,8 @@ class Operation:
             folder: the checkpoint.
             profile: measured on a model of the same dimensions.
             name, revision: what the checkpoint is called, and its commit, if it comes from the Hub.
-            options: as `decide` takes them.
+            demand: what has to fit, which decides full heads, budget and bits.
+            options: as `decide` takes them, or `fit` where there is a demand.
 
         Raises:
             KVSurgeryError: every reason why the conversion cannot be done that headers can show.
@@ -46,6 +60,10 @@ class Operation:
             raise ProfileError(
                 f"the profile is of {profile.base_model} ({profile.model}), but {checkpoint.name} has {dimensions}"
             )
-        policy = decide(profile, family.windows(checkpoint.config), **options)
+        windows, fitted = family.windows(checkpoint.config), None
+        if demand is not None:
+            fitted = fit(profile, windows, Footprint.of(checkpoint, family), demand, **options)
+            options |= fitted.choice.options
+        policy = decide(profile, windows, **options)
         plan = plan_surgery(checkpoint, policy, profile.hash)
-        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile))
+        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile), fitted)

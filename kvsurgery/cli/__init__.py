@@ -15,8 +15,9 @@ from kvsurgery.errors import KVSurgeryError
 # name -> (module, one line for --help); the module holds a click command of the same name
 COMMANDS = {
     "convert": ("convert", "Rewrite a checkpoint after a head profile."),
+    "fit": ("fit", "Find the least harmful policy that fits a memory."),
     "inspect": ("inspect", "Say what a checkpoint is and whether it can be converted."),
-    "profile": ("profile", "Import and show head profiles."),
+    "profile": ("profile", "Import, show, compare and merge head profiles."),
     "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
     "revert": ("revert", "Give the original checkpoint back, byte for byte."),
     "verify": ("verify", "Check a converted checkpoint against its provenance."),

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.options import Size, Tokens, decided, policy_options
+
 if TYPE_CHECKING:
+    from kvsurgery.decide.fit import Fit
     from kvsurgery.operation import Operation
     from kvsurgery.score.profile import HeadProfile
 
@@ -19,19 +22,9 @@ if TYPE_CHECKING:
 @click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option(
-    "--method",
-    type=click.Choice(["duo", "headkv"]),
-    help="Short for --rest streaming, and --rest budgeted.  [default: what the profile was measured for]",
-)
 @click.option("--sparsity", type=float, help="Share of heads that are not full.  [default: 0.5 with GQA, 0.75 without]")
 @click.option("--threshold", type=float, help="Instead: heads with this score or more stay full.")
 @click.option("--full-heads", type=int, help="Instead: so many KV heads over the whole model stay full.")
-@click.option(
-    "--rest", type=click.Choice(["streaming", "budgeted"]), help="What the other heads are.  [default: as --method]"
-)
-@click.option("--sink", type=int, default=64, show_default=True, help="First tokens that a streaming head keeps.")
-@click.option("--recent", type=int, default=256, show_default=True, help="Latest tokens that a streaming head keeps.")
 @click.option(
     "--budget",
     type=int,
@@ -39,39 +32,20 @@ if TYPE_CHECKING:
     'published "KV = 128" is --budget 120 --window 8.',
 )
 @click.option(
-    "--beta",
-    type=float,
-    default=1.2,
-    show_default=True,
-    help="Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means a "
-    "smaller pool and more even budgets.",
-)
-@click.option("--window", type=int, default=8, show_default=True, help="Last tokens of a prompt, which choose.")
-@click.option("--kernel-size", type=int, default=7, show_default=True, help="Neighbours that attention is pooled over.")
-@click.option("--pool", type=click.Choice(["max", "avg"]), default="max", show_default=True, help="How it is pooled.")
-@click.option(
     "--kv-bits",
     type=click.Choice(["8", "4", "2"]),
     help="Store full and budgeted heads in so many bits, but for their newest tokens.  [default: the model's dtype]",
 )
 @click.option(
-    "--kv-scheme",
-    type=click.Choice(["kivi", "per-token"]),
-    help="What a scale is for: kivi, a channel of keys and a token of values; per-token, a token.  [default: kivi]",
+    "--fit",
+    "memory",
+    type=Size(),
+    help="Instead of these: take the least harmful policy with which weights, KV cache and workspace fit, such as 24GB "
+    "or 24GiB; `kvsurgery fit` shows the choice.",
 )
-@click.option(
-    "--kv-group-size",
-    type=int,
-    help="States that share a scale.  [default: a tile of 128 tokens, or all channels of a head]",
-)
-@click.option("--kv-residual", type=int, help="Newest tokens that stay as they are, at least.  [default: 128]")
-@click.option(
-    "--group-reduce",
-    type=click.Choice(["mean", "max"]),
-    default="mean",
-    show_default=True,
-    help="How scores of the query heads of a group become their KV head's.",
-)
+@click.option("--context", type=Tokens(), help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.")
+@click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]")
+@policy_options
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
@@ -80,6 +54,9 @@ def convert(
     profile_path: Path,
     out: Path | None,
     revision: str | None,
+    memory: int | None,
+    context: int | None,
+    batch: int | None,
     jobs: int | None,
     dry_run: bool,
     as_json: bool,
@@ -98,21 +75,18 @@ def convert(
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
+    kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
     """
     from kvsurgery import console
     from kvsurgery.cli import report
     from kvsurgery.score.profile import HeadProfile
 
-    options = _decide_options(**options)
+    options = _options(memory, context, batch, **options)
     if out is None and not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     profile = HeadProfile.load(profile_path)
-    if source is None:
-        source, revision = profile.base_model, revision or profile.base_revision
-    elif revision is not None and Path(source).is_dir():
-        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
     if dry_run:
-        facts = report.plan_facts(_prepare(source, revision, profile, options, weights=False), profile)
+        facts = report.plan_facts(prepare(source, revision, profile, options, weights=False), profile)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
@@ -120,7 +94,7 @@ def convert(
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
-    operation = _prepare(source, revision, profile, options, weights=True)
+    operation = prepare(source, revision, profile, options, weights=True)
     result = _convert(operation, out, jobs)
     facts = report.plan_facts(operation, profile)
     if as_json:
@@ -136,29 +110,59 @@ def convert(
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
-def _decide_options(
-    method: str | None, rest: str | None, window: int, kernel_size: int, pool: str, **options: Any
-) -> dict[str, Any]:
-    """The options as `decide` takes them."""
-    from kvsurgery.decide.policy import Quantisation, Selection
+def _options(memory: int | None, context: int | None, batch: int | None, **options: Any) -> dict[str, Any]:
+    """The options as `Operation.prepare` takes them."""
+    given = {name: options.pop(name) for name in ("sparsity", "threshold", "full_heads", "budget", "kv_bits")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if memory is None:
+        if context is not None or batch is not None:
+            flag = "--batch" if context is None else "--context"
+            raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
+        bits = given.pop("kv_bits", None)
+        return {**given, **decided(bits=bits and int(bits), **options)}
+    if given:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise click.UsageError(f"--fit decides {flags}; leave one of them out")
+    if context is None:
+        raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
+    from kvsurgery.decide.fit import Demand
 
-    implied = {"duo": "streaming", "headkv": "budgeted", None: None}[method]
-    if rest and implied and rest != implied:
-        raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
-    names = ("scheme", "group_size", "residual")
-    given = {name: value for name in names if (value := options.pop(f"kv_{name}")) is not None}
-    bits = options.pop("kv_bits")
-    if given and bits is None:
-        flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{flags} goes with --kv-bits; add that, or leave it out")
-    options["quantisation"] = None if bits is None else Quantisation(int(bits), **given)
-    return {**options, "rest": rest or implied, "selection": Selection(window, kernel_size, pool)}
+    return {"demand": Demand(memory, context, 1 if batch is None else batch), **decided(bits=8, **options)}
 
 
-def _prepare(
-    source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool
+def prepare(
+    source: str | None, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool
 ) -> Operation:
-    """Prepare a folder or a Hub id, whose weights are downloaded only if asked for, and only after its headers."""
+    """Prepare a folder or a Hub id, whose weights are downloaded only if asked for, and only after its headers.
+
+    Without a source, it is the profile's model.
+    """
+    if source is None:
+        source, revision = profile.base_model, revision or profile.base_revision
+    elif revision is not None and Path(source).is_dir():
+        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
+    operation = _open(source, revision, profile, options, weights)
+    if operation.fit:
+        _warn(operation.fit, operation.checkpoint.config.get("max_position_embeddings"))
+    return operation
+
+
+def _warn(fit: Fit, positions: Any) -> None:
+    """Say what a choice does not see to."""
+    from kvsurgery import console
+
+    demand = fit.demand
+    if type(positions) is int and positions < demand.context:
+        console.stderr.print(
+            f"--context {demand.context} is beyond the {positions} positions that the model was made for"
+        )
+    if fit.choice.budget and not demand.new_tokens:
+        console.stderr.print(
+            "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
+        )
+
+
+def _open(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool) -> Operation:
     from kvsurgery.operation import Operation
 
     if Path(source).is_dir():
@@ -171,14 +175,14 @@ def _prepare(
     if Path(source).exists():
         raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
 
-    def prepare(folder: Path, commit: str | None = None) -> Operation:
+    def plan(folder: Path, commit: str | None = None) -> Operation:
         return Operation.prepare(folder, profile, name=source, revision=commit, **options)
 
     try:
         if weights:
-            return prepare(*hub.fetch_checkpoint(source, revision, check=prepare))
+            return plan(*hub.fetch_checkpoint(source, revision, check=plan))
         with hub.headers(source, revision) as remote:
-            return prepare(remote.folder, remote.commit)
+            return plan(remote.folder, remote.commit)
     except HubError as error:
         # a mistyped path looks like a Hub id
         hint = f" (no folder {source} is here)" if Path(source).parent.is_dir() else ""

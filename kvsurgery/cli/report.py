@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsurgery import console
+from kvsurgery.decide.fit import Fit
 from kvsurgery.emit.card import kv_table
 from kvsurgery.operation import Operation
 from kvsurgery.score.profile import HeadProfile
@@ -40,11 +41,25 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
             for layer in policy.layers
         ],
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
+        **({"fit": fit_facts(operation.fit)} if operation.fit else {}),
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
         "kv_bytes": [
             {"tokens": name, "before": before, "after": after}
             for name, before, after in kv_table(json.loads(files["config.json"]))
         ],
+    }
+
+
+def fit_facts(fit: Fit) -> dict[str, Any]:
+    """What had to fit, and what fills the memory: bytes."""
+    return {
+        **asdict(fit.demand),
+        "chunk": fit.choice.chunk,
+        "weights": fit.footprint.weights,
+        "kv_bytes": fit.choice.kv_bytes,
+        "workspace": fit.workspace,
+        "total": fit.choice.total,
+        "kept": fit.choice.kept,
     }
 
 
@@ -93,6 +108,21 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
         f"profile: {profile['method']}, measured on {profile['base_model']}\n",
         markup=False,
+    )
+    if "fit" in facts:
+        print_fit(facts["fit"])
+
+
+def print_fit(fit: Mapping[str, Any]) -> None:
+    """How a memory is filled."""
+    whole, weights, cache, workspace = (
+        console.size(fit[name]) for name in ("total", "weights", "kv_bytes", "workspace")
+    )
+    whole_prompt = fit["chunk"] == fit["context"] - fit["new_tokens"]
+    prefill = "the prompt at once" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
+    console.stdout.print(
+        f"{whole} of {console.size(fit['memory'])} for {fit['batch']} x {fit['context']:,} tokens: weights {weights}, "
+        f"KV cache {cache}, workspace {workspace} with {prefill}\n{fit['kept']:.2%} of the score kept\n"
     )
 
 

@@ -21,9 +21,10 @@ from kvsurgery.score.profile import HeadProfile
 MAX_WINDOW = 1 << 30
 
 
-# shared with the emitted code: how budgeted heads choose, and how a cache is quantised
+# shared with the emitted code: how budgeted heads choose, how a cache is quantised, and how long prompts are read
 Selection = resources.template_module("kv_layout").Selection
 Quantisation = resources.template_module("kv_layout").Quantisation
+Reform = resources.template_module("kv_reform").Reform
 SNAPKV = Selection()
 
 
@@ -55,12 +56,14 @@ class Policy:
     options: dict[str, Any]
     selection: Selection | None = None
     quantisation: Quantisation | None = None
+    reform: Reform | None = None
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select and the cache is quantised."""
+        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantised and long
+        prompts are read."""
         content = [[asdict(layer) for layer in self.layers], self.selection and asdict(self.selection)]
-        content += [asdict(self.quantisation)] if self.quantisation else []
+        content += [asdict(part) for part in (self.quantisation, self.reform) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -120,10 +123,16 @@ def decide(
         group_reduce: how query-head scores become a KV-head score.
 
     Raises:
-        PolicyError: options exclude each other or are out of range, or no layer has full attention.
+        PolicyError: the profile has no scores, options exclude each other or are out of range, or no layer has full
+            attention.
     """
     given = {"sparsity": sparsity, "threshold": threshold, "full_heads": full_heads}
     chosen = {name: value for name, value in given.items() if value is not None}
+    if profile.scores is None:
+        raise PolicyError(
+            f"a {profile.method} profile has embedding heads and no scores to choose full heads by; "
+            "give a profile of another method"
+        )
     if len(chosen) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
         raise PolicyError(f"{flags} exclude each other; give one")
@@ -132,7 +141,7 @@ def decide(
     eligible = np.array([window is None for window in windows])
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    rest = rest or ("budgeted" if profile.method.startswith("headkv") else "streaming")
+    rest = rest or usual_rest(profile)
     if not chosen and rest == "streaming":
         chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}
 
@@ -145,7 +154,7 @@ def decide(
     if rest == "streaming":
         _check_streaming(sink, recent, budget)
         layers = [LayerPolicy(_order(row), int(row.sum()), sink, recent) for row in mask]
-        policy = Policy(_with_native(layers, windows), {**options, "sink": sink, "recent": recent})
+        policy = Policy(with_native(layers, windows), {**options, "sink": sink, "recent": recent})
     else:
         _check_selection(budget, selection)
         budgets = np.zeros(scores.shape, dtype=np.int64)
@@ -156,8 +165,13 @@ def decide(
             for row, keep in zip(mask, budgets, strict=True)
         ]
         options |= {"budget": budget, "beta": beta, **asdict(selection)}
-        policy = Policy(_with_native(layers, windows), options, selection)
+        policy = Policy(with_native(layers, windows), options, selection)
     return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
+
+
+def usual_rest(profile: HeadProfile) -> Literal["streaming", "budgeted"]:
+    """What heads that are not full become, unless it is said."""
+    return "budgeted" if profile.method.startswith("headkv") else "streaming"
 
 
 def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Policy:
@@ -177,7 +191,7 @@ def _order(full: np.ndarray) -> tuple[int, ...]:
     return (*np.flatnonzero(full).tolist(), *np.flatnonzero(~full).tolist())
 
 
-def _with_native(layers: Sequence[LayerPolicy], windows: Sequence[int | None]) -> tuple[LayerPolicy, ...]:
+def with_native(layers: Sequence[LayerPolicy], windows: Sequence[int | None]) -> tuple[LayerPolicy, ...]:
     """The layers, but for those with a sliding window of the model's own, which stay as they are."""
     return tuple(
         layer if window is None else LayerPolicy(tuple(range(len(layer.order))), 0, 0, window, native=True)

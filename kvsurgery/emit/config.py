@@ -36,6 +36,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         "head_dim": model.head_dim,
         **({"selection": asdict(policy.selection)} if policy.selection else {}),
         **({"quantisation": asdict(policy.quantisation)} if policy.quantisation else {}),
+        **({"reform": asdict(policy.reform)} if policy.reform else {}),
         "layers": [_layer(layer) for layer in policy.layers],
     }
     return result

@@ -1,20 +1,18 @@
-"""A head profile for people: facts, a heat map in the terminal, the same as a picture."""
+"""Head profiles for people: heat maps in the terminal."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from rich.style import Style
 from rich.text import Text
 
-from kvsurgery.decide.policy import decide
-from kvsurgery.errors import KVSurgeryError, OutputError
-from kvsurgery.score.profile import METHODS, HeadProfile
+from kvsurgery.score.comparison import Comparison
+from kvsurgery.score.description import kind_of_head
+from kvsurgery.score.order import SPARSITIES, ceiling, full_heads
+from kvsurgery.score.profile import HeadProfile
 
-SPARSITIES = (0.25, 0.5, 0.75)
 # ten levels, each a tenth of the range: a character where there is no colour, else matplotlib's viridis
 SHADES = " .:-=+*#%@"
 COLOURS = (
@@ -22,129 +20,81 @@ COLOURS = (
 )  # fmt: skip
 
 
-def facts(profile: HeadProfile) -> dict[str, Any]:
-    """What `profile show --json` prints, scores aside."""
-    top = profile.scores.max()
-    return {
-        "method": profile.method,
-        "granularity": profile.granularity,
-        "base_model": profile.base_model,
-        "base_revision": profile.base_revision,
-        "model": asdict(profile.model),
-        "shape": list(profile.scores.shape),
-        "score_min": float(profile.scores.min()),
-        "score_max": float(top),
-        "at_max": int((profile.scores == top).sum()),
-        "sink": profile.sink,
-        "recent": profile.recent,
-        "full_heads_per_layer": {str(sparsity): full_heads(profile, sparsity) for sparsity in SPARSITIES},
-        "hash": profile.hash,
-        "provenance": profile.provenance,
-    }
-
-
-def full_heads(profile: HeadProfile, sparsity: float) -> list[int]:
-    """KV heads of each layer that stay full at a sparsity, if no layer has a sliding window of its own."""
-    return [
-        layer.full
-        for layer in decide(profile, [None] * profile.model.layers, sparsity=sparsity, rest="streaming").layers
-    ]
-
-
-def describe(profile: HeadProfile) -> str:
-    """The facts in two lines."""
-    layers, heads = profile.scores.shape
-    kind = "KV" if profile.granularity == "kv" else "query"
-    scores = profile.scores
-    at_max = int((scores == scores.max()).sum())
-    return (
-        f"{profile.base_model} ({profile.model})\n"
-        f"{profile.method} scores of {layers} x {heads} {kind} heads: {scores.min():.4g} to {scores.max():.4g}, "
-        f"mean {scores.mean(dtype=np.float64):.4g}, {at_max} of {scores.size} at the maximum"
-    )
-
-
 def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
-    """Rows of layers, columns of heads, and beside them the KV heads that stay full at a few sparsities.
+    """Rows of layers, columns of heads, and beside each layer the KV heads that stay full at a few sparsities.
 
     Args:
         profile: what to draw.
         width: columns of the terminal; heads that do not fit follow in a second block.
         colour: coloured cells, else characters.
     """
-    layers, heads = profile.scores.shape
-    counts = np.array([full_heads(profile, sparsity) for sparsity in SPARSITIES]).T
-    room = max(width - len("layer |") - len("|") - 4 * len(SPARSITIES), 8)
-    cell = 2 if 2 * heads <= room else 1
-    block = min(heads, room // 8 * 8)
-    ceiling = _ceiling(profile)
-    # a tiny top would overflow the quotient; float64 holds the least float32
-    levels = np.minimum(profile.scores.astype(np.float64) / ceiling * len(SHADES), len(SHADES) - 1).astype(int)
-
+    counts = [full_heads(profile, sparsity).sum(axis=1) for sparsity in SPARSITIES]
+    beside = {f"{sparsity * 100:.0f}": list(map(str, of)) for sparsity, of in zip(SPARSITIES, counts, strict=True)}
+    top = ceiling(profile.method, profile.scores)
     reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
     text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}\n\n")
-    for start in range(0, heads, block):
-        end = min(start + block, heads)
-        marks = "".join(f"{head:<{8 * cell}}" for head in range(start, end, 8))[: (end - start) * cell]
-        text.append(f"layer |{marks:<{(end - start) * cell}}|{''.join(f'{s:4.0%}' for s in SPARSITIES)}\n")
-        for layer in range(layers):
-            text.append(f"{layer:>5} |")
-            for level in levels[layer, start:end]:
-                text.append(*_cell(level, cell, colour))
-            text.append(f"|{''.join(f'{count:4}' for count in counts[layer])}\n")
-        text.append("\n")
-    text.append("scale |")
-    for level in range(len(SHADES)):
-        text.append(*_cell(level, 1, colour))
-    text.append(f"| 0 to {ceiling:.4g}")
+    text.append(_map([_levels(profile.scores, top)], beside, width, colour))
+    text.append(_scale(top, colour))
     return text
 
 
-def plot(profile: HeadProfile, path: str | Path) -> None:
-    """Write the heat map as a picture: layers across, heads down.
+def draw_comparison(comparison: Comparison, width: int, colour: bool) -> Text:
+    """Two maps side by side, A on the left, and beside each layer its mean absolute difference.
 
-    Raises:
-        KVSurgeryError: matplotlib is not installed.
-        OutputError: the file cannot be written, or its ending is no picture format.
+    Args:
+        comparison: what to draw.
+        width: columns of the terminal; heads that do not fit follow in a second block.
+        colour: coloured cells, else characters.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KVSurgeryError("--plot needs matplotlib: pip install 'kvsurgery[plot]'") from error
-    layers, heads = profile.scores.shape
-    # cells of a fifth of an inch, within what a page holds
-    across, down = (min(max(0.2 * count, least), 14) for count, least in ((layers, 6), (heads, 1.6)))
-    figure = Figure(figsize=(across + 1.6, down + 1.2), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        profile.scores.T, cmap="viridis", vmin=0, vmax=_ceiling(profile), aspect="auto", interpolation="nearest"
-    )
-    axes.set_title(f"{profile.base_model}\n{profile.method} scores", fontsize="medium", wrap=True, parse_math=False)
-    axes.set_xlabel("layer")
-    axes.set_xticks(_ticks(layers))
-    axes.set_yticks(_ticks(heads))
-    axes.set_ylabel("KV head" if profile.granularity == "kv" else "query head")
-    group = profile.model.group
-    if profile.granularity == "query" and group > 1:
-        axes.set_ylabel("query head, lines between KV heads")
-        axes.hlines(np.arange(group, heads, group) - 0.5, -0.5, layers - 0.5, "white", lw=0.5)
-    figure.colorbar(image, ax=axes, label="score", pad=0.02)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+    kind = kind_of_head(comparison.granularity)
+    text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
+    beside = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
+    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], beside, width, colour))
+    text.append(_scale(comparison.ceiling, colour))
+    return text
 
 
-def _ceiling(profile: HeadProfile) -> float:
-    """The score drawn brightest: the method's bound, else the largest, or 1 if all are 0."""
-    return METHODS[profile.method] or float(profile.scores.max()) or 1.0
+def _levels(values: np.ndarray, top: float) -> np.ndarray:
+    """Of each value, its tenth of the range from 0 to `top`."""
+    # a tiny top would overflow the quotient; float64 holds the least float32
+    return np.minimum(values.astype(np.float64) / top * len(SHADES), len(SHADES) - 1).astype(int)
+
+
+def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, colour: bool) -> Text:
+    """Levels [layers, heads], maps side by side, and right of them columns of text by their title."""
+    layers, heads = maps[0].shape
+    columns = [
+        [cell.rjust(1 + max(map(len, (title, *cells)))) for cell in (title, *cells)] for title, cells in beside.items()
+    ]
+    margins = ["".join(row) for row in zip(*columns, strict=True)]
+    room = max((width - len("layer|") - len(margins[0])) // len(maps) - len("|"), 8)
+    cell = 2 if 2 * heads <= room else 1
+    block = min(heads, room // 8 * 8)
+    text = Text()
+    for start in range(0, heads, block):
+        shown = range(start, min(start + block, heads))
+        marks = "".join(f"{head:<{8 * cell}}" for head in shown[::8])[: len(shown) * cell]
+        text.append(f"layer|{f'{marks:<{len(shown) * cell}}|' * len(maps)}{margins[0]}\n")
+        for layer in range(layers):
+            text.append(f"{layer:>5}|")
+            for levels in maps:
+                for level in levels[layer, shown.start : shown.stop]:
+                    text.append(*_cell(level, cell, colour))
+                text.append("|")
+            text.append(f"{margins[1 + layer]}\n")
+        text.append("\n")
+    return text
+
+
+def _scale(top: float, colour: bool) -> Text:
+    text = Text("scale|")
+    for level in range(len(SHADES)):
+        text.append(*_cell(level, 1, colour))
+    text.append(f"| 0 to {top:.4g}")
+    return text
 
 
 def _cell(level: int, width: int, colour: bool) -> tuple[str, Style | None]:
     if colour:
         return " " * width, Style(bgcolor=COLOURS[level])
     return SHADES[level] * width, None
-
-
-def _ticks(count: int) -> range:
-    return range(0, count, 1 if count <= 8 else 4 if count <= 64 else 8)

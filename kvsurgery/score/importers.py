@@ -1,10 +1,11 @@
-"""Head scores published by others, as a `HeadProfile`: DuoAttention gates, HeadKV and Retrieval_Head scores."""
+"""What others published, as a `HeadProfile`: DuoAttention gates, HeadKV and Retrieval_Head scores, REFORM's choices."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from blake3 import blake3
 from kvsurgery import __version__
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.score.embedding_heads import EmbeddingHead
+from kvsurgery.score.profile import REFORM, HeadProfile
 
 DUO_FILE = "full_attention_heads.tsv"
 # how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
@@ -22,6 +24,7 @@ DUO_SLACK = 0.01
 # facts worth keeping from DuoAttention's dump of its training arguments: the numbers, never its paths
 DUO_FACTS = ("num_steps", "lr", "reg_weight", "context_length_min", "context_length_max", "num_passkeys", "seed")
 HEADKV_METHODS = ("headkv-r", "headkv-er", "headkv-r2")
+REFORM_HEADS = Path(__file__).with_name("reform_heads.toml")
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
 LARGEST_FILE = 1 << 30
 
@@ -117,6 +120,30 @@ def import_headkv(
         model=model,
         provenance={**_origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]},
     )
+
+
+def import_reform(name: str) -> HeadProfile:
+    """The embedding heads that the paper of REFORM chose for a model (Song et al. 2025); their ranks are not published.
+
+    Args:
+        name: Hub id of the model, with or without its owner, in any case.
+
+    Raises:
+        ProfileError: the paper has no choice for it.
+    """
+    published = tomllib.loads(REFORM_HEADS.read_text(encoding="utf-8"))
+    for model_id, chosen in published.items():
+        if name.lower() in (model_id.lower(), model_id.lower().partition("/")[2]):
+            return HeadProfile(
+                None,
+                REFORM,
+                None,
+                base_model=model_id,
+                model=ModelDimensions(*chosen["model"]),
+                provenance={"source": "arXiv:2506.01215", "origin": "REFORM", "tool": f"kvsurgery {__version__}"},
+                embedding_heads=EmbeddingHead.parse(chosen["heads"]),
+            )
+    raise ProfileError(f"REFORM's paper chose no heads for {name!r}; it did for {', '.join(published)}")
 
 
 def _read(path: Path) -> bytes:

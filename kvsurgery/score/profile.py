@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.score.embedding_heads import EmbeddingHead, Ranking
 
 FORMAT = "kvsurgery.head-profile"
 VERSION = "1"
@@ -28,47 +30,47 @@ METHODS: dict[str, float | None] = {
     "headkv-r": None,
     "headkv-er": None,
     "headkv-r2": None,
+    "rank-product": 1.0,
 }
+# a method without scores: its profile has embedding heads
+REFORM = "reform"
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProfile:
-    """Head scores of one model, higher = needs the whole context more.
+    """Head scores of one model, higher = needs the whole context more; or, of method "reform", its embedding heads.
 
     Attributes:
-        scores: float32 [layers, heads], finite and non-negative.
-        method: how they were measured, a key of `METHODS`.
-        granularity: whether `heads` counts KV heads or query heads.
+        scores: float32 [layers, heads], finite and non-negative; None in a reform profile.
+        method: how they were measured, a key of `METHODS`, or "reform".
+        granularity: whether `heads` counts KV heads or query heads; None without scores.
         base_model: Hub id or path of the model that was measured.
         model: its attention dimensions.
         base_revision: its commit, where known.
         sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
         provenance: data, steps, seeds, tool version; free JSON.
+        embedding_heads: of a reform profile, by layer, state and head; empty in any other.
+        ranking: what they were picked from, where it was measured.
 
     Raises:
         ProfileError: any of them contradicts the rest.
     """
 
-    scores: np.ndarray
+    scores: np.ndarray | None
     method: str
-    granularity: Literal["kv", "query"]
+    granularity: Literal["kv", "query"] | None
     base_model: str
     model: ModelDimensions
     base_revision: str | None = None
     sink: int | None = None
     recent: int | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    embedding_heads: tuple[EmbeddingHead, ...] = ()
+    ranking: Ranking | None = None
 
     def __post_init__(self) -> None:
-        with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
-            scores = np.array(self.scores, dtype=np.float32, order="C")
-        scores += 0  # no negative zeros: equal scores are equal bytes
-        scores.flags.writeable = False
-        object.__setattr__(self, "scores", scores)
-        if self.method not in METHODS:
-            raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join(METHODS)}")
-        if self.granularity not in ("kv", "query"):
-            raise ProfileError(f"profile granularity must be 'kv' or 'query', got {self.granularity!r}")
+        if self.method not in (*METHODS, REFORM):
+            raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*METHODS, REFORM))}")
         if not self.base_model or not self.base_model.isprintable():
             raise ProfileError(f"a profile names the model it was measured on; base_model is {self.base_model!r}")
         if self.base_revision is not None and not self.base_revision.isprintable():
@@ -79,6 +81,39 @@ class HeadProfile:
             raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
         if not isinstance(self.provenance, dict):
             raise ProfileError(f"profile provenance must be a JSON object, got {type(self.provenance).__name__}")
+        if self.method == REFORM:
+            self._check_embedding_heads()
+        else:
+            self._check_scores()
+
+    def _check_embedding_heads(self) -> None:
+        if self.scores is not None or self.granularity is not None:
+            raise ProfileError("a reform profile has embedding heads, and no scores")
+        heads = tuple(sorted(self.embedding_heads))
+        object.__setattr__(self, "embedding_heads", heads)
+        if not heads:
+            raise ProfileError("a reform profile names embedding heads; this one has none")
+        for head in heads:
+            if not head.within(self.model):
+                raise ProfileError(f"there is no embedding head {head} in {self.base_model}, which has {self.model}")
+        for head, following in pairwise(heads):
+            if head == following:
+                raise ProfileError(f"the embedding head {head} is named twice")
+        if self.ranking is not None:
+            self.ranking.check(self.model)
+
+    def _check_scores(self) -> None:
+        if self.embedding_heads or self.ranking is not None:
+            raise ProfileError(f"a profile with embedding heads is of method 'reform', not {self.method!r}")
+        if self.scores is None:
+            raise ProfileError(f"the {self.method} profile holds no `scores`")
+        with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
+            scores = np.array(self.scores, dtype=np.float32, order="C")
+        scores += 0  # no negative zeros: equal scores are equal bytes
+        scores.flags.writeable = False
+        object.__setattr__(self, "scores", scores)
+        if self.granularity not in ("kv", "query"):
+            raise ProfileError(f"profile granularity must be 'kv' or 'query', got {self.granularity!r}")
         heads = self.model.kv_heads if self.granularity == "kv" else self.model.query_heads
         if scores.shape != (self.model.layers, heads):
             raise ProfileError(
@@ -145,27 +180,30 @@ class HeadProfile:
                     raise ProfileError(
                         f"{path} has profile version {metadata.get('version')}; this tool reads {VERSION}"
                     )
-                if "scores" not in file.keys():  # noqa: SIM118  (a safetensors handle, not a dict)
-                    raise ProfileError(f"{path} holds no `scores`")
-                dtype = file.get_slice("scores").get_dtype()
-                if dtype != "F32":
-                    raise ProfileError(f"{path}: scores are {dtype}, not F32")
-                scores = file.get_tensor("scores")
+                reform = metadata.get("method") == REFORM
+                names = sorted(name for name in file.keys() if reform or name == "scores")  # noqa: SIM118  (a handle)
+                for name in names:
+                    dtype = file.get_slice(name).get_dtype()
+                    if dtype != "F32":
+                        raise ProfileError(f"{path}: {name} are {dtype}, not F32")
+                tensors = {name: file.get_tensor(name) for name in names}
         except SafetensorError as error:
             raise ProfileError(f"{path} is not a head profile ({error}); {how}") from error
         except OSError as error:
             raise ProfileError(f"cannot read head profile {path}: {error}") from error
         try:
             return cls(
-                scores=scores,
+                scores=tensors.pop("scores", None),
                 method=metadata["method"],
-                granularity=metadata["granularity"],
+                granularity=metadata.get("granularity") if reform else metadata["granularity"],
                 base_model=metadata["base_model"],
                 base_revision=metadata.get("base_revision"),
                 model=ModelDimensions(*(int(metadata[name]) for name in ModelDimensions.__dataclass_fields__)),
                 sink=_optional_int(metadata.get("sink")),
                 recent=_optional_int(metadata.get("recent")),
                 provenance=json.loads(metadata.get("provenance", "{}")),
+                embedding_heads=EmbeddingHead.parse(json.loads(metadata.get("embedding_heads", "[]"))),
+                ranking=Ranking.from_tensors(tensors) if tensors else None,
             )
         except KeyError as error:
             raise ProfileError(f"{path} lacks the metadata {error}") from error
@@ -186,15 +224,22 @@ class HeadProfile:
             "sink": self.sink,
             "recent": self.recent,
             "provenance": json.dumps(self.provenance, sort_keys=True),
+            "embedding_heads": json.dumps([astuple(head) for head in self.embedding_heads])
+            if self.embedding_heads
+            else None,
         }
-        header = {
-            "__metadata__": {key: str(value) for key, value in metadata.items() if value is not None},
-            "scores": {"dtype": "F32", "shape": self.scores.shape, "data_offsets": [0, self.scores.nbytes]},
-        }
+        tensors = {} if self.scores is None else {"scores": self.scores}
+        if self.ranking is not None:
+            tensors = self.ranking.tensors()
+        header, data = {"__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}}, b""
+        for name, tensor in tensors.items():
+            offsets = [len(data), len(data) + tensor.nbytes]
+            header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
+            data += tensor.astype("<f4").tobytes()
         # written by hand: the library's own `save` orders metadata at random
         text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text + self.scores.astype("<f4").tobytes()
+        return len(text).to_bytes(8, "little") + text + data
 
 
 def _optional_int(text: str | None) -> int | None:

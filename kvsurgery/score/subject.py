@@ -106,16 +106,16 @@ class Subject:
         return self.tokenizer
 
     def profile(
-        self, scores: np.ndarray, method: str, granularity: Literal["kv", "query"], **facts: Any
+        self, scores: np.ndarray | None, method: str, granularity: Literal["kv", "query"] | None, **facts: Any
     ) -> HeadProfile:
         """A profile of scores [layers, heads] that were measured on `model`, by the original's head indices.
 
         Args:
-            facts: what else `HeadProfile` has: sink, recent, provenance.
+            facts: what else `HeadProfile` has: sink, recent, provenance; embedding heads by the original's indices.
         """
-        return HeadProfile(
-            self.by_original_head(scores), method, granularity, self.name, self.dimensions, self.revision, **facts
-        )
+        if scores is not None:
+            scores = self.by_original_head(scores)
+        return HeadProfile(scores, method, granularity, self.name, self.dimensions, self.revision, **facts)
 
     def by_original_head(self, scores: np.ndarray) -> np.ndarray:
         """Scores [layers, KV heads or query heads] of the model's heads, in the order of the original's."""
@@ -131,5 +131,5 @@ class Subject:
 def _tokenizer(weights: str | Path, where: dict[str, str | None]) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(weights, **where)
-    except (OSError, ValueError, KeyError):  # what transformers raises where there is none
+    except Exception:  # what transformers raises where there is none differs by family and version
         return None

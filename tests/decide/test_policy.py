@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvsurgery.decide.policy import Selection, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
+from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
 
 
@@ -87,6 +88,14 @@ class TestSelection:
             if layer.native:
                 assert layer.order == tuple(range(made.model.kv_heads))
                 assert layer.full == 0
+
+    def test_a_profile_without_scores(self):
+        model = ModelDimensions(2, 4, 2, 8)
+        made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
+        with pytest.raises(
+            PolicyError, match="a reform profile has embedding heads and no scores to choose full heads"
+        ):
+            decide(made, [None] * 2)
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):

@@ -1,13 +1,12 @@
-"""What people see of a profile: every score at its place, every count the policy's own."""
+"""What people see of a profile in the terminal: every score at its place, every count the policy's own."""
 
 import numpy as np
 import pytest
 from rich.style import Style
 
-from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.errors import OutputError
-from kvsurgery.score.heatmap import COLOURS, SHADES, describe, draw, facts, plot
+from kvsurgery.score.comparison import compare
+from kvsurgery.score.heatmap import COLOURS, SHADES, draw, draw_comparison
 from kvsurgery.score.profile import HeadProfile
 
 
@@ -22,20 +21,22 @@ def headkv(scores, kv_heads):
     return HeadProfile(np.array(scores), "headkv-r", "query", "org/model", model)
 
 
-def rows(text):
+def layer_lines(text):
+    """(layer, cells of each map, what stands beside) of every row, block by block."""
+    lines = [line.split("|") for line in text.plain.splitlines() if line[:5].strip().isdigit()]
+    return [(int(label), maps, beside.split()) for label, *maps, beside in lines]
+
+
+def rows(text, which=0):
     """The cells of each layer's row, blocks of heads joined."""
     cells = {}
-    for line in text.plain.splitlines():
-        if line[:5].strip().isdigit():
-            label, drawn, _ = line.split("|")
-            cells[int(label)] = cells.get(int(label), "") + drawn
+    for layer, maps, _ in layer_lines(text):
+        cells[layer] = cells.get(layer, "") + maps[which]
     return [cells[layer] for layer in sorted(cells)]
 
 
 def counts(text):
-    return [
-        list(map(int, line.split("|")[2].split())) for line in text.plain.splitlines() if line[:5].strip().isdigit()
-    ]
+    return [list(map(int, beside)) for _, _, beside in layer_lines(text)]
 
 
 class TestDraw:
@@ -65,7 +66,21 @@ class TestDraw:
         cell = len(drawn[0]) // heads
         assert drawn == ["".join(SHADES[level] * cell for level in row) for row in levels]
         map_lines = text.plain.splitlines()[2:]
-        assert max(map(len, map_lines)) <= max(width, 28)
+        assert max(map(len, map_lines)) <= max(width, 27)
+
+    def test_columns_stand_under_their_titles(self):
+        *_, title, first, _, _, _ = draw(duo(np.eye(2, 16)), 80, colour=False).plain.splitlines()
+        assert len(title) == len(first)
+        for count in ("25", "50", "75"):
+            end = title.rindex(count) + len(count)
+            assert first[end - 1].isdigit()
+            assert first[end : end + 1] in (" ", "")
+
+    @pytest.mark.parametrize("kv_heads", [8, 64])
+    def test_64_heads_fit_a_terminal_of_80_columns(self, kv_heads):
+        text = draw(headkv(np.full((80, 64), 0.5), kv_heads), 80, colour=False)
+        assert len(layer_lines(text)) == 80
+        assert max(map(len, text.plain.splitlines()[2:])) == 80
 
     def test_colour(self):
         text = draw(duo([[0.25, 1]]), 80, colour=True)
@@ -78,57 +93,36 @@ class TestDraw:
         assert "query heads averaged" not in draw(duo(np.eye(2)), 80, colour=False).plain
 
 
-def test_facts():
-    made = duo([[0, 1, 1, 0.5], [0.25, 0.75, 1, 0]])
-    found = facts(made)
-    assert (found["shape"], found["score_min"], found["score_max"], found["at_max"]) == ([2, 4], 0, 1, 3)
-    for sparsity, full in found["full_heads_per_layer"].items():
-        assert full == [layer.full for layer in decide(made, [None] * 2, sparsity=float(sparsity)).layers]
-    assert found["hash"] == made.hash
+class TestDrawComparison:
+    def test_by_hand(self):
+        found = compare(duo([[0, 0.5], [1, 1]]), duo([[0, 0.8], [1, 0]]))
+        text = draw_comparison(found, 80, colour=False)
+        assert rows(text) == ["  ++", "@@@@"]
+        assert rows(text, 1) == ["  %%", "@@  "]
+        assert [beside for _, _, beside in layer_lines(text)] == [["15%"], ["50%"]]
 
+    def test_one_scale_for_scores_of_one_method(self):
+        found = compare(headkv([[0, 0.5]], 2), headkv([[0.25, 1]], 2))
+        text = draw_comparison(found, 80, colour=False)
+        assert (rows(text), rows(text, 1)) == (["  ++"], ["::@@"])
+        assert "| 0 to 1" in text.plain
+        assert layer_lines(text)[0][2] == ["38%"]
 
-def test_describe():
-    assert describe(duo([[0, 1, 1, 0.5], [0.25, 0.75, 1, 0]])) == (
-        "org/model (2 layers, 8 query heads, 4 KV heads of 8)\n"
-        "duo scores of 2 x 4 KV heads: 0 to 1, mean 0.5625, 3 of 8 at the maximum"
-    )
+    def test_ranks_of_two_methods(self):
+        found = compare(duo([[0, 0.1, 0.2, 0.3]]), headkv([[0.01] * 4 + [0] * 4], 4))
+        text = draw_comparison(found, 80, colour=False)
+        assert text.plain.startswith("ranks of KV heads")
+        # 1/4 to 4/4; of two equal pairs 3.5/4 and 1.5/4
+        assert (rows(text), rows(text, 1)) == (["::++##@@"], ["%%%%----"])
 
-
-class TestPlot:
-    @pytest.mark.parametrize("granularity", ["kv", "query"])
-    def test_layers_run_across_and_heads_down(self, tmp_path, granularity):
-        image = pytest.importorskip("matplotlib.image")
-        scores = np.zeros((4, 2))
-        scores[0, 1] = 1
-        plot(duo(scores) if granularity == "kv" else headkv(scores, 1), tmp_path / "heads.png")
-        pixels = image.imread(tmp_path / "heads.png")[..., :3]
-        height, width, _ = pixels.shape
-        # the ends of viridis, left of the colour bar
-        dark, bright = (
-            np.argwhere(np.abs(pixels[:, : int(0.85 * width)] - np.array(colour) / 255).max(-1) < 0.01)
-            for colour in ([0x44, 0x01, 0x54], [0xFD, 0xE7, 0x25])
-        )
-        assert len(dark) == pytest.approx(7 * len(bright), rel=0.1)
-        assert len(bright) > 0.05 * height * width
-        assert bright[:, 0].min() > dark[:, 0].min()
-        assert bright[:, 0].max() == dark[:, 0].max()
-        assert bright[:, 1].min() == dark[:, 1].min()
-        assert bright[:, 1].max() < dark[:, 1].max() / 2
-
-    def test_all_zero(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        plot(headkv(np.zeros((1, 1)), 1), tmp_path / "heads.png")
-        assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_names_with_mathematics_are_names(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        made = HeadProfile(np.eye(2), "duo", "kv", r"a$\frac{$b_c", ModelDimensions(2, 2, 2, 8))
-        plot(made, tmp_path / "heads.png")
-        assert (tmp_path / "heads.png").stat().st_size > 1000
-
-    @pytest.mark.parametrize("name", ["heads.safetensors", "nowhere/heads.png", "folder.png"])
-    def test_where_no_picture_can_go(self, tmp_path, name):
-        pytest.importorskip("matplotlib")
-        (tmp_path / "folder.png").mkdir()
-        with pytest.raises(OutputError, match="cannot write"):
-            plot(duo(np.eye(2)), tmp_path / name)
+    @pytest.mark.parametrize("heads", [1, 8, 32, 33, 64])
+    @pytest.mark.parametrize("width", [1, 80, 200])
+    def test_every_head_once_within_the_width(self, heads, width):
+        rng = np.random.default_rng(0)
+        levels = rng.integers(0, 10, (2, 3, heads))
+        text = draw_comparison(compare(*map(duo, (levels + 0.5) / 10)), width, colour=False)
+        for which in (0, 1):
+            drawn = rows(text, which)
+            cell = len(drawn[0]) // heads
+            assert drawn == ["".join(SHADES[level] * cell for level in row) for row in levels[which]]
+        assert max(map(len, text.plain.splitlines()[2:])) <= max(width, 29)

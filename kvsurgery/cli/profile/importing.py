@@ -1,4 +1,4 @@
-"""`kvsurgery profile`: import head scores that others published, and look at them."""
+"""`kvsurgery profile import`: head scores that others published."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ import click
 
 if TYPE_CHECKING:
     from kvsurgery.dimensions import ModelDimensions
-    from kvsurgery.score.profile import HeadProfile
 
 
-@click.group()
-def profile() -> None:
-    """Import and show head profiles: measured scores, one per attention head of a model.
-
-    \b
-    kvsurgery profile import duo ./Llama-3-8B-Instruct-Gradient-1048k --model ./llama3 -o duo.safetensors
-    kvsurgery profile show duo.safetensors
-    """
-
-
-@profile.group("import")
+@click.group("import")
 def import_group() -> None:
     """Turn head scores published by others into a head profile.
 
@@ -62,10 +51,11 @@ def duo(path: Path, source: str, out: Path, base_model: str | None, revision: st
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
         --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
     """
+    from kvsurgery.cli.profile.saving import save
     from kvsurgery.score.importers import import_duo
 
     model, name, commit = _model(source, revision)
-    _write(import_duo(path, model, base_model or name, commit), out)
+    save(import_duo(path, model, base_model or name, commit), out)
 
 
 @import_group.command()
@@ -89,41 +79,11 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R2.json \\
         --method headkv-r2 --model ./llama3 -o r2.safetensors
     """
+    from kvsurgery.cli.profile.saving import save
     from kvsurgery.score.importers import import_headkv
 
     model, name, commit = _model(source, revision)
-    _write(import_headkv(path, model, base_model or name, commit, method), out)
-
-
-@profile.command()
-@click.argument("path", metavar="PROFILE", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
-def show(path: Path, as_json: bool, picture: Path | None) -> None:
-    """Show a head profile as a heat map.
-
-    Beside each layer, how many of its KV heads stay full at three sparsities.
-
-    \b
-    kvsurgery profile show duo.safetensors --plot heads.png
-    """
-    import json
-
-    from kvsurgery import console
-    from kvsurgery.score import heatmap
-    from kvsurgery.score.profile import HeadProfile
-
-    loaded = HeadProfile.load(path)
-    if picture is not None:
-        heatmap.plot(loaded, picture)
-        console.stderr.print(f"wrote {picture}", markup=False)
-    if as_json:
-        click.echo(json.dumps({**heatmap.facts(loaded), "scores": loaded.scores.tolist()}))
-        return
-    out = console.stdout
-    colour = out.is_terminal and out.color_system is not None and not out.no_color
-    out.print(heatmap.describe(loaded), markup=False)
-    out.print(heatmap.draw(loaded, out.width, colour))
+    save(import_headkv(path, model, base_model or name, commit, method), out)
 
 
 def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str | None]:
@@ -144,13 +104,3 @@ def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str
         folder, revision = hub.fetch_config(source, revision)
     config = read_config(folder)
     return Family.of(config).dimensions(config), name, revision
-
-
-def _write(profile: HeadProfile, out: Path) -> None:
-    from kvsurgery import console
-    from kvsurgery.score.heatmap import describe
-
-    profile.save(out)
-    console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
-    budget = " --budget 120" if profile.method.startswith("headkv") else ""
-    console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)

@@ -1,0 +1,183 @@
+"""`kvsurgery fit`: what to convert so that a model, its cache and its workspace fit a memory."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvsurgery.cli.options import Size, Tokens, decided, policy_options
+
+if TYPE_CHECKING:
+    from kvsurgery.decide.fit import Candidate, Fit
+    from kvsurgery.decide.policy import Policy
+
+# of the candidates that nothing beats, how many are shown
+ROWS = 12
+
+
+@click.command()
+@click.argument("source", metavar="[SRC]", required=False)
+@click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--memory", type=Size(), required=True, help="What there is: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30.")
+@click.option(
+    "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
+)
+@click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
+@click.option(
+    "--new-tokens",
+    type=Tokens(),
+    default=0,
+    show_default=True,
+    help="How many tokens of the context are generated: budgeted heads keep all of these.",
+)
+@click.option(
+    "--chunk",
+    type=Tokens(),
+    default=2048,
+    show_default=True,
+    help="Tokens of a prompt that go through at a time: the prefill_chunk_size that `generate` is called with. With "
+    "budgeted heads, the whole prompt where that takes less.",
+)
+@policy_options
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write score against memory as a PNG.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def fit(
+    source: str | None,
+    profile_path: Path,
+    revision: str | None,
+    memory: int,
+    context: int,
+    batch: int,
+    new_tokens: int,
+    chunk: int,
+    picture: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the least harmful policy with which weights, KV cache and workspace fit a memory.
+
+    SRC is a folder or a Hub id, of which only headers are read; without it, the model that the profile was measured on.
+    What is chosen: how many heads are full, the mean budget of the others where they have budgets, and the bits of the
+    cache. The table has the policies that nothing beats, and below it stands the command that converts.
+
+    The score kept is that of every head, times the share of the context that it keeps (of a budgeted head: the share of
+    attention that so many tokens hold if it falls off like Zipf's law), times what its bits leave of it.
+
+    The memory is the model's: leave room for the CUDA context, and for what else runs. `convert --fit` converts in one
+    go.
+
+    \b
+    kvsurgery fit ./llama3 --profile duo.safetensors --memory 24GB --context 128K --batch 4
+    kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
+    """
+    from kvsurgery import console
+    from kvsurgery.cli import report
+    from kvsurgery.cli.convert import prepare
+    from kvsurgery.decide.fit import Demand
+    from kvsurgery.score.profile import HeadProfile
+
+    options = {"demand": Demand(memory, context, batch, new_tokens, chunk), **decided(bits=8, **options)}
+    profile = HeadProfile.load(profile_path)
+    operation = prepare(source, revision, profile, options, weights=False)
+    name = operation.checkpoint.name
+    if picture is not None:
+        _plot(operation.fit, name, picture)
+        console.stderr.print(f"wrote {picture}", markup=False)
+    whence = [*([source] if source else []), *(["--revision", revision] if revision else [])]
+    said = ["--profile", str(profile_path), *_flags(operation.policy), "--out", f"{Path(name).name}-fit"]
+    command = shlex.join(["kvsurgery", "convert", *whence, *said])
+    facts = report.plan_facts(operation, profile)
+    if as_json:
+        pareto = [_facts(candidate, operation.fit) for candidate in operation.fit.pareto]
+        click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
+        return
+    report.print_policy(facts)
+    _print_table(operation.fit)
+    console.stdout.print(command, markup=False)
+
+
+def _flags(policy: Policy) -> list[str]:
+    """The options of `convert` that decide a policy, but for those that are so by default."""
+    from kvsurgery.cli.convert import convert
+    from kvsurgery.decide.policy import Quantisation
+
+    usual = {param.name: param.default for param in convert.params}
+    usual |= {f"kv_{field.name}": field.default for field in fields(Quantisation)}
+    return [
+        word
+        for name, value in policy.options.items()
+        if name != "method" and value != usual[name]
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]
+
+
+def _facts(candidate: Candidate, found: Fit) -> dict[str, Any]:
+    names = ("full_heads", "rest", "budget", "kv_bytes", "total", "kept")
+    return {**{name: getattr(candidate, name) for name in names}, "bits": _bits(candidate, found)}
+
+
+def _bits(candidate: Candidate, found: Fit) -> int:
+    """Bits of what full and budgeted heads keep."""
+    return candidate.quantisation.bits if candidate.quantisation else 8 * found.footprint.itemsize
+
+
+def _print_table(found: Fit) -> None:
+    """Some of the candidates that nothing beats, and the choice."""
+    from kvsurgery import console
+
+    best = found.pareto
+    shown = {best[round(place * (len(best) - 1) / (ROWS - 1))] for place in range(ROWS)} | {found.choice}
+    budgets = any(candidate.budget for candidate in shown)
+    rows = []
+    for candidate in sorted(shown, key=lambda candidate: candidate.total):
+        mark = "" if candidate.total <= found.demand.memory else "too large"
+        rows.append(
+            (
+                "chosen" if candidate == found.choice else mark,
+                candidate.full_heads,
+                *[candidate.budget or ""] * budgets,
+                _bits(candidate, found),
+                console.size(candidate.kv_bytes),
+                console.size(candidate.total),
+                f"{candidate.kept:.2%}",
+            )
+        )
+    title = f"{len(rows)} of the {len(best)} policies that none beats in memory and score"
+    columns = ["", "full heads", *["budget"] * budgets, "bits", "KV cache", "total", "score kept"]
+    console.stdout.print(console.table(title, columns, rows))
+
+
+def _plot(found: Fit, name: str, path: Path) -> None:
+    """Write a picture of the score that policies keep in a memory, by bits, with what there is and what was chosen.
+
+    Raises:
+        KVSurgeryError: matplotlib is not installed.
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    from kvsurgery.decide.fit import pareto
+    from kvsurgery.figure import new_figure, save_figure
+
+    demand, gib = found.demand, 1 << 30
+    figure = new_figure(7, 4.2)
+    axes = figure.add_subplot()
+    by_bits: dict[int, list[Candidate]] = {}
+    for candidate in found.candidates:
+        by_bits.setdefault(_bits(candidate, found), []).append(candidate)
+    for bits, candidates in by_bits.items():
+        best = pareto(candidates)
+        points = [one.total / gib for one in best], [one.kept for one in best]
+        axes.plot(*points, marker="." if len(best) == 1 else "", label=f"{bits} bits")
+    axes.axvline(demand.memory / gib, color="black", linestyle="dashed", linewidth=1, label="memory")
+    axes.plot(found.choice.total / gib, found.choice.kept, "k*", markersize=12, label="chosen")
+    axes.set_title(f"{name}\n{demand.batch} x {demand.context:,} tokens", fontsize="medium", parse_math=False)
+    axes.set_xlabel("weights, KV cache and workspace (GiB)")
+    axes.set_ylabel("score kept")
+    axes.set_ylim(0, 1.03)
+    axes.legend(loc="lower right")
+    save_figure(figure, path)

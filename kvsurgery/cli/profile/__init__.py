@@ -1,0 +1,24 @@
+"""`kvsurgery profile`: head profiles, one module per command."""
+
+from __future__ import annotations
+
+import click
+
+from kvsurgery.cli.profile.compare import compare
+from kvsurgery.cli.profile.importing import import_group
+from kvsurgery.cli.profile.merge import merge
+from kvsurgery.cli.profile.show import show
+
+
+@click.group()
+def profile() -> None:
+    """Import, show, compare and merge head profiles: measured scores, one per attention head of a model.
+
+    \b
+    kvsurgery profile import duo ./Llama-3-8B-Instruct-Gradient-1048k --model ./llama3 -o duo.safetensors
+    kvsurgery profile show duo.safetensors
+    """
+
+
+for command in (compare, import_group, merge, show):
+    profile.add_command(command)

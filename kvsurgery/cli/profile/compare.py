@@ -1,0 +1,68 @@
+"""`kvsurgery profile compare`: two profiles side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option(
+    "--group-reduce",
+    type=click.Choice(["mean", "max"]),
+    default="mean",
+    show_default=True,
+    help="How scores of the query heads of a group become their KV head's.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the difference of every head.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Write A, B and B - A as a PNG as well.")
+def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
+    """Compare two profiles of one model.
+
+    Rank correlation says whether they order its heads alike; overlap, how many of the KV heads that `convert` would
+    keep full at a sparsity are the same. Where both are of one method, scores are compared head by head; else ranks
+    from 0 to 1, since scores of two methods have no common scale.
+
+    \b
+    kvsurgery profile compare duo.safetensors r2.safetensors --plot difference.png
+    """
+    import json
+
+    from kvsurgery import console
+    from kvsurgery.score import comparison, description, heatmap, picture
+    from kvsurgery.score.profile import HeadProfile
+
+    profiles = HeadProfile.load(a), HeadProfile.load(b)
+    found = comparison.compare(*profiles, group_reduce)
+    if profiles[0].base_model != profiles[1].base_model:
+        names = " and ".join(profile.base_model for profile in profiles)
+        console.stderr.print(f"the profiles name different models of equal dimensions, {names}", markup=False)
+    if plot is not None:
+        picture.plot_comparison(found, plot)
+        console.stderr.print(f"wrote {plot}", markup=False)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+        return
+    out = console.stdout
+    for which, profile in zip("AB", profiles, strict=True):
+        out.print(f"{which}: {description.describe(profile)}", markup=False)
+    out.print(heatmap.draw_comparison(found, out.width, console.coloured()))
+    out.print(f"\n{description.describe_comparison(found)}", markup=False)
+    reduced = f", query heads reduced by {group_reduce}" if found.group_reduce else ""
+    rows = [
+        (
+            overlap.sparsity,
+            f"{overlap.full} of {overlap.heads}",
+            overlap.shared,
+            f"{overlap.share:.1%}",
+            f"{overlap.chance:.1%}",
+            f"{overlap.jaccard:.3f}",
+        )
+        for overlap in found.overlaps
+    ]
+    columns = ("sparsity", "full in each", "full in both", "overlap", "by chance", "Jaccard")
+    out.print(console.table(f"\nKV heads that stay full{reduced}", columns, rows))

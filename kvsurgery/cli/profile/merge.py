@@ -1,0 +1,56 @@
+"""`kvsurgery profile merge`: several profiles as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+
+@click.command()
+@click.argument("paths", metavar="PROFILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--how",
+    type=click.Choice(["mean", "max", "rank-product"]),
+    default="mean",
+    show_default=True,
+    help="Mean or largest score of a head, of profiles of one method; or of any methods, the geometric mean of its "
+    "ranks from 0 to 1.",
+)
+@click.option(
+    "--group-reduce",
+    type=click.Choice(["mean", "max"]),
+    default="mean",
+    show_default=True,
+    help="How scores of the query heads of a group become their KV head's, where other profiles score KV heads.",
+)
+@click.option("--base-model", help="Model name to record.  [default: what all profiles name]")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
+def merge(
+    paths: tuple[Path, ...],
+    how: Literal["mean", "max", "rank-product"],
+    group_reduce: Literal["mean", "max"],
+    base_model: str | None,
+    out: Path,
+) -> None:
+    """Merge profiles of one model into one.
+
+    Runs of one method with other seeds or data: --how mean, or max to keep what matters in any of them. Different
+    methods: --how rank-product, where a head stands high that ranks high in every profile. It is a method of its own,
+    after which the other heads stream by default; `convert --rest budgeted` gives them budgets.
+
+    The order of the profiles does not matter.
+
+    \b
+    kvsurgery profile merge seed0.safetensors seed1.safetensors seed2.safetensors -o mean.safetensors
+    kvsurgery profile merge duo.safetensors r2.safetensors --how rank-product -o both.safetensors
+    """
+    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.score import merging
+    from kvsurgery.score.profile import HeadProfile
+
+    if any(path.absolute() == out.absolute() for path in paths):
+        raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
+    profiles = [HeadProfile.load(path) for path in paths]
+    save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)

@@ -1,0 +1,22 @@
+"""What every command does with the profile that it made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvsurgery.score.profile import HeadProfile
+
+
+def save(profile: HeadProfile, out: Path) -> None:
+    """Write a profile, describe it, and say what to do with it."""
+    from kvsurgery import console
+    from kvsurgery.score.description import describe
+
+    profile.save(out)
+    console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
+    if profile.scores is None:
+        return
+    budget = " --budget 120" if profile.method.startswith("headkv") else ""
+    console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)

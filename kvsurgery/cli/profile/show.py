@@ -1,0 +1,74 @@
+"""`kvsurgery profile show`: a profile as a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvsurgery.score.embedding_heads import EmbeddingHead
+    from kvsurgery.score.profile import HeadProfile
+
+BEST = 5
+
+
+@click.command()
+@click.argument("path", metavar="PROFILE", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
+def show(path: Path, as_json: bool, plot: Path | None) -> None:
+    """Show a head profile as a heat map.
+
+    Beside each layer, how many of its KV heads stay full at three sparsities. Of a reform profile, which has no scores:
+    the embedding heads, and the best of each task.
+
+    \b
+    kvsurgery profile show duo.safetensors --plot heads.png
+    """
+    import json
+
+    from kvsurgery import console
+    from kvsurgery.score import description, heatmap, picture
+    from kvsurgery.score.profile import HeadProfile
+
+    loaded = HeadProfile.load(path)
+    if plot is not None:
+        picture.plot(loaded, plot)
+        console.stderr.print(f"wrote {plot}", markup=False)
+    if as_json:
+        click.echo(json.dumps(description.facts(loaded)))
+        return
+    out = console.stdout
+    out.print(description.describe(loaded), markup=False)
+    if loaded.scores is not None:
+        out.print(heatmap.draw(loaded, out.width, console.coloured()))
+    else:
+        _print_embedding_heads(loaded)
+
+
+def _print_embedding_heads(profile: HeadProfile) -> None:
+    """The heads that were picked, and the best of each task, with their mean normalised ranks where they are known."""
+    import numpy as np
+
+    from kvsurgery import console
+
+    mnr = profile.ranking.mnr if profile.ranking else {}
+    columns = ("state", "layer", "head", *mnr)
+
+    def row(kind: str, layer: int, head: int) -> tuple[object, ...]:
+        return kind, layer, head, *(f"{ranks[kind][layer, head]:.4f}" for ranks in mnr.values())
+
+    def rows(heads: Iterable[EmbeddingHead]) -> list[tuple[object, ...]]:
+        return [row(head.state, head.layer, head.head) for head in heads]
+
+    known = ", with their mean normalised ranks (0 is best)" if mnr else ""
+    console.stdout.print(console.table(f"\nembedding heads{known}", columns, rows(profile.embedding_heads)))
+    for task, ranks in mnr.items():
+        best = rows(profile.ranking.best(task)[:BEST])
+        for kind in ("hidden", "attention"):
+            best.append(row(kind, *np.unravel_index(ranks[kind].argmin(), ranks[kind].shape)))
+        title = f"\nbest for {task}, and to compare the best hidden states and attention"
+        console.stdout.print(console.table(title, columns, best))

@@ -1,0 +1,320 @@
+"""The least harmful policy that fits a memory: every candidate is priced in bytes, and in the score that it keeps.
+
+kept = sum over KV heads of score x share x fidelity, over the sum of scores. A head's share is 1 if it keeps all n
+tokens. A streaming head keeps k of them by their place, so what is asked for later is among them with chance k / n. A
+budgeted head keeps the k that get most attention; attention falls off like Zipf's law, so that they hold about
+ln(1 + k) / ln(1 + n) of it. This is also the measure that HeadKV's budgets are best by: a sum of s ln(b) with fixed sum
+of b is largest where budgets b are proportional to scores s. Fidelity is what quantising leaves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log1p
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsurgery import console, resources
+from kvsurgery.decide.budgets import MAX_BUDGET, allocate_budgets
+from kvsurgery.decide.footprint import Footprint
+from kvsurgery.decide.policy import Quantisation, decide, kv_scores, usual_rest
+from kvsurgery.errors import PolicyError
+from kvsurgery.score.profile import HeadProfile
+
+kv_layout = resources.template_module("kv_layout")
+
+# relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantised_cache.py)
+ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}
+EIGHT_BITS = Quantisation(8)
+MAX_TOKENS = 1 << 30
+MAX_BATCH = 1 << 20
+# the smallest mean budget that is considered
+LEAST_BUDGET = 16
+# beside budgets, full heads are counted in steps of this share of all
+STEPS = 256
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What has to fit where.
+
+    Attributes:
+        memory: bytes, for weights, KV cache and workspace.
+        context: tokens of a sequence: its prompt, and what is generated.
+        batch: sequences.
+        new_tokens: how many of the context are generated; budgeted heads keep all of these.
+        chunk: tokens of the prompt that go through at a time, the `prefill_chunk_size` of `generate`. Budgeted heads
+            hold a whole prompt that comes in chunks, so there it goes through at once where that takes less.
+
+    Raises:
+        PolicyError: a number is out of range.
+    """
+
+    memory: int
+    context: int
+    batch: int = 1
+    new_tokens: int = 0
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.context <= MAX_TOKENS:
+            raise PolicyError(f"--context lies in [1, {MAX_TOKENS}] tokens, got {self.context}")
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise PolicyError(f"--batch lies in [1, {MAX_BATCH}], got {self.batch}")
+        if not 0 <= self.new_tokens < self.context:
+            raise PolicyError(
+                f"--new-tokens are a part of --context and leave a prompt, got {self.new_tokens} of {self.context}"
+            )
+        if self.chunk < 1:
+            raise PolicyError(f"--chunk is at least 1 token, got {self.chunk}")
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a sequence that are given."""
+        return self.context - self.new_tokens
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One policy and its price.
+
+    Attributes:
+        full_heads, rest, budget, quantisation: as `decide` takes them.
+        kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it.
+        chunk: tokens of the prompt that go through at a time.
+        total: bytes of weights, KV cache and workspace, at the peak of a prefill.
+        kept: share of the scores, from 0 to 1.
+    """
+
+    full_heads: int
+    rest: Literal["streaming", "budgeted"]
+    budget: int | None
+    quantisation: Quantisation | None
+    kv_bytes: int
+    chunk: int
+    total: int
+    kept: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What makes `decide` decide it."""
+        return {name: getattr(self, name) for name in ("full_heads", "rest", "budget", "quantisation")}
+
+    @property
+    def worth(self) -> tuple[float, ...]:
+        """Larger is better: the score kept, then more bits, more full heads, fewer bytes, and a smaller budget."""
+        bits = self.quantisation.bits if self.quantisation else 16
+        return self.kept, bits, self.full_heads, -self.total, -(self.budget or 0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """All candidates, and the best of those that fit."""
+
+    demand: Demand
+    footprint: Footprint
+    candidates: tuple[Candidate, ...]
+    choice: Candidate
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the choice that are neither weights nor KV cache."""
+        return self.choice.total - self.choice.kv_bytes - self.footprint.weights
+
+    @cached_property
+    def pareto(self) -> tuple[Candidate, ...]:
+        """`pareto` of all candidates."""
+        return pareto(self.candidates)
+
+
+def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates that keep more than any that is as small, from the smallest on."""
+    result: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda one: (one.total, *(-value for value in one.worth))):
+        if not result or candidate.kept > result[-1].kept:
+            result.append(candidate)
+    return tuple(result)
+
+
+def fit(
+    profile: HeadProfile,
+    windows: Sequence[int | None],
+    footprint: Footprint,
+    demand: Demand,
+    *,
+    rest: Literal["streaming", "budgeted"] | None = None,
+    quantisation: Quantisation = EIGHT_BITS,
+    **options: Any,
+) -> Fit:
+    """Price every policy and choose the best that fits: over full heads, budgets and bits.
+
+    Streaming heads have the sizes that are given, and every number of full heads is a candidate. Budgeted ones have
+    mean budgets of four sizes an octave (..., 64, 80, 96, 112, 128, ...), with full heads in steps of 1/256 of all.
+
+    Args:
+        profile, windows: as `decide` takes them.
+        footprint, demand: the model, and what has to fit.
+        rest: what heads are that are not full, as `decide` takes it.
+        quantisation: scheme, group size and residual of a quantised cache; its bits are chosen.
+        options: of `decide`: sink, recent, beta, selection, group_reduce.
+
+    Raises:
+        PolicyError: nothing fits, options are out of range, or every score is 0.
+    """
+    rest = rest or usual_rest(profile)
+    # raises what is wrong with the options before anything is priced
+    least = {"budget": LEAST_BUDGET} if rest == "budgeted" else {}
+    example = decide(profile, windows, full_heads=0, rest=rest, **least, **options)
+    scores = kv_scores(profile, example.options.get("group_reduce", "mean"))
+    scores = scores[[window is None for window in windows]].ravel()
+    if not scores.any():
+        raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
+
+    prices = _Prices(footprint, demand, windows, scores, _bits(quantisation, footprint.model.head_dim))
+    if rest == "streaming":
+        tokens = example.options["sink"] + example.options["recent"]
+        candidates = [*prices.streaming(range(prices.heads + 1), tokens)]
+    else:
+        budgeted = prices.budgeted(example.options["beta"], example.selection.window)
+        candidates = [*prices.streaming([prices.heads], 1), *budgeted]
+    fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
+    if not fitting:
+        raise _nothing_fits(candidates, footprint, demand)
+    return Fit(demand, footprint, tuple(candidates), max(fitting, key=lambda candidate: candidate.worth))
+
+
+class _Prices:
+    """What heads cost and keep, of one model for one demand; scores float32 [heads] are those of eligible KV heads."""
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        demand: Demand,
+        windows: Sequence[int | None],
+        scores: np.ndarray,
+        quantisations: Sequence[Quantisation | None],
+    ):
+        self.footprint, self.demand, self.quantisations = footprint, demand, quantisations
+        self.scores, self.heads = scores, scores.size
+        # as `decide` ranks them
+        self.ranking = np.argsort(-scores, kind="stable")
+        self.top = np.concatenate([[0.0], scores[self.ranking].cumsum(dtype=np.float64)])
+        native = [window for window in windows if window is not None]
+        self.native = footprint.model.kv_heads * sum(self._bytes(min(window, demand.context)) for window in native)
+        chunks = min(demand.chunk, demand.prompt), demand.prompt
+        self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
+
+    def streaming(self, counts: Sequence[int], tokens: int) -> Iterator[Candidate]:
+        """Candidates with so many full heads, whose others stream over so many tokens."""
+        context, total = self.demand.context, float(self.top[-1])
+        tokens = min(tokens, context)
+        one = self._bytes(tokens)
+        for quantisation in self.quantisations:
+            full, fidelity = self._bytes(context, quantisation), _fidelity(quantisation)
+            for count in counts:
+                if count or quantisation is None:
+                    top = float(self.top[count])
+                    kept = top * fidelity + (total - top) * tokens / context
+                    kv = count * full + (self.heads - count) * one
+                    yield self._candidate(count, "streaming", None, quantisation, kv, kept)
+
+    def budgeted(self, beta: float, window: int) -> Iterator[Candidate]:
+        """Candidates whose other heads have budgets."""
+        demand, others = self.demand, np.ones(self.heads, dtype=bool)
+        window = min(window, demand.prompt)
+        for count in range(0, self.heads, -(-self.heads // STEPS)):
+            others[self.ranking[:count]] = False
+            scores = self.scores[others]
+            if not scores.any():  # a pool cannot follow them
+                return
+            for budget in _budgets(demand.prompt):
+                budgets = allocate_budgets(scores, budget, beta)
+                tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
+                shares = float(scores.astype(np.float64) @ np.log1p(tokens)) / log1p(demand.context)
+                for quantisation in self.quantisations:
+                    kept = (float(self.top[count]) + shares) * _fidelity(quantisation)
+                    kv = count * self._bytes(demand.context, quantisation) + self._bytes(tokens, quantisation)
+                    yield self._candidate(count, "budgeted", budget, quantisation, kv, kept)
+
+    def _candidate(self, count, rest, budget, quantisation, kv: int, kept: float) -> Candidate:
+        kv = self.demand.batch * (kv + self.native)
+        budgeted = self.heads - count if rest == "budgeted" else 0
+        workspace, chunk = min(
+            (fixed[quantisation is not None] + budgeted * waiting, chunk)
+            for chunk, (fixed, waiting) in self.workspaces.items()
+        )
+        # rounded, so that sums in another order tie
+        kept = round(kept / float(self.top[-1]), 12)
+        return Candidate(count, rest, budget, quantisation, kv, chunk, self.footprint.weights + kv + workspace, kept)
+
+    def _bytes(self, tokens: int | np.ndarray, quantisation: Quantisation | None = None) -> int:
+        """Bytes of one sequence's heads that keep so many tokens each: `LayerLayout.kv_bytes` of many at once."""
+        tokens, itemsize, head_dim = np.asarray(tokens), self.footprint.itemsize, self.footprint.model.head_dim
+        token = 2 * head_dim * itemsize
+        if quantisation is None:
+            return int(tokens.sum()) * token
+        residual = min(quantisation.residual, MAX_TOKENS)
+        tiles = np.maximum(tokens - 1 - residual, 0) // kv_layout.TILE
+        tail = np.minimum(tokens, residual + kv_layout.TILE)
+        return int(tiles.sum()) * quantisation.tile_bytes(head_dim, itemsize) + int(tail.sum()) * token
+
+    def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
+        """Bytes that a prefill takes beside the cache, unquantised and quantised, and each budgeted head on top."""
+        demand, fixed = self.demand, self._in_flight(chunk, 0)
+        activations = (
+            self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
+            for tiles in (False, chunk < demand.prompt)
+        )
+        return tuple(fixed + of for of in activations), self._in_flight(chunk, 1) - fixed
+
+    def _in_flight(self, chunk: int, budgeted: int) -> int:
+        """Bytes of keys and values beyond the cache at the peak of a prefill, with so many budgeted heads."""
+        model, demand = self.footprint.model, self.demand
+        heads = model.kv_heads - budgeted, 0, 0, 1, False, (0,) * budgeted
+        layout = kv_layout.KVLayout((kv_layout.LayerLayout(*heads, kv_layout.Selection()),), model.head_dim)
+        size = {"batch": demand.batch, "prompt": demand.prompt, "itemsize": self.footprint.itemsize}
+        return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
+
+
+def _bits(quantisation: Quantisation, head_dim: int) -> list[Quantisation | None]:
+    """The model's dtype, and 8, 4 and 2 bits as far as heads of this size can be stored so.
+
+    Raises:
+        PolicyError: they cannot, and not for their size.
+    """
+    result: list[Quantisation | None] = [None]
+    for bits in ERRORS:
+        if head_dim * bits % 16 == 0:  # codes fill whole words
+            result.append(replace(quantisation, bits=bits))
+            try:
+                result[-1].check(head_dim)
+            except ValueError as error:
+                raise PolicyError(f"--kv-bits {bits}: {error}") from error
+    return result
+
+
+def _fidelity(quantisation: Quantisation | None) -> float:
+    return 1 - ERRORS[quantisation.bits] if quantisation else 1.0
+
+
+def _budgets(prompt: int) -> list[int]:
+    """Mean budgets to consider for a prompt of so many tokens."""
+    largest = min(prompt, MAX_BUDGET)
+    sizes = (quarter << octave for octave in range(2, MAX_BUDGET.bit_length()) for quarter in (4, 5, 6, 7))
+    return [size for size in sizes if LEAST_BUDGET <= size <= largest] or [largest]
+
+
+def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:
+    smallest = min(candidates, key=lambda candidate: candidate.total)
+    workspace = smallest.total - smallest.kv_bytes - footprint.weights
+    hint = "shorten --context, or lower --batch or --chunk"
+    if any(candidate.rest == "budgeted" for candidate in candidates):
+        hint += "; or give --rest streaming, since budgeted heads hold a prompt until its end"
+    return PolicyError(
+        f"nothing fits in {console.size(demand.memory)}: the smallest policy takes {console.size(smallest.total)}, "
+        f"{console.size(smallest.total - demand.memory)} too much (weights {console.size(footprint.weights)}, "
+        f"KV cache {console.size(smallest.kv_bytes)}, workspace {console.size(workspace)}); {hint}"
+    )

@@ -1,0 +1,146 @@
+"""REFORM's embedding heads: which heads' states find what a question asks for (Song et al. 2025, arXiv 2506.01215)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import ProfileError
+
+STATES = ("q", "k", "v")
+# what is ranked: states, and to compare them with, what enters a layer, and the attention of the question's tokens
+KINDS = (*STATES, "hidden", "attention")
+TASKS = ("pattern", "multihop")  # finding what is asked for by its words, and over an intermediate step
+CHOSEN = 4
+DEPTH = Fraction(7, 10)  # pattern heads are of layers below it, as a share of all
+
+
+@dataclass(frozen=True, order=True)
+class EmbeddingHead:
+    """One head's states in one layer; `head` counts query heads for q, KV heads for k and v.
+
+    Raises:
+        ProfileError: it is no such place in any model.
+    """
+
+    layer: int
+    state: Literal["q", "k", "v"]
+    head: int
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES or any(type(place) is not int or place < 0 for place in (self.layer, self.head)):
+            raise ProfileError(
+                f"an embedding head is a layer, one of q, k and v, and a head; got "
+                f"{str(self.layer)[:20]!r}, {str(self.state)[:20]!r} and {str(self.head)[:20]!r}"
+            )
+
+    @classmethod
+    def parse(cls, values: Any) -> tuple[EmbeddingHead, ...]:
+        """Heads from lists [layer, state, head], as files hold them.
+
+        Raises:
+            ProfileError: they are anything else.
+        """
+        if not isinstance(values, list) or any(not isinstance(item, list) or len(item) != 3 for item in values):
+            raise ProfileError(f"embedding heads are a list of [layer, state, head], got {str(values)[:40]}")
+        return tuple(cls(*item) for item in values)
+
+    def within(self, model: ModelDimensions) -> bool:
+        """Whether a model of these dimensions has it."""
+        return self.layer < model.layers and self.head < columns_of(self.state, model)
+
+    def __str__(self) -> str:
+        return f"{self.state}{self.layer}.{self.head}"
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """How well every head's states find the tokens that answer a question, by task.
+
+    Attributes:
+        mnr: by task and kind, float32 [layers, heads] in [0, 1]: the mean normalised rank of those tokens among all of
+            the context, 0 = always first. Heads are query heads for q and attention, KV heads for k and v; hidden
+            states, which have none, are [layers, 1].
+
+    Raises:
+        ProfileError: no or unknown tasks, a kind that is missing or unknown, or a number out of range.
+    """
+
+    mnr: Mapping[str, Mapping[str, np.ndarray]]
+
+    def __post_init__(self) -> None:
+        if not self.mnr or not set(self.mnr) <= set(TASKS):
+            raise ProfileError(
+                f"a ranking is over {' or '.join(TASKS)}, got {', '.join(map(str, self.mnr)) or 'nothing'}"
+            )
+        mnr = {task: {} for task in TASKS if task in self.mnr}
+        for task, kinds in mnr.items():
+            if set(self.mnr[task]) != set(KINDS):
+                raise ProfileError(f"the {task} ranking is of {', '.join(KINDS)}, got {', '.join(self.mnr[task])}")
+            for kind in KINDS:
+                ranks = np.array(self.mnr[task][kind], dtype=np.float32, order="C")
+                ranks += 0  # no negative zeros: equal rankings are equal bytes
+                if ranks.ndim != 2 or not ((ranks >= 0) & (ranks <= 1)).all():  # which NaN is not
+                    raise ProfileError(f"ranks of {task}.{kind} are not [layers, heads] numbers in [0, 1]")
+                ranks.flags.writeable = False
+                kinds[kind] = ranks
+        object.__setattr__(self, "mnr", mnr)
+
+    def check(self, model: ModelDimensions) -> None:
+        """Raise ProfileError where it is of another shape than the model."""
+        for name, ranks in self.tensors().items():
+            expected = (model.layers, columns_of(name.rpartition(".")[2], model))
+            if ranks.shape != expected:
+                raise ProfileError(f"{name} has shape {list(ranks.shape)}, {list(expected)} is needed for {model}")
+
+    def best(self, task: str) -> list[EmbeddingHead]:
+        """All heads by their rank in a task, best first; of equal ones the earlier layer, then state, then head."""
+        ranked = [
+            (self.mnr[task][state][layer, head], EmbeddingHead(layer, state, head))
+            for state in STATES
+            for layer, head in np.ndindex(*self.mnr[task][state].shape)
+        ]
+        return [head for _, head in sorted(ranked)]
+
+    def pick(self) -> tuple[EmbeddingHead, ...]:
+        """The four heads that make a token's embedding, by place.
+
+        The best two pattern heads of layers below 70% of depth, then the best two multi-hop heads that are left; of
+        one task four, where no other was measured.
+        """
+        chosen: list[EmbeddingHead] = []
+        for task, kinds in self.mnr.items():
+            below = len(kinds["q"]) * (DEPTH if task == "pattern" else 1)
+            left = (head for head in self.best(task) if head.layer < below and head not in chosen)
+            chosen += [head for head, _ in zip(left, range(CHOSEN // len(self.mnr)), strict=False)]
+        return tuple(sorted(chosen))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The tensors of a file, by name: `mnr.pattern.q`, ..."""
+        return {f"mnr.{task}.{kind}": ranks for task, kinds in self.mnr.items() for kind, ranks in kinds.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, np.ndarray]) -> Ranking:
+        """What `tensors` gave.
+
+        Raises:
+            ProfileError: as the class itself, and for a tensor of another name.
+        """
+        mnr: dict[str, dict[str, np.ndarray]] = {}
+        for name, ranks in tensors.items():
+            prefix, _, place = name.partition(".")
+            task, _, kind = place.partition(".")
+            if prefix != "mnr":
+                raise ProfileError(f"unknown tensor {name!r}")
+            mnr.setdefault(task, {})[kind] = ranks
+        return cls(mnr)
+
+
+def columns_of(kind: str, model: ModelDimensions) -> int:
+    """How many heads a layer has of a kind."""
+    return {"k": model.kv_heads, "v": model.kv_heads, "hidden": 1}.get(kind, model.query_heads)
