@@ -31,6 +31,7 @@ class Surgery:
         full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
+        reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
@@ -42,6 +43,7 @@ class Surgery:
     streaming: int
     budgeted: int
     quantisation: Mapping[str, Any] | None
+    reform: Mapping[str, Any] | None
     kv_bytes: tuple[Mapping[str, Any], ...]
     base_model: str | None = None
     base_revision: str | None = None
@@ -156,6 +158,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
     try:
         layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+        reform = resources.template_module("kv_reform").Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     facts = {
@@ -163,6 +166,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
         "budgeted": sum(len(layer.budgets) for layer in layout.layers),
         "quantisation": layout.quantisation and asdict(layout.quantisation),
+        "reform": reform and asdict(reform),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
     }
     if not (folder / PROVENANCE).exists():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Size, Tokens, decided, policy_options
+from kvsurgery.cli.options import REFORM_SIZES, Size, Tokens, decided, policy_options, reform_options
 
 if TYPE_CHECKING:
     from kvsurgery.decide.fit import Fit
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="[SRC]", required=False)
-@click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
+@click.option(
+    "--profile",
+    "profile_paths",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="The head profile. A reform profile can be given beside one with scores.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--sparsity", type=float, help="Share of heads that are not full.  [default: 0.5 with GQA, 0.75 without]")
@@ -46,14 +53,16 @@ if TYPE_CHECKING:
 @click.option("--context", type=Tokens(), help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.")
 @click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]")
 @policy_options
+@reform_options
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
 def convert(
     source: str | None,
-    profile_path: Path,
+    profile_paths: tuple[Path, ...],
     out: Path | None,
     revision: str | None,
+    method: str | None,
     memory: int | None,
     context: int | None,
     batch: int | None,
@@ -66,7 +75,8 @@ def convert(
 
     SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
     token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). What is kept can be
-    quantised (KIVI). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
+    quantised (KIVI). With a reform profile, prompts far beyond the context are read too (REFORM). Weights keep their
+    bytes, in another order: `kvsurgery revert` restores the original.
 
     A killed run continues when the same command is given again.
 
@@ -76,15 +86,15 @@ def convert(
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
+    kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     """
     from kvsurgery import console
     from kvsurgery.cli import report
-    from kvsurgery.score.profile import HeadProfile
 
-    options = _options(memory, context, batch, **options)
+    options = _options(memory, context, batch, method=method, **options)
     if out is None and not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
-    profile = HeadProfile.load(profile_path)
+    profile, options = _profiles(profile_paths, method, options)
     if dry_run:
         facts = report.plan_facts(prepare(source, revision, profile, options, weights=False), profile)
         if as_json:
@@ -112,6 +122,8 @@ def convert(
 
 def _options(memory: int | None, context: int | None, batch: int | None, **options: Any) -> dict[str, Any]:
     """The options as `Operation.prepare` takes them."""
+    sizes = {name: options.pop(f"reform_{name}") for name in REFORM_SIZES}
+    options |= {"sizes": {name: value for name, value in sizes.items() if value is not None}}
     given = {name: options.pop(name) for name in ("sparsity", "threshold", "full_heads", "budget", "kv_bits")}
     given = {name: value for name, value in given.items() if value is not None}
     if memory is None:
@@ -128,6 +140,31 @@ def _options(memory: int | None, context: int | None, batch: int | None, **optio
     from kvsurgery.decide.fit import Demand
 
     return {"demand": Demand(memory, context, 1 if batch is None else batch), **decided(bits=8, **options)}
+
+
+def _profiles(
+    paths: tuple[Path, ...], method: str | None, options: dict[str, Any]
+) -> tuple[HeadProfile, dict[str, Any]]:
+    """The profile that decides the heads, and the options with that of embedding heads, if there is one."""
+    from kvsurgery.score.profile import HeadProfile
+
+    profiles = [HeadProfile.load(path) for path in paths]
+    scored = [profile for profile in profiles if profile.scores is not None]
+    reform = [profile for profile in profiles if profile.scores is None]
+    if len(scored) > 1 or len(reform) > 1:
+        raise click.UsageError(
+            "--profile is given twice for the same; `kvsurgery profile merge` makes one profile of several"
+        )
+    if method == "reform" and (scored or not reform):
+        raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
+    if not reform:
+        if options["sizes"]:
+            flags = " and ".join(f"--reform-{name.replace('_', '-')}" for name in options["sizes"])
+            raise click.UsageError(f"{flags} goes with a reform profile; add --profile, or leave it out")
+        return scored[0], options
+    if "demand" in options:
+        raise click.UsageError("--fit makes no room for reading long prompts; leave it or the reform profile out")
+    return (scored or reform)[0], {**options, "reform": reform[0]}
 
 
 def prepare(

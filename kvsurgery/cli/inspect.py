@@ -102,12 +102,12 @@ def _brief(value: Any) -> str:
 
 def _show_surgery(surgery: Surgery) -> None:
     from kvsurgery import console
-    from kvsurgery.cli.report import print_kv_bytes
+    from kvsurgery.cli.report import describe_reform, print_kv_bytes
 
     print_kv_bytes(surgery.kv_bytes)
     if surgery.revertible:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
-        how = ", ".join(f"{name} {value}" for name, value in surgery.options.items())
+        how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
         lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {how}"]
     else:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
@@ -120,5 +120,7 @@ def _show_surgery(surgery: Surgery) -> None:
         lines.append(
             f"KV cache in {quantised['bits']} bits ({scheme}), the newest {quantised['residual']} tokens as they are"
         )
+    if surgery.reform:
+        lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
     console.stdout.print("\n".join(lines), markup=False)

@@ -41,11 +41,30 @@ def policy_options(command: Any) -> Any:
     return command
 
 
+def reform_options(command: Any) -> Any:
+    """Add the options that say how long prompts are read, as `Reform` has them."""
+    for name, (kind, text) in reversed(REFORM_SIZES.items()):
+        command = click.option(f"--reform-{name.replace('_', '-')}", type=kind, help=f"Long prompts: {text}")(command)
+    return command
+
+
+REFORM_SIZES = {
+    "chunk": (Tokens(), "tokens read at once.  [default: 32K, or what fits the model]"),
+    "encode_budget": (Tokens(), "tokens that a head keeps from chunk to chunk.  [default: 32K, or what fits]"),
+    "compressor": (click.Choice(["h2o", "tova", "streaming"]), "how it chooses them.  [default: h2o]"),
+    "window": (int, "last queries of a chunk, which choose.  [default: 128]"),
+    "keep": (int, "first and last tokens that always stay.  [default: 256]"),
+    "pool": (int, "neighbours that a token's similarity to the question is pooled over.  [default: 129]"),
+    "recompute_budget": (Tokens(), "tokens that are gathered for the whole model.  [default: 16K, or what fits]"),
+    "query_length": (int, "tokens of the question, where nothing marks it.  [default: 64]"),
+}
+
 _POLICY = (
     click.option(
         "--method",
-        type=click.Choice(["duo", "headkv"]),
-        help="Short for --rest streaming, and --rest budgeted.  [default: what the profile was measured for]",
+        type=click.Choice(["duo", "headkv", "reform"]),
+        help="Short for --rest streaming, and --rest budgeted; reform is for long prompts, and keeps every head full.  "
+        "[default: what the profile was measured for]",
     ),
     click.option(
         "--rest",
@@ -98,7 +117,7 @@ def decided(
     """The options as `decide` takes them, with a cache of so many bits."""
     from kvsurgery.decide.policy import Quantisation, Selection
 
-    implied = {"duo": "streaming", "headkv": "budgeted", None: None}[method]
+    implied = {"duo": "streaming", "headkv": "budgeted"}.get(method)
     if rest and implied and rest != implied:
         raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
     names = ("scheme", "group_size", "residual")

@@ -101,16 +101,27 @@ def _span(budgets: list[int]) -> str:
 def print_policy(facts: Mapping[str, Any]) -> None:
     """Which model becomes what, after which profile."""
     policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
-    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in ("hash", "method", "rest"))
+    apart = ("hash", "method", "rest", "reform")
+    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in apart)
     kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
-    stream = f"{count} of {heads['eligible']} KV heads {kind}"
-    console.stdout.print(
-        f"{facts['source']}, {facts['family']}: {stream} ({options})\n"
-        f"profile: {profile['method']}, measured on {profile['base_model']}\n",
-        markup=False,
-    )
+    stream = f"{count} of {heads['eligible']} KV heads {kind}" + (f" ({options})" if options else "")
+    lines = [
+        f"{facts['source']}, {facts['family']}: {stream}",
+        f"profile: {profile['method']}, measured on {profile['base_model']}",
+    ]
+    if "reform" in policy:
+        lines.append(describe_reform(policy["reform"]))
+    console.stdout.print("\n".join(lines) + "\n", markup=False)
     if "fit" in facts:
         print_fit(facts["fit"])
+
+
+def describe_reform(reform: Mapping[str, Any]) -> str:
+    """How long prompts are read, in a line, from its settings in a policy's options or a config."""
+    return (
+        f"prompts over {reform['recompute_budget']} tokens: {reform['compressor']}, chunks of {reform['chunk']} beside "
+        f"{reform['encode_budget']} tokens"
+    )
 
 
 def print_fit(fit: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ def decide(
     """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
 
     Args:
-        profile: scores per KV or query head; query heads are reduced over their group.
+        profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
         sparsity: share S of the N KV heads in full-attention layers that are not full; exactly round(S x N), halves to
             the even count. Default 0.5 for GQA, 0.75 for MHA (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the
@@ -123,16 +123,11 @@ def decide(
         group_reduce: how query-head scores become a KV-head score.
 
     Raises:
-        PolicyError: the profile has no scores, options exclude each other or are out of range, or no layer has full
-            attention.
+        PolicyError: options exclude each other, are out of range or need scores that the profile has not, or no layer
+            has full attention.
     """
     given = {"sparsity": sparsity, "threshold": threshold, "full_heads": full_heads}
     chosen = {name: value for name, value in given.items() if value is not None}
-    if profile.scores is None:
-        raise PolicyError(
-            f"a {profile.method} profile has embedding heads and no scores to choose full heads by; "
-            "give a profile of another method"
-        )
     if len(chosen) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
         raise PolicyError(f"{flags} exclude each other; give one")
@@ -141,6 +136,15 @@ def decide(
     eligible = np.array([window is None for window in windows])
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+    if profile.scores is None:
+        if chosen or rest or budget is not None:
+            raise PolicyError(
+                f"a {profile.method} profile has embedding heads and no scores to choose full heads by: every head "
+                "stays full; give a profile with scores beside it"
+            )
+        layers = [LayerPolicy(_order(row), len(row)) for row in np.ones((len(windows), profile.model.kv_heads), bool)]
+        policy = Policy(with_native(layers, windows), {"method": profile.method})
+        return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
     rest = rest or usual_rest(profile)
     if not chosen and rest == "streaming":
         chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}

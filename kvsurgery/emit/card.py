@@ -46,7 +46,8 @@ def model_card(
         title=base_model.rsplit("/", 1)[-1],
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
         tool_version=__version__,
-        others=_others(policy.options) + _quantised(policy.quantisation),
+        others=_others(policy) + _quantised(policy.quantisation),
+        long_prompts=_long_prompts(policy.reform),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -59,13 +60,16 @@ def model_card(
     )
 
 
-def _others(options: Mapping[str, Any]) -> str:
-    """What the heads that are not full keep, in a sentence."""
-    if options["rest"] == "streaming":
-        return f"**streaming heads** keep {options['sink']} sink tokens and the {options['recent']} most recent ones"
+def _others(policy: Policy) -> str:
+    """What the heads that are not full keep, as the end of a sentence."""
+    options = policy.options
+    if policy.streaming:
+        return f", **streaming heads** keep {options['sink']} sink tokens and the {options['recent']} most recent ones"
+    if not policy.budgeted:
+        return "; here, every head is one"
     return (
-        f"**budgeted heads** keep {options['budget']} tokens of the prompt on average, chosen by the attention of its "
-        f"last {options['window']} tokens, and everything from those on"
+        f", **budgeted heads** keep {options['budget']} tokens of the prompt on average, chosen by the attention of "
+        f"its last {options['window']} tokens, and everything from those on"
     )
 
 
@@ -76,6 +80,20 @@ def _quantised(quantisation: Any | None) -> str:
     return (
         f". All but the newest {quantisation.residual} tokens or a few more are stored in {quantisation.bits} bits "
         f"({quantisation.scheme}), but for streaming heads"
+    )
+
+
+def _long_prompts(reform: Any | None) -> str:
+    """How prompts beyond the context are read, as a section of its own."""
+    if reform is None:
+        return ""
+    heads = ", ".join(f"{state}{layer}.{head}" for layer, state, head in reform.heads)
+    return (
+        f"\n## Long prompts\n\nOf a prompt of more than {reform.recompute_budget:,} tokens, `generate` gathers so many "
+        "that its question needs (REFORM),\nwhatever its length: it is read in chunks of "
+        f"{reform.chunk:,}, beside a cache of {reform.encode_budget:,}, by the layers up to {reform.exit_layer},\n"
+        f"and tokens are compared by their states in {heads} (layer, head).\n`query_length=` says how many of its last "
+        "tokens are the question, `return_gathered=True` gives the tokens that were kept.\n"
     )
 
 

@@ -89,13 +89,15 @@ class TestSelection:
                 assert layer.order == tuple(range(made.model.kv_heads))
                 assert layer.full == 0
 
-    def test_a_profile_without_scores(self):
+    @pytest.mark.parametrize("options", [{"sparsity": 0.5}, {"full_heads": 1}, {"rest": "streaming"}, {"budget": 9}])
+    def test_a_profile_without_scores_chooses_nothing(self, options):
         model = ModelDimensions(2, 4, 2, 8)
         made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
+        assert decide(made, [None] * 2).full == 4
         with pytest.raises(
             PolicyError, match="a reform profile has embedding heads and no scores to choose full heads"
         ):
-            decide(made, [None] * 2)
+            decide(made, [None] * 2, **options)
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):

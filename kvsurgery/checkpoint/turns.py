@@ -1,0 +1,33 @@
+"""What opens a user's turn in a model's chat template, as token ids."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+FIRST, REPLY, SECOND = "Astrolabe?", "Bergamot.", "Cormorant?"  # texts that no template has
+
+
+def user_marker(folder: Path) -> tuple[int, ...]:
+    """Token ids of what a chat template puts before every text of a user's; empty without a template.
+
+    The longest text that ends both what stands before a first turn and what stands between a reply and a second turn;
+    blanks at its end, which tokenizers join to what follows, are left out.
+    """
+    if not (folder / "tokenizer_config.json").exists():
+        return ()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.chat_template:
+            return ()
+        texts = (("user", FIRST), ("assistant", REPLY), ("user", SECOND))
+        turns = [{"role": role, "content": content} for role, content in texts]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a tokenizer or a template may raise anything; without it, questions are counted from the end
+        return ()
+    before, between = text.partition(FIRST)[0], text.partition(REPLY)[2].partition(SECOND)[0]
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False))
+    marker = "".join(letter for letter, _ in alike)[::-1].rstrip()
+    return tuple(tokenizer(marker, add_special_tokens=False)["input_ids"]) if marker else ()
