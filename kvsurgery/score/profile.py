@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -150,9 +151,8 @@ class HeadProfile:
         """
         path = Path(path)
         part = path.with_name(path.name + ".part")
+        check_output(path)
         try:
-            if path.exists() and not _is_profile(path):
-                raise OutputError(f"{path} exists and is not a head profile; give another output file")
             part.write_bytes(self._serialise())
             os.replace(part, path)
         except OSError as error:
@@ -240,6 +240,15 @@ class HeadProfile:
         text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text + data
+
+
+def check_output(path: Path) -> None:
+    """Raise OutputError where a profile cannot be written: before it is measured, which may take hours."""
+    if path.exists() and not _is_profile(path):
+        raise OutputError(f"{path} exists and is not a head profile; give another output file")
+    if not os.access(path.parent, os.W_OK):
+        reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
+        raise OutputError(f"cannot write head profile {path}: {reason}")
 
 
 def _optional_int(text: str | None) -> int | None:

@@ -89,15 +89,17 @@ class TestSelection:
                 assert layer.order == tuple(range(made.model.kv_heads))
                 assert layer.full == 0
 
-    @pytest.mark.parametrize("options", [{"sparsity": 0.5}, {"full_heads": 1}, {"rest": "streaming"}, {"budget": 9}])
-    def test_a_profile_without_scores_chooses_nothing(self, options):
+    def test_a_profile_without_scores(self):
         model = ModelDimensions(2, 4, 2, 8)
         made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
-        assert decide(made, [None] * 2).full == 4
-        with pytest.raises(
-            PolicyError, match="a reform profile has embedding heads and no scores to choose full heads"
-        ):
-            decide(made, [None] * 2, **options)
+        policy = decide(made, [None, 9])
+        assert [(layer.order, layer.full, layer.native) for layer in policy.layers] == [
+            ((0, 1), 2, False),
+            ((0, 1), 0, True),
+        ]
+        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}):
+            with pytest.raises(PolicyError, match="has embedding heads and no scores to choose full heads by"):
+                decide(made, [None] * 2, **option)
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):

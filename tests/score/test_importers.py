@@ -13,7 +13,7 @@ from kvsurgery import __version__
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
 from kvsurgery.score import importers
-from kvsurgery.score.importers import import_duo, import_headkv
+from kvsurgery.score.importers import import_duo, import_headkv, import_reform
 
 GQA = ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8)
 GATES = [[0.5, 1.0], [-0.0014, 1.005], [0.25, 0.0]]
@@ -223,3 +223,36 @@ class TestHeadKV:
         for path in (tmp_path, tmp_path / "R.json"):
             with pytest.raises(ProfileError, match="cannot read"):
                 import_headkv(path, GQA, "org/model")
+
+
+class TestReform:
+    @pytest.mark.parametrize(
+        ("name", "heads"),
+        [
+            ("mistralai/Mistral-Nemo-Instruct-2407", "q15.9 v19.5 v27.0 v27.7"),
+            ("Qwen/Qwen2.5-7B-Instruct", "v7.3 k14.0 k14.3 v19.0"),
+            ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "q8.3 v11.1 k14.0 v15.0"),
+            ("Qwen/Qwen2.5-Coder-7B-Instruct", "v13.2 k14.0 q14.4 v14.3"),
+            ("mistralai/Pixtral-12B-2409", "v10.3 v19.5 v27.0 v27.7"),
+        ],
+    )
+    def test_the_paper_s_choices(self, name, heads):
+        made = import_reform(name)
+        assert " ".join(map(str, sorted(made.embedding_heads, key=lambda head: (head.layer, head.state)))) == heads
+        assert (made.method, made.base_model, made.scores, made.ranking) == ("reform", name, None, None)
+        assert made == import_reform(name.partition("/")[2].lower())
+        # the paper's rule: at least two lie below 70% of depth; those it names all do
+        assert all(10 * head.layer < 7 * made.model.layers for head in made.embedding_heads)
+
+    def test_provenance(self):
+        assert import_reform("Qwen/Qwen2.5-7B-Instruct").provenance == {
+            "source": "arXiv:2506.01215",
+            "origin": "REFORM",
+            "tool": f"kvsurgery {__version__}",
+        }
+
+    def test_another_model(self):
+        with pytest.raises(
+            ProfileError, match=r"chose no heads for 'Qwen/Qwen3-8B'; it did for mistralai/Mistral-Nemo"
+        ):
+            import_reform("Qwen/Qwen3-8B")

@@ -18,6 +18,7 @@ def import_group() -> None:
     \b
     kvsurgery profile import duo ./full_attention_heads.tsv --model ./llama3 -o duo.safetensors
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R.json --model ./llama3 -o r.safetensors
+    kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
     """
 
 
@@ -84,6 +85,24 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
 
     model, name, commit = _model(source, revision)
     save(import_headkv(path, model, base_model or name, commit, method), out)
+
+
+@import_group.command()
+@click.argument("name", metavar="MODEL")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
+def reform(name: str, out: Path) -> None:
+    """The embedding heads that REFORM's paper chose for a model.
+
+    MODEL is one of Mistral-Nemo-Instruct-2407, Qwen2.5-7B-Instruct, Qwen2.5-Coder-1.5B-Instruct,
+    Qwen2.5-Coder-7B-Instruct and Pixtral-12B-2409, with or without its owner on the Hub.
+
+    \b
+    kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
+    """
+    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.score.importers import import_reform
+
+    save(import_reform(name), out)
 
 
 def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str | None]:

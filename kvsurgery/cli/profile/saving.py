@@ -16,7 +16,5 @@ def save(profile: HeadProfile, out: Path) -> None:
 
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
-    if profile.scores is None:
-        return
     budget = " --budget 120" if profile.method.startswith("headkv") else ""
     console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)
