@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from kvsurgery import hub
 from kvsurgery.errors import ProfileError
 
 # of the built-in text: sentences that fit together, are not alike, and hold no numbers or names to look for
@@ -38,8 +41,9 @@ ENDS = (
     "as everybody did in autumn", "although it was a holiday", "until the bell rang", "and then went home",
     "for no reason at all", "which pleased the children", "as if nothing had happened", "but said little about it",
 )  # fmt: skip
-MAX_UNKNOWN = 0.1  # share of unknown tokens in a text that a model can read
 OPENINGS = ("", "", "", "Later that week ", "In those days ", "As far as anyone knew, ", "One morning ", "Even so, ")
+MAX_UNKNOWN = 0.1  # share of unknown tokens in a text that a model can read
+MAX_CHARACTERS = 1 << 24  # of a file; what follows is not read
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,8 @@ class Haystack:
     def read(cls, source: str | None, tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> Haystack:
         """Text of `length` tokens or more.
 
+        What is unknown to the tokenizer, or spells one of its special tokens, is left out.
+
         Args:
             source: a text file, the Hub id of a dataset whose rows have a `text`, or None for generated text.
             tokenizer: of the model that will read it.
@@ -60,25 +66,42 @@ class Haystack:
             seed: of generated text.
 
         Raises:
-            ProfileError: it cannot be read, or is too short.
+            ProfileError: it cannot be read, is too short, or is mostly unknown to the tokenizer.
         """
         if source is None:
-            text, name = _generated(tokenizer, length, seed), "generated"
-        elif Path(source).exists():
-            text, name = _file(Path(source)), Path(source).name
+            parts, name = islice(_generated(seed), length), "generated text"
+        elif os.path.exists(source):
+            parts, name = [_file(source)], os.path.basename(source)
+        elif hub.is_repo_id(source):
+            parts, name = _dataset(source), source
         else:
-            text, name = _dataset(source, tokenizer, length), source
-        tokens = np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
-        unknown = (tokens == tokenizer.unk_token_id).mean() if len(tokens) and tokenizer.unk_token_id is not None else 0
+            raise ProfileError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
+        special, read, count = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0
+        for part in parts:
+            read.append(np.array(token_ids(tokenizer, part), dtype=np.int64))
+            count += (~np.isin(read[-1], special)).sum()
+            if count >= length:
+                break
+        tokens = np.concatenate(read)
+        unknown = (tokens == tokenizer.unk_token_id).sum() / max(1, len(tokens))
         if unknown > MAX_UNKNOWN:
             raise ProfileError(
                 f"{unknown:.0%} of {name} is unknown to the tokenizer; give a text that the model can read"
             )
-        if len(tokens) < length:
+        haystack = cls(tokens[~np.isin(tokens, special)], name)
+        haystack.require(length)
+        return haystack
+
+    def require(self, length: int) -> None:
+        """Check that there are `length` tokens.
+
+        Raises:
+            ProfileError: the text is shorter.
+        """
+        if len(self.tokens) < length:
             raise ProfileError(
-                f"{name} has {len(tokens)} tokens, {length} are needed; give a longer text, or less context"
+                f"{self.name} has {len(self.tokens)} tokens, {length} are needed; give a longer text, or less context"
             )
-        return cls(tokens, name)
 
     def piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """int64 [length]: a piece from anywhere.
@@ -86,55 +109,65 @@ class Haystack:
         Raises:
             ProfileError: the text is shorter.
         """
-        if length > len(self.tokens):
-            raise ProfileError(
-                f"{self.name} has {len(self.tokens)} tokens, {length} are needed; give a longer text, or less context"
-            )
+        self.require(length)
         start = rng.integers(0, len(self.tokens) - length + 1)
         return self.tokens[start : start + length]
 
 
-def _file(path: Path) -> str:
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text as it stands: nothing is put around it."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before any text."""
+    plain, whole = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]
+    return whole[: next(start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids that stand for no text."""
+    added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
+    return sorted({*tokenizer.all_special_ids, *added})
+
+
+def _file(path: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS)
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise ProfileError(f"{path} is no UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise ProfileError(f"cannot read text {path}: {error.strerror}") from error
 
 
-def _dataset(source: str, tokenizer: PreTrainedTokenizerBase, length: int) -> str:
-    """Rows of a dataset's training split, as many as are needed; only those are downloaded."""
+def _dataset(source: str) -> Iterator[str]:
+    """Rows of a dataset's training split; only those that are taken are downloaded."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ProfileError(
             f"{source} is no file, and to read a dataset `datasets` is needed: pip install datasets"
         ) from error
-    parts, count = [], 0
     try:
         for row in load_dataset(source, split="train", streaming=True):
-            parts.append(row["text"])
-            count += len(tokenizer(parts[-1], add_special_tokens=False, verbose=False)["input_ids"])
-            if count >= length:
-                break
-    except KeyError as error:
-        raise ProfileError(f"dataset {source} has no column `text`") from error
+            if not isinstance(row.get("text"), str):
+                raise ProfileError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
+            yield row["text"] + "\n\n"
+    except ProfileError:
+        raise
     except Exception as error:  # whatever the library or the network raises
-        raise ProfileError(f"no file {source} is here, and as a dataset it cannot be read: {error}") from error
-    return "\n\n".join(parts)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ProfileError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
 
 
-def _generated(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> str:
-    """Paragraphs of plain sentences."""
+def _generated(seed: int) -> Iterator[str]:
+    """Paragraphs of plain sentences, without end."""
     rng = random.Random(seed)
-    paragraphs, count = [], 0
-    while count < length:
+    while True:
         sentences = []
         for _ in range(rng.randint(4, 9)):
             words = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)} {rng.choice(PLACES)}"
             sentence = rng.choice(OPENINGS) + words + rng.choice((".", f", {rng.choice(ENDS)}."))
             sentences.append(sentence[0].upper() + sentence[1:])
-        paragraphs.append(" ".join(sentences))
-        count += len(tokenizer(paragraphs[-1], add_special_tokens=False)["input_ids"])
-    return "\n\n".join(paragraphs)
+        yield " ".join(sentences) + "\n\n"

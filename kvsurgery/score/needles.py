@@ -1,0 +1,269 @@
+"""Needles: statements to hide in long text, the prompts that ask for them, and whether an answer is right."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.score.haystack import first_tokens, special_ids, token_ids
+
+SHIPPED = Path(__file__).with_name("needles.jsonl")
+KEYS = ("answer", "needle", "real_needle", "question")
+KINDS = ("retrieval", "reasoning")
+LARGEST_FILE = 1 << 24
+
+PLAIN = "Question: {question}\nAnswer:"
+CHAT = "Answer from the text above, in as few words as possible. {question}"
+CONTEXT = "@@context@@"  # stands for the text while a chat template is filled in
+# what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day
+TEMPLATE_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+
+SENTENCE_END = re.compile(r"""[.!?]['"”’)\]]*$""")
+UNSPACED_END = re.compile(r"[。！？][”’」』）]*$")
+ENDING = re.compile(r"""[.!?'"”’)\]。！？」』）]$""")  # the last character of either
+NEAR = 3  # tokens that a sentence's end is spelt by, at most
+REACH = 0.05  # of the text: how far a needle moves to the end of a sentence
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A statement to hide, and what is asked about it.
+
+    A retrieval-reasoning needle (Fu et al. 2024, section 3.1) is k = (r, c1, c2): a reason r, a wrong answer c1 that
+    distracts, and the right one c2, which only the reason tells from the other; c2 is its `real_needle`.
+
+    Attributes:
+        needle: the statement.
+        real_needle: the part of it that answers the question.
+        question: what is asked.
+        answer: the right answer.
+        kind: "retrieval", "reasoning", or None, as in published files, which do not say.
+
+    Raises:
+        ProfileError: something is empty, or `real_needle` is not in one place of `needle`.
+    """
+
+    needle: str
+    real_needle: str
+    question: str
+    answer: str
+    kind: Literal["retrieval", "reasoning"] | None = None
+
+    def __post_init__(self) -> None:
+        for key in KEYS:
+            if not getattr(self, key).strip():
+                raise ProfileError(f"`{key}` is empty")
+        places = self.needle.count(self.real_needle)
+        if places != 1:
+            found = "not a part" if not places else f"{places} times a part"
+            raise ProfileError(f"`real_needle` {_short(self.real_needle)} is {found} of `needle`; it must be once")
+        if self.kind not in (None, *KINDS):
+            raise ProfileError(f"`kind` is {' or '.join(KINDS)}, got {_short(self.kind)}")
+
+
+def read_needles(path: str | Path = SHIPPED) -> tuple[Needle, ...]:
+    """Read needles from JSONL, a line each: `{"answer": ..., "needle": ..., "real_needle": ..., "question": ...}`.
+
+    That is HeadKV's layout; `"kind"` may say more (see `Needle`), other keys are ignored. Without a path, the needles
+    that ship.
+
+    Raises:
+        ProfileError: the file cannot be read, a line is no such needle, or there is none.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ProfileError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is no file of needles")
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path} is no UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ProfileError(f"cannot read needles {path}: {error.strerror}") from error
+    needles = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                needles.append(_parse(line))
+            except ProfileError as error:
+                raise ProfileError(f"{path}, line {number}: {error}") from error
+    if not needles:
+        raise ProfileError(f"{path} holds no needles")
+    return tuple(needles)
+
+
+def _parse(line: str) -> Needle:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ProfileError(f"not a JSON object with the keys {', '.join(KEYS)}")
+    for key in KEYS:
+        if key not in fields:
+            raise ProfileError(f"`{key}` is missing")
+        if not isinstance(fields[key], str):
+            raise ProfileError(f"`{key}` must be text, got {_short(fields[key])}")
+    return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"))
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A needle's prompt in token ids: `opening`, text with the needle somewhere inside, `request`.
+
+    Special tokens are in `opening` and `request` alone, where the tokenizer or its chat template puts them.
+
+    Attributes:
+        opening: what stands before the text: the start of the user's turn, or what the tokenizer puts first.
+        needle: the statement, as it is spelt inside a text.
+        real: where in `needle` the tokens of `real_needle` are.
+        request: what follows the text, up to where the answer begins: the question, and the end of the user's turn.
+    """
+
+    opening: np.ndarray
+    needle: np.ndarray
+    real: range
+    request: np.ndarray
+
+    @classmethod
+    def of(cls, needle: Needle, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        """The prompt for a tokenizer: by its chat template, or plain where it has none.
+
+        Raises:
+            ProfileError: the tokenizer does not know the words, or takes some for a special token.
+            UnsupportedModel: the tokenizer or its chat template cannot be used.
+        """
+        if not tokenizer.is_fast:
+            raise UnsupportedModel("needles are found by character, for which the model needs a tokenizer.json")
+        for key in KEYS:
+            _check_spelling(getattr(needle, key), tokenizer)
+        ids, spans = _inside_text(" " + needle.needle, tokenizer)
+        start = 1 + needle.needle.index(needle.real_needle)
+        end = start + len(needle.real_needle)
+        covering = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
+        opening, request = _frame(needle.question, tokenizer)
+        return cls(np.array(opening, int), np.array(ids), range(covering[0], covering[-1] + 1), np.array(request))
+
+    @property
+    def overhead(self) -> int:
+        """Tokens besides the text."""
+        return len(self.opening) + len(self.needle) + len(self.request)
+
+    def around(self, text: np.ndarray, place: int) -> tuple[np.ndarray, range]:
+        """The prompt with the needle before `text[place]`, int64 [tokens], and where `real_needle` is in it."""
+        start = len(self.opening) + place
+        parts = self.opening, text[:place], self.needle, text[place:], self.request
+        return np.concatenate(parts), range(start + self.real.start, start + self.real.stop)
+
+
+def needle_place(text: np.ndarray, depth: float, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The sentence's end nearest to a depth inside a text: the token before which a needle goes.
+
+    Text without one nearby (a twentieth of it) is cut where the depth says.
+
+    Args:
+        text: token ids, int64 [tokens].
+        depth: from 0 to 1.
+        tokenizer: what they are spelt by. A period ends a sentence, alone or in one token with other characters, where
+            quotes and brackets that close are all that is left of its word.
+    """
+    target, reach = depth * len(text), REACH * len(text)
+    low, high = max(1, int(target - reach)), min(len(text) - 1, int(target + reach) + 1)
+    return min(_ends(text, low, high, tokenizer), key=lambda place: abs(place - target), default=round(target))
+
+
+def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """Places from `low` to `high` where the text before is a whole sentence."""
+    last = text[low - 1 : high]
+    likely = [token for token in np.unique(last).tolist() if ENDING.search(_decode([token], tokenizer))]
+    for place in (low + np.flatnonzero(np.isin(last, likely))).tolist():
+        near = text[max(0, place - NEAR) : place + 1].tolist()
+        before = _decode(near[:-1], tokenizer)
+        follows = _decode(near, tokenizer)[len(before) :]
+        if UNSPACED_END.search(before) or (SENTENCE_END.search(before) and follows[:1].isspace()):
+            yield place
+
+
+def _decode(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = token_ids(tokenizer, text)
+    if not ids or tokenizer.unk_token_id in ids:
+        raise ProfileError(
+            f"the tokenizer does not know all words of {_short(text)}; give needles in words that it knows (--needles)"
+        )
+    special = set(ids).intersection(special_ids(tokenizer))
+    if special:
+        raise ProfileError(f"{_short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
+
+
+def _frame(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids before and after the text."""
+    asked = (CHAT if tokenizer.chat_template else PLAIN).format(question=question)
+    # a small vocabulary may not have the words around the question; then the question stands alone
+    if tokenizer.unk_token_id in token_ids(tokenizer, asked):
+        asked = question
+    if not tokenizer.chat_template:
+        return first_tokens(tokenizer), _inside_text("\n\n" + asked, tokenizer)[0]
+    turn = [{"role": "user", "content": f"{CONTEXT}\n\n{asked}"}]
+    try:
+        filled = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
+    except Exception as error:  # whatever a template raises
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnsupportedModel(f"the chat template cannot be filled in: {reason}") from error
+    if filled.count(CONTEXT) != 1:
+        raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
+    before, after = filled.split(CONTEXT)
+    return token_ids(tokenizer, before), _inside_text(after, tokenizer)[0]
+
+
+def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of text that follows other text, without what marks a beginning, and the characters each spells."""
+    for before in ("a", ""):
+        encoding = tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
+        start = len(before)
+        own = [
+            (token, (first - start, last - start))
+            for token, (first, last) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+            if last > start
+        ]
+        # a token that spells the end of the other text too: then the text as it is by itself
+        if own[0][1][0] >= 0:
+            break
+    ids, spans = zip(*own, strict=True)
+    return list(ids), list(spans)
+
+
+def qa_f1(said: str, right: str) -> float:
+    """Word F1 of an answer, 0 to 1, as LongBench and SQuAD count: without case, punctuation and articles."""
+    said_words, right_words = _qa_words(said), _qa_words(right)
+    common = (said_words & right_words).total()
+    return 2 * common / (said_words.total() + right_words.total()) if common else 0.0
+
+
+def rouge1_recall(said: str, right: str) -> float:
+    """Share of the words of `right` that are in `said` (ROUGE-1 recall, Lin 2004), without case; no stemming."""
+    said_words, right_words = (Counter(re.findall(r"\w+", text.lower())) for text in (said, right))
+    return (said_words & right_words).total() / max(1, right_words.total())
+
+
+def _qa_words(text: str) -> Counter[str]:
+    return Counter(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
