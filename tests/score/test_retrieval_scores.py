@@ -1,9 +1,6 @@
 """Retrieval scores: the formulas by hand, what is attended against eager attention, and the heads that recall."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,9 +26,9 @@ from kvsurgery.score.subject import Subject
 from tests.families import FAMILIES, stock, tokens
 from tests.subjects import subject_of
 from tests.surgery import convert_folder
+from tests.tiny_recall import FOLDER, task
 from tests.vocabularies import tokenizer
 
-FOLDER = Path(__file__).parents[2] / "examples" / "tiny-recall"
 METHODS = ["headkv-r", "headkv-er", "headkv-r2"]
 # one query of three heads over six tokens
 WEIGHTS = torch.tensor(
@@ -263,14 +260,6 @@ def test_default_lengths_leave_room_for_an_answer(maximum):
     assert lengths[0] == min(1_000, lengths[-1])
 
 
-def load_task():
-    spec = importlib.util.spec_from_file_location("tiny_recall_task", FOLDER / "task.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tiny():
     return Subject.load(str(FOLDER / "model"))
@@ -279,7 +268,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Text and needles for the bundled model, as files: facts to recall, after another fact where they distract."""
-    folder, task, rng = tmp_path_factory.mktemp("recall"), load_task(), np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("recall"), np.random.default_rng(0)
     words = np.array(task.vocabulary())
     (folder / "filler.txt").write_text(" ".join(words[task.filler(rng, 1, 3000)[0]]))
     lines = []
