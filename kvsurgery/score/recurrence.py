@@ -1,27 +1,27 @@
 """Recurrent chunked forwarding: a long input read chunk by chunk beside a compressed cache (REFORM, Song et al. 2025).
 
-Before every chunk what a layer keeps of earlier ones gets new positions, 0, 1, ..., and the chunk those after it; keys
-are kept as they are before RoPE for that. After it each KV head keeps what the chunk's last queries attend to most.
+A stock model is read by what reads prompts in an emitted checkpoint, `kv_encode`, and every layer's states can be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvsurgery import resources
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.score.interception import attention_weights, intercepted
+from kvsurgery.score.subject import Subject
 
+kv_encode = resources.template_module("kv_encode")
+kv_layout = resources.template_module("kv_layout")
 kv_torch = resources.template_module("kv_torch")
-Rotation = resources.template_module("kv_encode").Rotation
-LayerLayout = resources.template_module("kv_layout").LayerLayout
+Reform = resources.template_module("kv_reform").Reform
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Recurrence:
                 f"budget {self.budget} does not hold the first and last {self.keep} tokens, which always stay"
             )
 
+    @property
+    def reform(self) -> Reform:
+        """The same as settings of REFORM, without heads."""
+        return Reform((), self.chunk, self.budget, window=self.window, keep=self.keep)
+
     def chunks(self, tokens: int, last: int) -> list[range]:
         """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
         starts = range(0, last, self.chunk)
@@ -70,7 +75,7 @@ class LayerStates:
         layer: the layer.
         chunk: the tokens of the input.
         hidden: [1, tokens, hidden], what enters the layer.
-        query, key, value: float32 [heads, tokens, head_dim], before RoPE, after norm and bias.
+        query, key, value: [heads, tokens, head_dim], before RoPE, after norm and bias.
         attention: of a range of the input's tokens, in the chunk, to all up to the chunk's end, by token of the input:
             float32 [query_heads, queries, chunk.stop], 0 for what is not kept.
     """
@@ -84,114 +89,82 @@ class LayerStates:
     attention: Callable[[range], torch.Tensor]
 
 
-class Reading:
-    """One input being read by a stock model, chunk by chunk from the start.
+class ReadingLayer(kv_encode.EncodingLayer):
+    """Shows what passes, and knows which tokens of the input are kept: `places`, int64 [kv_heads, kept]."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        super().lazy_initialization(key_states)
+        self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
+
+    def kept(self, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        reading, chunk = self.encoder, self.encoder.chunk
+        own = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
+        places = torch.cat([self.places, own], 1)
+        if reading.visit is not None:
+            states = (state()[0] for state in reading.states.values())
+            window = self.layout.recent if self.layout.native else None
+            attention = partial(_attention, query, keys, places, chunk, window, options)
+            reading.visit(LayerStates(self.index, chunk, reading.hidden, *states, attention))
+        kept = super().kept(query, keys, options)
+        self.places = places.gather(1, kept)
+        return kept
+
+
+class Reading(kv_encode.ChunkEncoder):
+    """One input being read by a stock model, chunk by chunk from the start, as an emitted one reads prompts.
 
     Args:
-        model: any causal language model whose attention goes through transformers' attention interface.
-        windows: per layer, the model's own sliding window, or None. Such a layer keeps its last tokens.
+        subject: any causal language model whose attention goes through transformers' attention interface. A layer with
+            a sliding window keeps its last tokens.
         tokens: int64 [tokens], the input.
         recurrence: how it is read.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, windows: Sequence[int | None], tokens: torch.Tensor, recurrence: Recurrence
-    ):
-        self.model, self.windows, self.recurrence = model, windows, recurrence
-        self.tokens = tokens.to(model.device)
-        # of each layer: keys before RoPE and values [1, kv_heads, kept, head_dim], and which tokens [kv_heads, kept]
-        self.kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * len(windows)
+    layer = ReadingLayer
+
+    def __init__(self, subject: Subject, tokens: torch.Tensor, recurrence: Recurrence):
+        heads = subject.dimensions.kv_heads
+        layers = (
+            kv_layout.LayerLayout(0, heads, 0, window, native=True) if window else kv_layout.LayerLayout(heads, 0, 0, 1)
+            for window in subject.windows
+        )
+        layout = kv_layout.KVLayout(tuple(layers), subject.dimensions.head_dim)
+        super().__init__(subject.model.get_decoder(), layout, recurrence.reform)
+        self.whole, self.tokens = subject.model, tokens.to(subject.model.device)
 
     @torch.no_grad()
     def read(self, chunk: range, visit: Callable[[LayerStates], None] | None = None) -> None:
         """Run the model on the next chunk; `visit` is called in every layer."""
         self.chunk, self.visit = chunk, visit
-        self.past = min(chunk.start, self.recurrence.budget)
-        positions = torch.arange(self.past + len(chunk), device=self.tokens.device)
-        with intercepted(self.model, self._attend, masks=False), self._observed():
-            # positions of what is kept too: layers rotate it by them, see `_positioned`
-            self.model.get_decoder()(
-                self.tokens[None, chunk.start : chunk.stop], position_ids=positions[None], use_cache=False
-            )
-
-    @contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Inside, `hidden` is what entered the layer that runs, and `rotation` its cosines and sines of RoPE."""
-        with ExitStack() as hooks:
-            for layer in self.model.get_decoder().layers:
+        with intercepted(self.whole, _attend, masks=False), ExitStack() as hooks:
+            for layer in self.model.layers:
                 hooks.callback(layer.register_forward_pre_hook(self._entered).remove)
-                hooks.callback(layer.self_attn.register_forward_pre_hook(self._positioned, with_kwargs=True).remove)
-            yield
+            self.read_chunk(input_ids=self.tokens[None, chunk.start : chunk.stop])
 
     def _entered(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self.hidden = args[0]
 
-    def _positioned(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Keep the rotation of all positions, give the layer that of its own tokens."""
+    def position(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not isinstance(options.get("position_embeddings"), tuple):
             raise UnsupportedModel(
                 f"{type(attention).__name__} takes no cosines and sines of RoPE; no states before it"
             )
-        self.rotation = Rotation(*(part[:, None].float() for part in options["position_embeddings"]))
-        own = tuple(part[:, self.past :] for part in options["position_embeddings"])
-        return args, {**options, "position_embeddings": own}
+        return super().position(attention, args, options)
 
-    def _attend(
-        self, stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options
-    ) -> tuple[torch.Tensor, None]:
-        layer, tokens = module.layer_idx, len(self.chunk)
-        rotation = self.rotation.at(self.past, tokens)
-        unturned = rotation.turn_back(key.float())
-        keys, values, places = self._stored(layer, unturned.to(key.dtype), value)
-        kept = keys.shape[2] - tokens
-        before = self.rotation.at(self.past - kept, kept).turn(keys[:, :, :kept])
-        seen = torch.cat([before, key], 2)
-        options = {"dropout": 0.0, "scaling": scaling, "softcap": softcap}
-        window = self.windows[layer]
-        if window is None:
-            output = kv_torch.causal(query, seen, values, 0, options)
-        else:
-            layout = LayerLayout(0, key.shape[1], 0, window, native=True)
-            old, own = ((seen[:, :, part], values[:, :, part]) for part in (slice(kept), slice(kept, None)))
-            nothing = seen[:, :, :0], values[:, :, :0]
-            output = kv_torch.streaming(query, nothing, old, own, self.past, 0, layout, options)
-        if self.visit is not None:
-            states = rotation.turn_back(query.float())[0], unturned[0], value[0].float()
-            attention = partial(_attention, query, seen, places, self.chunk, window, scaling, softcap)
-            self.visit(LayerStates(layer, self.chunk, self.hidden, *states, attention))
-        self._keep(layer, query, seen, (keys, values, places), scaling, softcap)
-        return output.transpose(1, 2), None
-
-    def _stored(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What is kept in a layer, and the chunk after it."""
-        own = torch.arange(self.chunk.start, self.chunk.stop, device=key.device).expand(key.shape[1], -1)
-        if self.kept[layer] is None:
-            return key, value, own
-        keys, values, places = self.kept[layer]
-        return torch.cat([keys, key], 2), torch.cat([values, value], 2), torch.cat([places, own], 1)
-
-    def _keep(self, layer: int, query, seen, stored, scaling, softcap) -> None:
-        """Evict what is beyond the budget."""
-        keys, values, places = stored
-        budget, total = self.recurrence.budget, keys.shape[2]
-        if self.windows[layer] is not None:
-            first = max(0, total - min(self.windows[layer] - 1, budget))
-            chosen = torch.arange(first, total, device=keys.device).expand(keys.shape[1], -1)
-        elif total <= budget:
-            self.kept[layer] = stored
-            return
-        else:
-            weights = attention_weights(query[:, :, -self.recurrence.window :], seen, scaling, softcap)
-            received = weights.view(keys.shape[1], -1, total).sum(1)
-            chosen = heavy_hitters(received, budget, self.recurrence.keep)
-        states = (part.gather(2, chosen[None, :, :, None].expand(-1, -1, -1, part.shape[3])) for part in (keys, values))
-        self.kept[layer] = (*states, places.gather(1, chosen))
+    def take(self, layer: int, states: dict[str, Callable[[], torch.Tensor]]) -> None:
+        self.states = states
 
 
-def _attention(query, seen, places, chunk: range, window, scaling, softcap, queries: range) -> torch.Tensor:
+def _attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    layer, key, value = key  # of a `Handle`
+    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
+    return layer.attend(query, key, value, kv_torch, options).transpose(1, 2), None
+
+
+def _attention(query, seen, places, chunk: range, window, options, queries: range) -> torch.Tensor:
     """What `LayerStates.attention` is."""
     first = queries.start - chunk.start
-    weights = attention_weights(query[:, :, first:], seen, scaling, softcap)[0, :, : len(queries)]
+    weights = attention_weights(query[:, :, first:], seen, options["scaling"], options["softcap"])[0, :, : len(queries)]
     if window is not None:
         columns = torch.arange(seen.shape[2], device=seen.device)
         own = seen.shape[2] - len(chunk) + first + torch.arange(len(queries), device=seen.device)
@@ -199,20 +172,3 @@ def _attention(query, seen, places, chunk: range, window, scaling, softcap, quer
         weights = weights / weights.sum(-1, keepdim=True)
     index = places.repeat_interleave(len(weights) // len(places), 0)[:, None].expand_as(weights)
     return weights.new_zeros(*weights.shape[:2], chunk.stop).scatter(2, index, weights)
-
-
-def heavy_hitters(received: torch.Tensor, budget: int, keep: int) -> torch.Tensor:
-    """Which entries a KV head keeps: the first and last `keep`, then those that receive most attention (H2O).
-
-    Args:
-        received: float32 [kv_heads, entries], attention that each receives.
-        budget: entries to keep, fewer than there are; of equal ones the earlier stays.
-        keep: at most half of the budget.
-
-    Returns:
-        int64 [kv_heads, budget], ascending.
-    """
-    importance = received.clone()
-    importance[:, :keep] = importance[:, received.shape[1] - keep :] = float("inf")
-    order = importance.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, :budget].sort().values

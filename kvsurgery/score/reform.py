@@ -139,12 +139,12 @@ def sample_ranks(subject: Subject, sample: Sample, recurrence: Recurrence, neigh
     scores = _Scores(sample, subject.dimensions.layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
     *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
-    reading = Reading(subject.model, subject.windows, tokens, recurrence)
+    reading = Reading(subject, tokens, recurrence)
     for chunk in earlier:
         reading.read(chunk)
     reading.read(last, scores.visit_last)
     if earlier:
-        reading = Reading(subject.model, subject.windows, tokens, recurrence)
+        reading = Reading(subject, tokens, recurrence)
     for chunk in earlier:
         reading.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables):

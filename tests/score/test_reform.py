@@ -138,7 +138,7 @@ class TestSample:
 def by_definition(subject, sample, neighbours):
     """Ranks of one sample from one plain reading, token by token."""
     seen = []
-    reading = Reading(subject.model, subject.windows, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
+    reading = Reading(subject, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
     reading.read(range(len(sample.tokens)), seen.append)
     ranks = {kind: [] for kind in KINDS}
     for states in seen:
@@ -331,7 +331,7 @@ def gathered(subject, sample, heads, budget=384, keep=32, pool=33):
                 own = {"q": states.query, "k": states.key, "v": states.value}[head.state][head.head]
                 parts[head].append(torch.nn.functional.normalize(own, dim=-1))
 
-    reading = Reading(subject.model, subject.windows, torch.from_numpy(sample.tokens), SHORT)
+    reading = Reading(subject, torch.from_numpy(sample.tokens), SHORT)
     for chunk in SHORT.chunks(len(sample.tokens), sample.question.start):
         reading.read(chunk, visit)
     embeddings = torch.cat([torch.cat(part) for part in parts.values()], dim=-1)

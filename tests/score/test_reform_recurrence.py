@@ -1,15 +1,14 @@
 """Recurrent chunked forwarding against projections of the weights, plain forwards, and a reference written out."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.plan.family import Family
-from kvsurgery.score.recurrence import Reading, Recurrence, heavy_hitters
+from kvsurgery.score.recurrence import Reading, Recurrence
 from tests.families import FAMILIES, largest, stock, tokens
+from tests.subjects import subject_of
 
 TOKENS = tokens(1, 40, seed=5)[0]
 WHOLE = Recurrence(chunk=1000, budget=1000, keep=0, window=4)
@@ -32,13 +31,9 @@ def model(request):
     return stock(name, **overrides)
 
 
-def windows(model):
-    return Family.of(model.config.to_dict()).windows(model.config.to_dict())
-
-
 def read(model, recurrence, chunks=None, ids=TOKENS):
     """{(layer, chunk's start): its states}, of a whole input."""
-    reading, seen = Reading(model, windows(model), ids, recurrence), {}
+    reading, seen = Reading(subject_of(model), ids, recurrence), {}
     for chunk in chunks or recurrence.chunks(len(ids), len(ids)):
         reading.read(chunk, lambda states: seen.setdefault((states.layer, states.chunk.start), states))
     return seen, reading
@@ -191,7 +186,7 @@ def test_against_loops(recurrence):
             (states.hidden[0], states.query, states.key, states.value), expected[place], strict=True
         ):
             assert largest(own - by_loops, by_loops) < 1e-4
-    assert [places.tolist() for _, _, places in reading.kept] == kept
+    assert [layer.places.tolist() for layer in reading.cache.layers] == kept
     [start] = {start for _, start in seen if start + recurrence.chunk >= len(TOKENS)}
     for layer in range(2):
         weights = seen[layer, start].attention(range(len(TOKENS) - 1, len(TOKENS)))[:, 0]
@@ -205,34 +200,11 @@ def test_against_loops(recurrence):
 def test_layers_with_a_window_keep_their_last_tokens(family):
     model = stock(family)
     _, reading = read(model, Recurrence(10, 12, 2, 3))
-    for window, (keys, values, places) in zip(windows(model), reading.kept, strict=True):
-        assert keys.shape == values.shape
+    for window, layer in zip(subject_of(model).windows, reading.cache.layers, strict=True):
+        assert layer.keys.shape == layer.values.shape
         if window is not None:
-            assert places.tolist() == [list(range(40 - (window - 1), 40))] * len(places)
-        assert places.shape[1] == keys.shape[2] == (12 if window is None else window - 1)
-
-
-class TestHeavyHitters:
-    def test_by_hand(self):
-        received = torch.tensor([[0.0, 5, 1, 4, 2, 4, 0], [9.0, 0, 0, 0, 0, 0, 9]])
-        # the first, the last, then 5 and the earlier 4; of equal ones the earlier
-        assert heavy_hitters(received, 4, 1).tolist() == [[0, 1, 3, 6], [0, 1, 2, 6]]
-        assert heavy_hitters(received, 2, 0).tolist() == [[1, 3], [0, 6]]
-
-    @given(
-        st.integers(2, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1))), st.integers(0, 9), st.data()
-    )
-    def test_the_ends_and_the_best(self, sizes, seed, data):
-        entries, budget = sizes
-        keep = data.draw(st.integers(0, budget // 2))
-        received = torch.from_numpy(np.random.default_rng(seed).integers(0, 5, (3, entries))).float()
-        for row, chosen in zip(received, heavy_hitters(received, budget, keep).tolist(), strict=True):
-            assert chosen == sorted(set(chosen))
-            assert len(chosen) == budget
-            ends = {*range(keep), *range(entries - keep, entries)}
-            assert ends <= set(chosen)
-            dropped = set(range(entries)) - set(chosen)
-            assert all(row[out] <= row[kept] for out in dropped for kept in set(chosen) - ends)
+            assert layer.places.tolist() == [list(range(40 - (window - 1), 40))] * len(layer.places)
+        assert layer.places.shape[1] == layer.keys.shape[2] == (12 if window is None else window - 1)
 
 
 class TestRecurrence:

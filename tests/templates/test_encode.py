@@ -4,8 +4,10 @@ import importlib
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from templates.kv_encode import Rotation
+from templates.kv_encode import Rotation, best_places
 from templates.kv_layout import KVLayout
 from templates.kv_reform import Reform
 from tests.emitted import emitted
@@ -135,6 +137,29 @@ def test_recurrence_equals_lists_of_kept_tokens(compressor, length, chunk, budge
     assert largest(found - expected, expected) < 2e-5
 
 
+def test_the_ends_stay_and_the_best_by_hand():
+    importance = torch.tensor([[0.0, 5, 1, 4, 2, 4, 0], [9.0, 0, 0, 0, 0, 0, 9]])
+    # the first, the last, then 5 and the earlier 4; of equal ones the earlier
+    assert best_places(importance, 4, 1).tolist() == [[0, 1, 3, 6], [0, 1, 2, 6]]
+    assert best_places(importance, 2, 0).tolist() == [[1, 3], [0, 6]]
+
+
+@given(st.data())
+def test_the_ends_stay_and_the_best(data):
+    budget = data.draw(st.integers(1, 28))
+    keep = data.draw(st.integers(0, budget // 2))
+    places = data.draw(st.integers(budget + 1, 30))
+    rows = st.lists(st.integers(0, 4), min_size=places, max_size=places)
+    importance = torch.tensor(data.draw(st.lists(rows, min_size=1, max_size=3))).float()
+    ends = {*range(keep), *range(places - keep, places)}
+    for row, chosen in zip(importance, best_places(importance, budget, keep).tolist(), strict=True):
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == budget
+        assert ends <= set(chosen)
+        dropped = set(range(places)) - set(chosen)
+        assert all(row[out] <= row[kept] for out in dropped for kept in set(chosen) - ends)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_windows_of_the_model_move_with_the_chunks(mixed, family):
     """Their first layer has a window of 9 tokens, so a budget of 10 forgets nothing that the second would notice."""
@@ -165,6 +190,25 @@ def test_what_is_held_from_chunk_to_chunk_is_what_is_predicted():
         ]
         held = sum(states.untyped_storage().nbytes() for states in (*stored, embeddings) if states.numel())
         assert held == reading.reform.encode_bytes(length, kv_heads=4, head_dim=6, itemsize=4)
+
+
+def test_another_forward_in_the_middle_of_a_chunk_is_left_alone():
+    """As of another thread: the model's modules have hooks while a prompt is read."""
+    model, ids = emitted("llama"), tokens(1, 20)
+    heads, hooks, between = ((2, "k", 1), (1, "v", 3)), [], []
+    expected, alone = encoder(model, heads=heads).read(input_ids=ids), model(ids).logits
+
+    def forward(*_):
+        hooks.pop().remove()
+        between.append(model(ids).logits)
+
+    def after_chunk(_):
+        if not between:
+            hooks.append(model.model.layers[0].mlp.register_forward_hook(forward))
+
+    assert encoder(model, heads=heads).read(after_chunk, input_ids=ids).equal(expected)
+    assert between[0].equal(alone)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_progress_counts_tokens():
