@@ -16,11 +16,13 @@ demo: .venv/ready
 test: .venv/ready
 	.venv/bin/python $(PYTEST)
 
-# what a checkpoint's users have may be older: emitted models and the commands, on other versions of transformers
+# what a checkpoint's users have may be older: all that loads models or asks the Hub, on other versions of transformers
+COMMANDS = compute convert hub_convert push reform_convert revert_verify
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) tests/templates tests/emit tests/cli tests/test_logits.py tests/test_hub.py tests/examples
+	.venv-$*/bin/python $(PYTEST) tests/templates tests/emit tests/test_logits.py tests/test_hub.py tests/examples \
+		$(COMMANDS:%=tests/cli/test_%.py)
 
 # kernels without a GPU: computed by Triton's interpreter, and compiled for A100 and H100
 test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
