@@ -36,4 +36,8 @@ class LlavaModel(KVSurgeryModel, stock.LlavaModel):
 
 class LlavaForConditionalGeneration(KVSurgeryGeneration, stock.LlavaForConditionalGeneration):
     _auto_class = "AutoModelForImageTextToText"
+    image_inputs = (
+        *("pixel_values", "image_sizes", "vision_feature_layer", "vision_feature_select_strategy"),
+        "mm_encoder_outputs",
+    )
     forward = with_kv_cache(stock.LlavaForConditionalGeneration.forward)

@@ -1,12 +1,17 @@
 """Models that read images: what holds for text holds for prompts with images in them."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.plan.family import Family
+from kvsurgery.score.embedding_heads import EmbeddingHead
+from kvsurgery.score.profile import HeadProfile
 from tests.families import IMAGE, WITH_IMAGES, largest, tokens
 from tests.reference import reference_logits
 from tests.surgery import RECENT, SINK, convert_folder
@@ -169,3 +174,59 @@ def test_the_text_models_part_of_the_config_is_what_changes(checkpoint, mixed):
     text = after["text_config"]
     assert (text["rope_theta"], text["rope_parameters"]["rope_theta"]) == (10_000.0, 10_000.0)
     assert after["auto_map"]["AutoModelForImageTextToText"] == "modeling_kvsurgery_llava.LlavaForConditionalGeneration"
+
+
+@pytest.fixture(scope="module")
+def long_prompts(checkpoint, tmp_path_factory):
+    """A family's checkpoint that gathers 40 tokens of prompts beyond that."""
+
+    def convert(family):
+        source = checkpoint(family)
+        config = read_config(source)
+        heads = (EmbeddingHead(0, "q", 5), EmbeddingHead(1, "k", 2), EmbeddingHead(1, "v", 0))
+        model = Family.of(config).dimensions(config)
+        reform = HeadProfile(None, "reform", None, str(source), model, embedding_heads=heads)
+        sizes = {"chunk": 16, "encode_budget": 24, "keep": 3, "window": 4, "pool": 3, "recompute_budget": 40}
+        sizes["query_length"] = 6
+        return convert_folder(source, tmp_path_factory.mktemp("out") / family, reform=reform, sizes=sizes)
+
+    return cache(convert)
+
+
+@families
+@pytest.mark.parametrize("retrieved", [False, True], ids=["by similarity", "by a retriever"])
+def test_tokens_of_images_are_gathered_like_others(long_prompts, family, retrieved):
+    converted, inputs = long_prompts(family), prompt(family, tail=60)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
+    options = {**GREEDY, "return_gathered": True}
+    scores = (ids == IMAGE).float() if retrieved else None
+    output, places = converted.model.generate(**inputs, **options, token_scores=scores)
+    assert output[:, : ids.shape[1]].equal(ids)
+    for row, kept in enumerate(places):
+        own = alone(inputs, row)
+        with torch.no_grad():
+            embeddings = converted.stock(**own, output_hidden_states=True).hidden_states[0]
+        if retrieved:
+            options["token_scores"] = scores[row : row + 1, mask[row]]
+        expected, [same] = converted.model.generate(inputs_embeds=embeddings, **options)
+        assert kept.equal(same)
+        assert output[row : row + 1, ids.shape[1] :].equal(expected)
+        assert len(kept) == 40
+        assert not retrieved or (ids[row, mask[row]][kept] == IMAGE).sum() == (ids[row] == IMAGE).sum()
+
+
+@families
+def test_a_budget_that_holds_the_images_is_plain_generation(long_prompts, mixed, family):
+    inputs = prompt(family, tail=60)
+    expected = mixed(family).model.generate(**inputs, **GREEDY)
+    assert long_prompts(family).model.generate(**inputs, **GREEDY, recompute_budget=200).equal(expected)
+
+
+def test_beams_and_processors_see_the_gathered_prompt_with_its_images(long_prompts, mixed):
+    converted, inputs = long_prompts("pixtral"), alone(prompt("pixtral", tail=60), 1)
+    ids, options = inputs["input_ids"], {**GREEDY, "num_beams": 3, "no_repeat_ngram_size": 2}
+    output, [kept] = converted.model.generate(**inputs, **options, return_gathered=True)
+    with torch.no_grad():
+        embeddings = converted.stock(**inputs, output_hidden_states=True).hidden_states[0]
+    expected = mixed("pixtral").model.generate(ids[:, kept], inputs_embeds=embeddings[:, kept], **options)
+    assert output.equal(torch.cat([ids, expected[:, 40:]], 1))
