@@ -16,7 +16,7 @@ from kvsurgery.emit.card import kv_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.emit.provenance import PROVENANCE, Provenance
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.plan.family import Family
+from kvsurgery.plan.family import Family, text_config
 from kvsurgery.plan.surgery import plan_moves
 
 # what stands in the way of naming a family, though its dimensions are plain
@@ -114,8 +114,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         model_type=config.get("model_type"),
         dimensions=dimensions,
         windows=windows,
-        context=config.get("max_position_embeddings"),
-        rope=_rope(config),
+        context=text_config(config).get("max_position_embeddings"),
+        rope=_rope(text_config(config)),
         parameters=dict(parameters.most_common()),
         shards=len(checkpoint.shards) if checkpoint else 0,
         size=checkpoint.size if checkpoint else 0,

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
 
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import Mismatch
 
 # largest difference over max(1, largest logit): float32 sums in another order, half precision rounds at every layer
@@ -33,11 +35,12 @@ def compare_logits(folder: str | Path) -> LogitsReport:
     Raises:
         Mismatch: the difference exceeds the bound.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto = getattr(transformers, auto_class(read_config(folder)))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, PROMPT + STEPS), generator=generator)
+    tokens = torch.randint(config.get_text_config().vocab_size, (1, PROMPT + STEPS), generator=generator)
     # eager: stock SDPA leaves the soft cap of some families out
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    stock = auto.from_pretrained(folder, dtype="auto", attn_implementation="eager")
     dtype, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
     del stock
     gc.collect()
@@ -48,7 +51,7 @@ def compare_logits(folder: str | Path) -> LogitsReport:
         else {"blocks": [[sum(block), 0] for block in layer["blocks"]], "sink": 0, "recent": 1}
         for layer in config.kv_surgery["layers"]
     ]
-    emitted = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", trust_remote_code=True)
+    emitted = auto.from_pretrained(folder, config=config, dtype="auto", trust_remote_code=True)
     found = _logits(emitted, tokens, [PROMPT] + [1] * STEPS)
     difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
     report = LogitsReport(difference, BOUNDS[dtype], str(dtype).removeprefix("torch."))
@@ -61,7 +64,7 @@ def compare_logits(folder: str | Path) -> LogitsReport:
     return report
 
 
-def _logits(model: PreTrainedModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def _logits(model: transformers.PreTrainedModel, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """float32 logits [1, tokens, vocabulary], of tokens fed in parts of some sizes."""
     model.eval()
     cache, parts = None, []

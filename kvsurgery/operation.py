@@ -73,7 +73,7 @@ class Operation:
             options |= fitted.choice.options
         policy = decide(profile, windows, **options)
         if reform is not None:
-            positions = checkpoint.config.get("max_position_embeddings")
+            positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), **(sizes or {}))
         plan = plan_surgery(checkpoint, policy, profile.hash)
         return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile), fitted)

@@ -20,7 +20,7 @@ from .kv_reform import Reform
 
 
 class Exit(Exception):
-    """Raised in the attention of the highest wanted layer: nothing that follows is needed."""
+    """Raised where what is wanted has been seen, as in the attention of the highest wanted layer."""
 
 
 class Rotation(NamedTuple):

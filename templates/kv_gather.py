@@ -5,7 +5,7 @@ order, and one pass of those through the whole model.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import tqdm
 
 from .kv_columns import check_padding, leading_padding
-from .kv_encode import Encoder
+from .kv_encode import Encoder, Exit
 from .kv_layout import KVLayout
 from .kv_reform import Reform
 
@@ -87,6 +87,8 @@ def question_start(
 class LongPrompts:
     """Mixin before a model that generates: of prompts longer than `recompute_budget`, tokens are gathered first."""
 
+    image_inputs: tuple[str, ...] = ()  # arguments of `generate` that become embeddings in the prompt
+
     @torch.no_grad()
     def generate(
         self,
@@ -103,7 +105,8 @@ class LongPrompts:
     ):
         """`generate` of transformers. Sequences that it returns begin with the whole prompt.
 
-        To logits processors, stopping criteria and an assistant, the gathered tokens are the prompt.
+        To logits processors, stopping criteria and an assistant, the gathered tokens are the prompt. An image's tokens
+        are gathered like others, one by one.
 
         Args:
             query_length: tokens of the question, at the end of the prompt.
@@ -127,11 +130,14 @@ class LongPrompts:
             return super().generate(inputs, generation_config, *args, **kwargs)
         reform = reform.with_budget(recompute_budget)
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        states = ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-        if states is None:  # generation begins with a special token
+        # stock code takes both: embeddings are what it reads, ids what it returns
+        prompt = {"input_ids": ids, "inputs_embeds": kwargs.get("inputs_embeds")}
+        prompt = {name: states for name, states in prompt.items() if states is not None}
+        if not prompt:  # generation begins with a special token
             return super().generate(inputs, generation_config, *args, **kwargs)
+        states = next(iter(prompt.values()))
         pads = self._padding(states, kwargs.get("attention_mask"))
-        rows = [row[pad:] for row, pad in zip(states, pads, strict=True)]
+        rows = _without_padding(states, pads)
         questions = [question_start(row, reform, query_length, query_start) for row in rows]
         if token_scores is not None and token_scores.shape != states.shape[:2]:
             raise ValueError(f"token_scores are {list(token_scores.shape)}, the prompt is {list(states.shape[:2])}")
@@ -141,17 +147,20 @@ class LongPrompts:
         if kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length():
             raise ValueError("a long prompt is gathered anew in every turn; leave past_key_values out")
 
-        places = []
+        images = {name: kwargs.pop(name) for name in self.image_inputs if name in kwargs}
+        if images:
+            prompt["inputs_embeds"] = self._embedded(prompt, images)
+        rows, places = _without_padding([*prompt.values()][-1], pads), []
         with _progress(progress, sum(len(row) for row in rows if len(row) > reform.recompute_budget)) as advance:
             for index, (row, question) in enumerate(zip(rows, questions, strict=True)):
                 external = None if token_scores is None else token_scores[index, pads[index] :]
                 places.append(self._places(row, question, reform, external, advance))
-        kwargs = _gathered(kwargs, generation_config, rows, places, states.shape[1])
-        if kwargs.get("streamer") is not None:
-            kwargs["streamer"] = PromptFirst(kwargs["streamer"], states)
+        kwargs = _gathered(kwargs, generation_config, prompt, pads, places)
+        if kwargs.get("streamer") is not None and ids is not None:
+            kwargs["streamer"] = PromptFirst(kwargs["streamer"], ids)
         output = super().generate(None, generation_config, *args, **kwargs)
-        if states.ndim == 2:  # of embeddings, stock code returns what follows only
-            output = _after_prompt(output, states, max(map(len, places)))
+        if ids is not None:  # of embeddings alone, stock code returns what follows only
+            output = _after_prompt(output, ids, max(map(len, places)))
         return (output, [own.cpu() for own in places]) if return_gathered else output
 
     def _padding(self, states: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
@@ -165,6 +174,19 @@ class LongPrompts:
             raise ValueError("the prompt is padded on the right, so nothing can follow; pad it on the left")
         return leading_padding(mask).tolist()
 
+    def _embedded(self, prompt: dict[str, torch.Tensor], images: dict) -> torch.Tensor:
+        """Embeddings of a prompt with its images in place, [batch, tokens, hidden], as the text model gets them."""
+        taken = []
+
+        def take(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            taken.append(kwargs["inputs_embeds"])
+            raise Exit
+
+        [*_, (name, states)] = prompt.items()
+        with self.get_decoder().register_forward_pre_hook(take, with_kwargs=True), suppress(Exit):
+            self.model(**{name: states}, **images)
+        return taken[0]
+
     def _places(
         self,
         row: torch.Tensor,
@@ -176,7 +198,7 @@ class LongPrompts:
         """Places of a row's tokens that are kept."""
         if len(row) <= reform.recompute_budget:
             return torch.arange(len(row), device=row.device)
-        encoder = Encoder(self.model, KVLayout.from_config(self.config), reform)
+        encoder = Encoder(self.get_decoder(), KVLayout.from_config(self.config), reform)
         name = "input_ids" if row.ndim == 1 else "inputs_embeds"
         embeddings = encoder.read(advance, **{name: row[None]})
         scores = similarity(embeddings, embeddings[question:].to(row.device))
@@ -192,31 +214,34 @@ class PromptFirst(BaseStreamer):
         self.streamer, self.prompt = streamer, prompt
 
     def put(self, value: torch.Tensor) -> None:
-        if self.prompt is not None and self.prompt.ndim == 2:
-            value = self.prompt.cpu()
-        self.prompt = None
+        if self.prompt is not None:
+            value, self.prompt = self.prompt.cpu(), None
         self.streamer.put(value)
 
     def end(self) -> None:
         self.streamer.end()
 
 
-def _gathered(kwargs: dict, generation_config, rows: list, places: list[torch.Tensor], columns: int) -> dict:
-    """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt."""
+def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor]:
+    """The rows of ids [batch, tokens] or embeddings [batch, tokens, hidden]."""
+    return [row[pad:] for row, pad in zip(states, pads, strict=True)]
+
+
+def _gathered(
+    kwargs: dict, generation_config, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
+) -> dict:
+    """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt's."""
     width = max(map(len, places))
-    states = rows[0].new_zeros(len(rows), width, *rows[0].shape[1:])
-    mask = torch.zeros(len(rows), width, dtype=torch.long, device=states.device)
-    for line, kept, row, own in zip(states, mask, rows, places, strict=True):
-        line[width - len(own) :] = row[own]
-        kept[width - len(own) :] = 1
-    kwargs = {**kwargs, "attention_mask": mask}
-    for name in ("input_ids", "inputs_embeds", "position_ids"):
-        kwargs.pop(name, None)
-    kwargs["input_ids" if states.ndim == 2 else "inputs_embeds"] = states
+    kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+    [*_, last] = prompt.values()
+    for name, states in {**prompt, "attention_mask": last.new_ones(last.shape[:2], dtype=torch.long)}.items():
+        kwargs[name] = states.new_zeros(len(states), width, *states.shape[2:])
+        for line, row, own in zip(kwargs[name], _without_padding(states, pads), places, strict=True):
+            line[width - len(own) :] = row[own]
     for name in ("max_length", "min_length"):  # the caller counts the whole prompt
         stated = getattr(generation_config, name, None) if name not in kwargs else kwargs[name]
         if stated:
-            kwargs[name] = max(stated - (columns - width), 0)
+            kwargs[name] = max(stated - (last.shape[1] - width), 0)
     return kwargs
 
 

@@ -10,13 +10,15 @@ import weakref
 import torch
 from transformers.utils import logging
 
+from .kv_layout import text_config
+
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
 WORTHWHILE = 32  # steps to come, for which a capture pays
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
     *("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
-    *("logits_to_keep", "return_dict", "kwargs"),
+    *("logits_to_keep", "return_dict", "kwargs", "image_sizes"),
 }
 # outputs that a config may ask for beside logits
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -98,11 +100,11 @@ def fits(model: torch.nn.Module, given: dict) -> bool:
     ids, config = given.get("input_ids"), model.config
     if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or waits_for_the_device(config):
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or waits_for_the_device(text_config(config)):
         return False
     if given.get("return_dict") is False or not getattr(config, "return_dict", True):
         return False
-    if any(getattr(config, name, False) for name in OUTPUTS):
+    if any(getattr(part, name, False) for part in (config, text_config(config)) for name in OUTPUTS):
         return False
     return all(name in ARGUMENTS or value is None or value is False for name, value in given.items())
 

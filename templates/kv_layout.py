@@ -129,6 +129,17 @@ class LayerLayout:
         )
 
 
+def setting(config, name: str):
+    """What a transformers config, or the dict of a config.json, has under a name; None where that is nothing."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def text_config(config):
+    """The part of such a config that is of the model with the KV cache: `text_config` where others lie beside it."""
+    part = setting(config, "text_config")
+    return config if part is None or (isinstance(config, dict) and not isinstance(part, dict)) else part
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The layout of a whole model."""
@@ -143,8 +154,7 @@ class KVLayout:
         Raises:
             ValueError: no `kv_surgery` section, an unknown version, or one that contradicts the rest of the config.
         """
-        get = config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
-        section = get("kv_surgery")
+        section, text = setting(config, "kv_surgery"), text_config(config)
         if not isinstance(section, dict):
             raise ValueError("config.json has no kv_surgery section: this code runs converted checkpoints only")
         if section.get("version") != VERSION:
@@ -158,9 +168,9 @@ class KVLayout:
             layers = tuple(_layer(entry, selection, quantisation) for entry in section["layers"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
-        if len(layers) != get("num_hidden_layers"):
-            raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {get('num_hidden_layers')}")
-        heads = get("num_key_value_heads") or get("num_attention_heads")
+        if len(layers) != (depth := setting(text, "num_hidden_layers")):
+            raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
+        heads = setting(text, "num_key_value_heads") or setting(text, "num_attention_heads")
         for index, layer in enumerate(layers):
             if layer.heads != heads:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {heads}")

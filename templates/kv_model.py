@@ -20,7 +20,9 @@ class KVSurgeryModel:
     def __init__(self, config, *args, **kwargs):
         layout = KVLayout.from_config(config)
         super().__init__(config, *args, **kwargs)
-        for decoder_layer, layer in zip(getattr(self, "model", self).layers, layout.layers, strict=True):
+        decoder = self.get_decoder()
+        decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
+        for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
             decoder_layer.self_attn.kv_layout = layer
 
     def _checkpoints_activations(self) -> bool:
@@ -29,6 +31,12 @@ class KVSurgeryModel:
     def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
         # whatever implementation is asked for, only this one knows the heads
         return NAME
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
+        parts = attn_implementation
+        if not isinstance(parts, dict):
+            parts = dict.fromkeys(self.config.sub_configs, parts)
+        super().set_attn_implementation({**parts, "": NAME, "text_config": NAME}, *args, **kwargs)
 
 
 class KVSurgeryGeneration(LongPrompts, KVSurgeryModel):
@@ -89,18 +97,19 @@ def with_kv_cache(forward):
         bound = signature.bind_partial(self, *args, **kwargs)
         given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (given.get(name) for name in ("attention_mask", "past_key_values", "use_cache"))
+        config = self.get_decoder().config
         inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
         if use_cache is None:
-            use_cache = self.config.use_cache and not (self.training and self._checkpoints_activations())
+            use_cache = config.use_cache and not (self.training and self._checkpoints_activations())
         if cache is None and use_cache:
             cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        if self.config._attn_implementation != NAME:
+        if config._attn_implementation != NAME:
             raise ValueError(
-                f"this checkpoint runs with its own attention only, not with {self.config._attn_implementation!r}"
+                f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"
             )
         if cache is not None:
             check_cache(cache)
@@ -126,19 +135,19 @@ def with_kv_cache(forward):
     return wrapper
 
 
-def convert_experts(class_name: str, model_type: str) -> None:
-    """Load a mixture's experts into a class of this checkpoint as into the stock one.
+def convert_weights(class_name: str, stock: str) -> None:
+    """Load weights into a class of this checkpoint as into the stock one, a class or a `model_type`.
 
-    transformers 5 stores experts apart and joins them at load, but not for custom code unless it is registered.
+    transformers 5 renames tensors and joins experts at load, but not for custom code unless it is registered.
     """
     try:
         from transformers.conversion_mapping import (
             get_checkpoint_conversion_mapping,
             register_checkpoint_conversion_mapping,
         )
-    except ImportError:  # transformers 4 keeps them apart
+    except ImportError:  # transformers 4 renames for every class, and keeps experts apart
         return
-    register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(model_type), overwrite=True)
+    register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(stock), overwrite=True)
 
 
 def requested_quantisation(cache_config: dict, config) -> Quantisation:

@@ -6,6 +6,8 @@ every token, say which tokens the question needs; those alone go through the who
 
 from dataclasses import dataclass, replace
 
+from .kv_layout import setting, text_config
+
 STATES = ("q", "k", "v")
 COMPRESSORS = ("h2o", "tova", "streaming")
 
@@ -48,14 +50,14 @@ class Reform:
         Raises:
             ValueError: it is malformed, or contradicts the rest of the config.
         """
-        get = config.get if isinstance(config, dict) else lambda name, default=None: getattr(config, name, default)
-        section = (get("kv_surgery") or {}).get("reform")
+        section = (setting(config, "kv_surgery") or {}).get("reform")
         if section is None:
             return None
         try:
             heads = tuple((layer, state, head) for layer, state, head in section["heads"])
             reform = cls(**{**section, "heads": heads, "query_marker": tuple(section.get("query_marker", ()))})
-            reform.check(get("num_hidden_layers"), get("num_attention_heads"), get("num_key_value_heads"))
+            sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+            reform.check(*(setting(text_config(config), name) for name in sizes))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery.reform of config.json is malformed: {error}") from error
         return reform

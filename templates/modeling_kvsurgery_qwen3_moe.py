@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
 
-from .kv_model import KVSurgeryGeneration, KVSurgeryModel, convert_experts, with_kv_cache
+from .kv_model import KVSurgeryGeneration, KVSurgeryModel, convert_weights, with_kv_cache
 
 if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
     from .kv_append import append
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
     from .kv_reform import Reform
     from .kv_torch import attend
 
-convert_experts("Qwen3MoeModel", "qwen3_moe")
+convert_weights("Qwen3MoeModel", "qwen3_moe")
 
 
 class Qwen3MoeModel(KVSurgeryModel, stock.Qwen3MoeModel):

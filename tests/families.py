@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 SMALL = {
     "vocab_size": 101,
@@ -45,13 +45,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **MOE},
 }
 
+# models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
+IMAGE = 100
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pixtral": (
+        "mistral",
+        {
+            "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 4},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "llava": ("llama-bias", {"vision_config": {**TOWER, "model_type": "clip_vision_model", "patch_size": 4}}),
+    "llava-qwen2-tied": (
+        "qwen2",
+        {
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model", "patch_size": 4},
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+EVERY = [*FAMILIES, *WITH_IMAGES]
+
+
+def config_of(name: str, **overrides: Any) -> Any:
+    """The config of a tiny model; `overrides` are of its text model."""
+    text, beside = WITH_IMAGES.get(name, (name, None))
+    settings = {**SMALL, **FAMILIES[text], **overrides}
+    if beside is None:
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    settings["tie_word_embeddings"] = beside.get("tie_word_embeddings", False)
+    return AutoConfig.for_model("llava", text_config=settings, image_token_index=IMAGE, **beside)
+
 
 def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:
     """A random stock model of a family, in evaluation mode, with biases and norms that are not trivial."""
-    settings = {**SMALL, **FAMILIES[name], **overrides}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    auto = AutoModelForImageTextToText if name in WITH_IMAGES else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = auto.from_config(config_of(name, **overrides)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # large enough that attention is far from uniform and every bias counts

@@ -57,17 +57,19 @@ def reference_logits(
     recent: int,
     tokens: torch.Tensor,
     mask: torch.Tensor | None = None,
+    **images: torch.Tensor,
 ) -> torch.Tensor:
     """Logits of a stock model whose KV head h of layer l keeps everything if full[l][h] and streams otherwise.
 
     Layers with a sliding window of their own keep it.
     """
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
-    for layer, heads in zip(model.model.layers, full, strict=True):
+    decoder = model.get_decoder()
+    before = decoder.config._attn_implementation
+    decoder.config._attn_implementation = NAME
+    for layer, heads in zip(decoder.layers, full, strict=True):
         layer.self_attn.reference = (heads, sink, recent)
     try:
         with torch.no_grad():
-            return model(tokens, attention_mask=mask, use_cache=False).logits
+            return model(tokens, attention_mask=mask, use_cache=False, **images).logits
     finally:
-        model.config._attn_implementation = before
+        decoder.config._attn_implementation = before

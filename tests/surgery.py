@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.convert.convert import convert
 from kvsurgery.decide.policy import Policy
+from kvsurgery.emit.config import auto_class
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
@@ -37,22 +38,25 @@ class Converted:
     folder: Path
     policy: Policy
 
+    @property
+    def auto(self) -> type:
+        """The auto class that loads it with its output layer."""
+        return getattr(transformers, auto_class(read_config(self.folder)))
+
     @cached_property
     def stock(self) -> torch.nn.Module:
         """The original model; eager, since stock SDPA leaves soft caps out."""
-        return AutoModelForCausalLM.from_pretrained(
-            self.source, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        return self.auto.from_pretrained(self.source, dtype=torch.float32, attn_implementation="eager").eval()
 
     @cached_property
     def model(self) -> torch.nn.Module:
         """The emitted model; tests must not change it."""
         return self.load()
 
-    def load(self, auto: type = AutoModelForCausalLM, **options: Any) -> torch.nn.Module:
+    def load(self, auto: type | None = None, **options: Any) -> torch.nn.Module:
         """A fresh emitted model."""
         options = {"dtype": torch.float32, **options}
-        return auto.from_pretrained(self.folder, trust_remote_code=True, **options).eval()
+        return (auto or self.auto).from_pretrained(self.folder, trust_remote_code=True, **options).eval()
 
     @property
     def full(self) -> list[list[bool]]:

@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Mismatch
 from kvsurgery.logits import compare_logits
-from tests.families import FAMILIES
+from tests.families import EVERY
 from tests.surgery import convert_folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_emitted_and_stock_agree(mixed, family):
     report = compare_logits(mixed(family).folder)
     assert report.difference <= report.bound == 1e-5

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvsurgery.errors import CheckpointError, Mismatch, OutputError
 from kvsurgery.revert import revert
-from tests.families import FAMILIES, make
+from tests.families import EVERY, make
 from tests.shards import convert_llama, llama_checkpoint, tree
 from tests.surgery import convert_folder
 
@@ -35,7 +35,7 @@ def checksums(folder: Path) -> dict[str, str]:
     return {name: sha256(content).hexdigest() for name, content in tree(folder).items()}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_file_of_every_family_comes_back(checkpoint, mixed, tmp_path: Path, name: str) -> None:
     assert checksums(mixed(name).folder) != checksums(checkpoint(name))
     revert(mixed(name).folder, tmp_path / "back")

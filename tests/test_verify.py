@@ -8,7 +8,7 @@ import pytest
 from kvsurgery.emit.provenance import Provenance
 from kvsurgery.errors import CheckpointError, Mismatch
 from kvsurgery.verify import verify
-from tests.families import FAMILIES
+from tests.families import EVERY
 from tests.shards import convert_llama, llama_checkpoint, tree
 
 
@@ -36,7 +36,7 @@ def change_provenance(folder: Path, **changes: object) -> None:
     (folder / "kvsurgery.json").write_bytes(record.serialise())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_conversions_of_every_family_are_sound(checkpoint, mixed, name: str) -> None:
     report = verify(mixed(name).folder, checkpoint(name))
     assert report.unrecorded == ()

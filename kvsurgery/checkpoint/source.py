@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvsurgery import resources
 from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 
@@ -60,6 +61,11 @@ class Checkpoint:
         """Every tensor, shard by shard in file order."""
         return (tensor for shard in self.shards for tensor in shard.tensors)
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of the config that is of the model with the KV cache."""
+        return resources.template_module("kv_layout").text_config(self.config)
+
     @cached_property
     def size(self) -> int:
         """Bytes of all shards."""
@@ -68,7 +74,7 @@ class Checkpoint:
     @cached_property
     def tied(self) -> bool:
         """Whether the output layer is the embedding: no lm_head of its own is stored."""
-        return all(tensor.name != "lm_head.weight" for tensor in self.tensors)
+        return not any(tensor.name.endswith("lm_head.weight") for tensor in self.tensors)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

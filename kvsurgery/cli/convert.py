@@ -90,6 +90,7 @@ def convert(
     """
     from kvsurgery import console
     from kvsurgery.cli import report
+    from kvsurgery.emit.config import auto_class
 
     options = _options(memory, context, batch, method=method, **options)
     if out is None and not dry_run:
@@ -115,7 +116,8 @@ def convert(
         report.print_result(result)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
-    loads = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
+    auto = auto_class(json.loads(operation.files["config.json"]))
+    loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"it loads with {loads}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
@@ -180,7 +182,7 @@ def prepare(
         raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
     operation = _open(source, revision, profile, options, weights)
     if operation.fit:
-        _warn(operation.fit, operation.checkpoint.config.get("max_position_embeddings"))
+        _warn(operation.fit, operation.checkpoint.text_config.get("max_position_embeddings"))
     return operation
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvsurgery import __version__, resources
 from kvsurgery.console import size
 from kvsurgery.decide.policy import Policy
+from kvsurgery.emit.config import auto_class
 from kvsurgery.score.profile import HeadProfile
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
@@ -41,11 +42,16 @@ def model_card(
         f"| {name} | {size(before)} | {size(after)} | {after / before:.2f} |"
         for name, before, after in kv_table(config)
     ]
+    auto = auto_class(config)
+    reads_images = auto == "AutoModelForImageTextToText"
     return Template((resources.folder("templates") / "model_card.md").read_text(encoding="utf-8")).substitute(
         front_matter="\n".join(front),
         title=base_model.rsplit("/", 1)[-1],
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
         tool_version=__version__,
+        auto_class=auto,
+        preprocessor="processor" if reads_images else "tokenizer",
+        preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantised(policy.quantisation),
         long_prompts=_long_prompts(policy.reform),
         eligible=policy.eligible,

@@ -11,7 +11,7 @@ from typing import Any
 from kvsurgery import resources
 from kvsurgery.decide.policy import LayerPolicy, Policy
 from kvsurgery.errors import CheckpointError
-from kvsurgery.plan.family import Family
+from kvsurgery.plan.family import Family, text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
@@ -25,11 +25,12 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     family = Family.of(config)
     model = family.dimensions(config)
     result = copy.deepcopy(dict(config))
-    result.update(both_rope_spellings(config))
+    text = text_config(result)
+    text.update(both_rope_spellings(text))
     # a config may leave out what is its class's default; the layout is checked against these
-    result["num_hidden_layers"] = model.layers
-    result["num_attention_heads"] = model.query_heads
-    result["num_key_value_heads"] = model.kv_heads
+    text["num_hidden_layers"] = model.layers
+    text["num_attention_heads"] = model.query_heads
+    text["num_key_value_heads"] = model.kv_heads
     result["auto_map"] = {auto: f"{family.modeling}.{name}" for auto, name in family.classes.items()}
     result["kv_surgery"] = {
         "version": resources.template_module("kv_layout").VERSION,
@@ -40,6 +41,11 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         "layers": [_layer(layer) for layer in policy.layers],
     }
     return result
+
+
+def auto_class(config: Mapping[str, Any]) -> str:
+    """The auto class of transformers that loads a converted checkpoint with its output layer."""
+    return [*config["auto_map"]][-1]
 
 
 def _layer(layer: LayerPolicy) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
-`["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number.
+`["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything.
+
+The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
+its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -23,8 +26,9 @@ from kvsurgery.errors import UnsupportedModel
 MAX_DIMENSION = 1 << 20
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
-LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
-MODEL = re.compile(r"(?:model\.)?(.+)", re.DOTALL)
+LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
+# shared with the emitted code: where a config describes the model with the KV cache
+text_config = resources.template_module("kv_layout").text_config
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class."""
+    """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class.
+
+    `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
+    be of, where it has one inside.
+    """
 
     name: str
     classes: Mapping[str, str]
@@ -62,6 +70,8 @@ class Family:
     optional: Mapping[str, tuple[str, ...]]
     copy_layer: tuple[str, ...]
     copy_model: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    text: tuple[str, ...]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -83,10 +93,8 @@ class Family:
                 f"architectures {architectures} is not supported; a {name} checkpoint must be one of "
                 f"{', '.join(family.classes.values())}"
             )
-        for key, reason in family.refusals.items():
-            if config.get(key):
-                raise UnsupportedModel(f"config.json has {key}: {reason}")
-        return family
+        family._refuse(config)
+        return family._with_text(text_config(config)) if family.text else family
 
     @property
     def modeling(self) -> str:
@@ -99,6 +107,7 @@ class Family:
         Raises:
             UnsupportedModel: a dimension is no sensible number, or query heads do not divide into groups.
         """
+        config = text_config(config)
         layers = self._number(config, "num_hidden_layers")
         query_heads = self._number(config, "num_attention_heads")
         # a null means one KV head per query head, a missing key the family's default
@@ -114,7 +123,7 @@ class Family:
 
     def hidden(self, config: Mapping[str, Any]) -> int:
         """Width of the hidden state."""
-        return self._number(config, "hidden_size")
+        return self._number(text_config(config), "hidden_size")
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Per layer, the model's own sliding window in tokens; None is full attention.
@@ -124,6 +133,7 @@ class Family:
         Raises:
             UnsupportedModel: layers of another kind, or sliding layers without a window.
         """
+        config = text_config(config)
         layers = self._number(config, "num_hidden_layers")
         if self.window is None:
             return (None,) * layers
@@ -144,7 +154,8 @@ class Family:
         Raises:
             UnsupportedModel: the family has no tensor of this name.
         """
-        match = LAYER.fullmatch(tensor)
+        name = next((tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)), tensor)
+        match = LAYER.fullmatch(name)
         if match:
             layer, part = int(match[1]), match[2]
             for shapes in (self.permute, self.optional):
@@ -152,9 +163,28 @@ class Family:
                     return Role(layer, part, shapes[part], required=shapes is self.permute)
             if self._copied_in_layer.fullmatch(part):
                 return Role(layer, part)
-        elif self._copied_in_model.fullmatch(tensor):
-            return Role(None, MODEL.fullmatch(tensor)[1])
+        elif self._copied_in_model.fullmatch(name):
+            return Role(None, name)
         raise UnsupportedModel(f"tensor {tensor!r} is not known in family {self.name}; conversion would be a guess")
+
+    def _refuse(self, config: Mapping[str, Any]) -> None:
+        for key, reason in self.refusals.items():
+            if config.get(key):
+                raise UnsupportedModel(f"config.json has {key}: {reason}")
+
+    def _with_text(self, config: Mapping[str, Any]) -> Family:
+        """This family with all that is known of the heads of its text model, which has this config."""
+        name = config.get("model_type")
+        if name not in self.text:
+            raise UnsupportedModel(
+                f"the text model of a {self.name} must be one of {', '.join(self.text)}; text_config is of {name!r}"
+            )
+        text = _load(name)
+        text._refuse(config)
+        copied = text.copy_model + self.copy_model
+        return replace(
+            text, name=self.name, classes=self.classes, copy_model=copied, prefixes=self.prefixes, text=self.text
+        )
 
     def _sliding_layers(self, config: Mapping[str, Any], layers: int, size: Any) -> list[bool]:
         types = config.get("layer_types") if self.window.get("layer_types") else None
@@ -190,7 +220,7 @@ class Family:
 
     @cached_property
     def _copied_in_model(self) -> re.Pattern[str]:
-        return re.compile(rf"(?:model\.)?(?:{_any_of(self.copy_model).pattern})")
+        return _any_of(self.copy_model)
 
 
 @cache
@@ -203,16 +233,19 @@ def supported() -> tuple[str, ...]:
 def _load(name: str) -> Family:
     path = resources.folder("patches") / f"{name}.toml"
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
+    text = patch.get("text", {})
     return Family(
         name=name,
         classes=patch["classes"],
-        defaults=patch["defaults"],
+        defaults=patch.get("defaults", {}),
         refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
         window=patch.get("windows"),
-        permute=_shapes(patch["permute"]),
+        permute=_shapes(patch.get("permute", {})),
         optional=_shapes(patch.get("permute_if_present", {})),
-        copy_layer=tuple(patch["copy"]["layer"]),
+        copy_layer=tuple(patch["copy"].get("layer", ())),
         copy_model=tuple(patch["copy"]["model"]),
+        prefixes=tuple(text.get("prefixes", ("model.",))),
+        text=tuple(text.get("families", ())),
     )
 
 
@@ -224,4 +257,5 @@ def _shapes(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(name).replace(r"\*", "(?:0|[1-9][0-9]{0,6})") for name in names))
+    patterns = (re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "(?:0|[1-9][0-9]{0,6})") for name in names)
+    return re.compile("|".join(patterns))

@@ -12,7 +12,7 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.plan.family import Family, supported
-from tests.families import FAMILIES
+from tests.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
@@ -36,7 +36,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(TYPES)
+    assert supported() == tuple(sorted([*TYPES, "llava"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -149,6 +149,10 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"model_type": "llava"}, "one of llama, mistral"),
+        ({"model_type": "llava", "text_config": "llama"}, "one of llama, mistral"),
+        ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "text_config is of 'gemma2'"),
+        ({"model_type": "llava", "text_config": {"model_type": "mistral", "layer_types": ["x"]}}, "Ministral"),
     ],
     ids=str,
 )
@@ -157,7 +161,7 @@ def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
         Family.of(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_tensor_that_transformers_saves_has_a_role(checkpoint, name: str) -> None:
     source = Checkpoint.open(checkpoint(name))
     family = Family.of(source.config)
@@ -195,7 +199,28 @@ def test_base_models_save_without_prefix() -> None:
     assert family.role("norm.weight") == family.role("model.norm.weight")
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "part"),
+    [
+        ("language_model.model.layers.1.self_attn.q_proj.weight", 1, "self_attn.q_proj.weight"),
+        ("model.language_model.layers.1.self_attn.q_proj.weight", 1, "self_attn.q_proj.weight"),
+        ("language_model.model.norm.weight", None, "norm.weight"),
+        ("language_model.lm_head.weight", None, "lm_head.weight"),
+        ("lm_head.weight", None, "lm_head.weight"),
+        (
+            "model.vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+            None,
+            "vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+        ),
+        ("multi_modal_projector.linear_1.bias", None, "multi_modal_projector.linear_1.bias"),
+    ],
+)
+def test_a_text_model_inside_another(name: str, layer: int | None, part: str) -> None:
+    role = Family.of({"model_type": "llava", "text_config": {"model_type": "mistral"}}).role(name)
+    assert (role.layer, role.part, role.axis is None) == (layer, part, layer is None)
+
+
 @pytest.mark.parametrize("name", supported())
 def test_emitted_modeling_module_exists(name: str) -> None:
-    modeling = Family.of({"model_type": name}).modeling
+    modeling = Family.of({"model_type": name, "text_config": {"model_type": "llama"}}).modeling
     assert Path(resources.folder("templates"), f"{modeling}.py").is_file()
