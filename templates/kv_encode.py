@@ -191,14 +191,18 @@ class Encoder(ChunkEncoder):
             inputs: input_ids [1, tokens] or inputs_embeds [1, tokens, hidden].
         """
         [(name, whole)] = inputs.items()
-        embeddings = []
-        for part in whole.split(self.reform.chunk, 1):
+        embeddings = None
+        for start in range(0, whole.shape[1], self.reform.chunk):
+            part = whole[:, start : start + self.reform.chunk]
             self.parts = [None] * len(self.reform.heads)
             self.read_chunk(**{name: part})
-            embeddings.append(torch.cat(self.parts, -1))
+            own = torch.cat(self.parts, -1)
+            if embeddings is None:
+                embeddings = own.new_empty(whole.shape[1], own.shape[1])
+            embeddings[start : start + len(own)] = own
             if progress is not None:
                 progress(part.shape[1])
-        return torch.cat(embeddings)
+        return embeddings
 
     def take(self, layer: int, states: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Embed what is wanted."""

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery import hub
 from kvsurgery.checkpoint.source import CONFIG, read_config
@@ -76,7 +77,8 @@ class Subject:
         where = {} if Path(source).is_dir() else {"revision": revision}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **where).to(device).eval()
+            auto = getattr(transformers, [*family.classes][-1])
+            model = auto.from_pretrained(weights, dtype=dtype, **where).to(device).eval()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from error
         return cls(
@@ -92,7 +94,7 @@ class Subject:
     @property
     def max_context(self) -> int:
         """Tokens that the model has positions for."""
-        return self.model.config.max_position_embeddings
+        return self.model.config.get_text_config().max_position_embeddings
 
     @property
     def text(self) -> PreTrainedTokenizerBase:

@@ -1,0 +1,260 @@
+"""Prompts far beyond a model's context: REFORM and other ways to read them, on the bundled model, in one run.
+
+    python benchmarks/recurrent.py --json recurrent.json --plot recurrent.png
+    python benchmarks/recurrent.py --lengths 1024 4096 --samples 5    # a quick look
+
+Every prompt goes through all methods in turns, so that what else the machine does hits all alike; figures are medians.
+Recall is the share of answers with every word right. Seconds are of CPU time on one thread: those to the first word of
+the answer, its last pass through the model among them, and those of every further one. Memory is the most that tensors
+hold at a time, weights and the prompt aside, of a prompt of its own; and, at the greatest length, what the
+high-water mark of a process that does nothing else rises by.
+
+REFORM's heads are ranked by where the recall task's facts end up, on prompts of their own. The best ones of this model
+are in layer 0, where a state says no more than its token and no layer runs while the prompt is read. So the best of the
+other layers are shown too, the worst, and random ones. What has to hold comes last, and whether it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from budgets import HERE, load_task
+from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
+from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
+from synthetic import emitted
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from kvsurgery import console
+from kvsurgery.memory import peak_memory
+from kvsurgery.score.recurrence import Recurrence
+from kvsurgery.score.reform import Sample, embedding_ranking
+from kvsurgery.score.subject import Subject
+from templates.kv_encode import Encoder
+from templates.kv_layout import KVLayout
+from templates.kv_reform import Reform
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SETTINGS = Reform((), chunk=256, encode_budget=128, window=32, keep=16, pool=33, recompute_budget=384, query_length=2)
+LONG = 8192  # tokens
+RANKED = 1024  # tokens of the prompts that heads are ranked by
+SEED = 1234
+NEW = 8  # tokens that are generated; the answer is the first of them
+
+
+@dataclass
+class Figures:
+    """What was measured of one method at one length."""
+
+    exact: list[bool] = field(default_factory=list)
+    words: list[float] = field(default_factory=list)  # shares of the answer's
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    forward: list[float] = field(default_factory=list)  # those of the pass that it comes from
+    token: list[float] = field(default_factory=list)  # seconds of every further one
+    peak: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """What a row of the results says: means of recall, medians of seconds."""
+        recall = {name: statistics.fmean(getattr(self, name)) for name in ("exact", "words")}
+        seconds = {f"{name}_s": statistics.median(getattr(self, name)) for name in ("first", "forward", "token")}
+        return {"samples": len(self.exact), **recall, **seconds, "new_tokens": NEW, "peak_bytes": self.peak}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self._held() > self.peak:
+            # some are gone by now
+            self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+            self.peak = max(self.peak, self._held())
+        return result
+
+    def _held(self) -> int:
+        return sum(size for _, size in self.storages.values())
+
+
+@cache
+def recall_model() -> PreTrainedModel:
+    """The bundled model, converted with every head full."""
+    stock = LlamaForCausalLM.from_pretrained(HERE / "model", dtype=torch.float32)
+    return emitted(stock, stock.config.num_key_value_heads)
+
+
+@torch.no_grad()
+def answer(method: Method, prompt: torch.Tensor, figures: Figures | None = None) -> list[int]:
+    """Read a prompt [1, tokens] and go on greedily."""
+    begin = time.process_time()
+    session, token = method.read(recall_model(), prompt, NEW)
+    ends, answered = [time.process_time()], []
+    for _ in range(NEW):
+        token = session.next(token)
+        answered.append(int(token))
+        ends.append(time.process_time())
+    if figures is not None:
+        figures.first.append(ends[1] - begin)
+        figures.forward.append(ends[1] - ends[0])
+        figures.token += np.diff(ends[1:]).tolist()
+    return answered
+
+
+def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
+    """All embedding heads of the bundled model, the best at the recall task first."""
+    task, samples = load_task(), []
+    for tokens in task.prompts(SEED + 1, count, length).tokens:
+        start = int((tokens[:-1] == tokens[-1]).nonzero()[0]) - 1  # of the fact whose key is asked for
+        context, question = range(length - SETTINGS.query_length), range(length - SETTINGS.query_length, length)
+        samples.append(Sample(tokens.numpy(), context, question, (range(start, start + task.FACT),)))
+    recurrence = Recurrence(SETTINGS.chunk, SETTINGS.encode_budget, SETTINGS.keep, SETTINGS.window)
+    profile = embedding_ranking(Subject.load(str(HERE / "model")), {"pattern": samples}, recurrence=recurrence)
+    return [(head.layer, head.state, head.head) for head in profile.ranking.best("pattern")]
+
+
+def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
+    """All that are compared, by budget alike; H2O also with no more than REFORM keeps while it reads."""
+    rng, higher = np.random.default_rng(SEED), [head for head in ranked if head[0]]
+    random = {f"{RANDOM} {draw + 1}": rng.permutation(len(ranked))[:4] for draw in range(draws)}
+    heads = {
+        OURS: ranked[:4],
+        ABOVE: higher[:4],
+        WORST: ranked[-4:],
+        **{name: [ranked[place] for place in places] for name, places in random.items()},
+    }
+    return [
+        Full(),
+        Truncation(SETTINGS),
+        Recurrent(replace(SETTINGS, compressor="streaming"), "StreamingLLM"),
+        Recurrent(SETTINGS, "H2O"),
+        Recurrent(replace(SETTINGS, recompute_budget=SETTINGS.encode_budget), "H2O, encode budget"),
+        Recurrent(replace(SETTINGS, compressor="tova"), "TOVA"),
+        Recurrent(SETTINGS, "InfiniPot", InfiniPot),
+        Recurrent(SETTINGS, "InfLLM-like blocks", InfLLM),
+        BM25(SETTINGS),
+        *(Gathered(replace(SETTINGS, heads=tuple(own)), name) for name, own in heads.items()),
+    ]
+
+
+def suitable(compared: list[Method], length: int) -> list[Method]:
+    """Those that can read so long a prompt: the model has positions for it, or the method does without."""
+    longest = recall_model().config.max_position_embeddings
+    return [method for method in compared if length <= longest or not isinstance(method, Full)]
+
+
+def measure(
+    compared: list[Method], length: int, samples: int, fewer: int, progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    """Let all methods answer the same prompts of a length, in turns; a row of figures each.
+
+    Args:
+        samples, fewer: prompts for methods that something is claimed of, and for the others.
+        progress: is told after every prompt how many are done, of how many.
+    """
+    figures = {method.name: Figures() for method in compared}
+    questions = load_task().prompts(SEED, samples + 1, length)
+    for number, (prompt, expected) in enumerate(zip(*questions, strict=True)):
+        first = number % len(compared)
+        for method in compared[first:] + compared[:first]:
+            own = figures[method.name]
+            if number == 0:  # warms up, and shows the memory
+                with LiveBytes() as live:
+                    answer(method, prompt[None])
+                own.peak = live.peak
+            elif number <= fewer or claimed(method.name):
+                right = torch.tensor(answer(method, prompt[None], own)[: len(expected)]) == expected
+                own.exact.append(bool(right.all()))
+                own.words.append(right.float().mean().item())
+        progress(number, samples)
+    return [{"method": name, "tokens": length, **own.summary()} for name, own in figures.items()]
+
+
+def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
+    """Bytes that reading a prompt with REFORM has left: counted, and by the formula."""
+    model, settings = recall_model(), method.settings
+    encoder = Encoder(model.model, KVLayout.from_config(model.config), settings)
+    embeddings = encoder.read(input_ids=load_task().prompts(SEED, 1, length).tokens)
+    layers = [layer for layer in encoder.cache.layers if layer.is_initialized]
+    states = [embeddings, *(part for layer in layers for part in (layer.keys, layer.values))]
+    predicted = settings.encode_bytes(length, model.config.num_key_value_heads, model.config.head_dim, 4)
+    return sum(part.untyped_storage().nbytes() for part in states if part.numel()), predicted
+
+
+def process_bytes(compared: list[Method], length: int) -> list[int]:
+    """By how much each method's prompt raises the high-water mark of a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        idle, *peaks = pool.map(process_peak, [None, *compared], [length] * (len(compared) + 1))
+    return [peak - idle for peak in peaks]
+
+
+def process_peak(method: Method | None, length: int) -> int:
+    """High-water mark of this process after one prompt; None: before any."""
+    torch.set_num_threads(1)
+    recall_model()
+    prompt = load_task().prompts(SEED, 1, length).tokens
+    if method is not None:
+        answer(method, prompt)
+    return peak_memory()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
+    parser.add_argument("--samples", type=int, default=20, help="prompts of each length")
+    parser.add_argument(
+        "--long-samples", type=int, default=5, help=f"of above {LONG:,} tokens, for what nothing is claimed of"
+    )
+    parser.add_argument("--draws", type=int, default=3, help="of random heads")
+    parser.add_argument("--ranking-samples", type=int, default=32, help="prompts that heads are ranked by")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--plot", type=Path, help="write a picture to this file too")
+    arguments = parser.parse_args()
+    if min(arguments.lengths) <= SETTINGS.recompute_budget:
+        parser.error(f"--lengths must be above {SETTINGS.recompute_budget}, the tokens that all of them keep")
+    torch.set_num_threads(1)
+    compared, results = methods(ranked_heads(arguments.ranking_samples, RANKED), arguments.draws), []
+    for length in sorted(arguments.lengths):
+        here = suitable(compared, length)
+        fewer = arguments.samples if length <= LONG else min(arguments.samples, arguments.long_samples)
+        with console.step_progress(f"{length:,} tokens") as advance:
+            results += measure(here, length, arguments.samples, fewer, advance)
+    for row, peak in zip(results[-len(here) :], process_bytes(here, length), strict=True):
+        row["process_bytes"] = peak
+    held = {method.name: held_bytes(method, length) for method in compared if isinstance(method, Gathered)}
+    claims = verdicts(results, held)
+    show(results, claims)
+    if arguments.plot:
+        plot(results, arguments.plot)
+    if arguments.json:
+        facts = {"seed": SEED, "settings": asdict(SETTINGS), "ranking_samples": arguments.ranking_samples}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        heads = {method.name: method.settings.heads for method in compared if isinstance(method, Gathered)}
+        found = {"heads": heads, "held_bytes": held, "claims": [asdict(claim) for claim in claims], "results": results}
+        arguments.json.write_text(json.dumps({**facts, **versions, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

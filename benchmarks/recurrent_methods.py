@@ -1,0 +1,276 @@
+"""Ways to answer a question about a prompt that is longer than what a model may look at, all in the same few lines.
+
+A method reads a prompt and returns a `Session`, and the tokens that it has yet to see. Methods that choose tokens of
+the prompt go on with the model's own cache; recurrent ones with what their layers keep from chunk to chunk. All run the
+same emitted model and its attention. `Reform` holds everybody's settings:
+
+- whoever answers from a cache, or from chosen tokens, has `recompute_budget` of them;
+- recurrent methods read `chunk` tokens at once. What follows a chunk sees what is kept of it; the answer is all kept;
+- `keep` first and last tokens always stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from templates.kv_budget import attention_received
+from templates.kv_cache import KVSurgeryCache
+from templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, best_places
+from templates.kv_gather import gather, similarity
+from templates.kv_layout import KVLayout
+from templates.kv_reform import Reform
+
+EVERYTHING = 2**62  # tokens
+
+
+class Session(Protocol):
+    """An answer being generated."""
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The most likely token [1, 1] after these [1, tokens], which follow what was read."""
+
+
+class Method(Protocol):
+    """A way to read long prompts."""
+
+    name: str
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        """Read a prompt [1, tokens], before so many new ones; returns the session and what to give it first."""
+
+
+class Plain:
+    """The model with its own cache."""
+
+    def __init__(self, model: PreTrainedModel, capacity: int):
+        self.model, self.cache = model, KVSurgeryCache(model.config, capacity)
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, past_key_values=self.cache, logits_to_keep=1).logits.argmax(-1)
+
+
+@dataclass(frozen=True)
+class Full:
+    """All of the prompt."""
+
+    name: str = "full attention"
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        return Plain(model, prompt.shape[1] + new), prompt
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The first few tokens of the prompt and its last ones."""
+
+    settings: Reform
+    name: str = "truncation"
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        keep, budget = self.settings.keep, self.settings.recompute_budget
+        kept = torch.cat([prompt[:, :keep], prompt[:, keep:][:, keep - budget :]], 1)
+        return Plain(model, budget + new), kept
+
+
+@dataclass(frozen=True)
+class BM25:
+    """The parts of the prompt that a retriever finds by the question's words, and its end (Robertson et al. 1994).
+
+    A part has 128 tokens, a word is a token; as many parts as fit beside the first and last tokens.
+    """
+
+    settings: Reform
+    part: int = 128
+    name: str = "BM25 retrieval"
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        import bm25s  # of all methods, this alone needs it
+
+        keep, words = self.settings.keep, list(map(str, prompt[0].tolist()))
+        budget, question = min(self.settings.recompute_budget, len(words)), len(words) - self.settings.query_length
+        starts = range(0, len(words), self.part)
+        retriever = bm25s.BM25()
+        retriever.index([words[start : start + self.part] for start in starts], show_progress=False)
+        scores = torch.from_numpy(retriever.get_scores(words[question:]))[: question // self.part]  # whole parts
+        chosen = torch.zeros(len(words), dtype=torch.bool)
+        chosen[:keep] = chosen[len(words) - keep :] = True
+        for index in scores.topk(min((budget - 2 * keep) // self.part, len(scores))).indices.tolist():
+            chosen[starts[index] :][: self.part] = True
+        rest = (~chosen).nonzero()[:, 0]
+        chosen[rest[len(rest) - (budget - int(chosen.sum())) :]] = True  # the end takes what is left
+        return Plain(model, budget + new), prompt[:, chosen]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """REFORM (Song et al. 2025), as `generate` of a converted checkpoint does it."""
+
+    settings: Reform
+    name: str = "REFORM"
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        embeddings = Encoder(model.model, KVLayout.from_config(model.config), self.settings).read(input_ids=prompt)
+        question = prompt.shape[1] - self.settings.query_length
+        places = gather(similarity(embeddings, embeddings[question:]), question, self.settings)
+        return Plain(model, len(places) + new), prompt[:, places]
+
+
+class Reader(ChunkEncoder):
+    """Reads with all layers, and answers from what they keep."""
+
+    def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
+        super().__init__(model.model, KVLayout.from_config(model.config), settings)
+        self.head, self.budget, self.capacity = model.lm_head, settings.recompute_budget, capacity
+
+    def forward(self, tokens: torch.Tensor, budget: int = EVERYTHING) -> torch.Tensor:
+        """Hidden states [1, tokens, hidden]; then so many tokens are kept."""
+        self.reform = replace(self.reform, encode_budget=budget)
+        return self.read_chunk(input_ids=tokens).last_hidden_state
+
+    def compress(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The same of a part of the prompt, of which the budget is kept."""
+        return self.forward(tokens, self.budget)
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.forward(tokens) if tokens.shape[1] == 1 else self.compress(tokens)
+        return self.head(hidden[:, -1:]).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """StreamingLLM (Xiao et al. 2023), H2O (Zhang et al. 2023) and TOVA (Oren et al. 2024), by `settings.compressor`.
+
+    H2O's scores are those of the last `window` queries of a chunk, as when REFORM reads.
+    """
+
+    settings: Reform
+    name: str
+    reader: type[Reader] = Reader
+
+    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+        reader = self.reader(model, self.settings, prompt.shape[1] + new)
+        *parts, last = prompt.split(self.settings.chunk, 1)
+        for part in parts:
+            reader.compress(part)
+        return reader, last
+
+
+class DistillingLayer(EncodingLayer):
+    """A layer that keeps what surprised the model, and what a catalyst prompt attends to."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.novelty = key_states.new_zeros(key_states.shape[1], 0)  # [kv_heads, kept]
+
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, options: dict) -> torch.Tensor:
+        reform, scaling = self.encoder.reform, options["scaling"] or keys.shape[-1] ** -0.5
+        novelty = torch.cat([self.novelty, self.encoder.surprise.expand(keys.shape[1], -1)], 1)
+        received = attention_received(query, keys, keys.new_zeros(1, 1, 1), scaling, options["softcap"])[0]
+        received = received[:, : novelty.shape[1]].clone()  # the catalyst itself goes
+        received.scatter_(1, novelty.topk(reform.encode_budget // 2, -1).indices, float("inf"))
+        chosen = best_places(received, reform.encode_budget, reform.keep)
+        self.novelty = novelty.gather(1, chosen)
+        return chosen
+
+
+class InfiniPot(Reader):
+    """After every chunk a catalyst prompt asks what may be needed (Kim et al. 2024); here the word that questions open
+    with. Half of the budget goes to tokens by their negative log-likelihood, the rest by the catalyst's attention."""
+
+    layer = DistillingLayer
+    catalyst = 5  # task.RECALL
+
+    def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
+        super().__init__(model, settings, capacity)
+        self.surprise, self.expected = torch.zeros(0), None  # of what no layer has chosen from, and of the next token
+
+    def compress(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.forward(tokens)
+        logits = self.head(hidden)
+        before = logits[:, :1] if self.expected is None else self.expected
+        loss = F.cross_entropy(torch.cat([before, logits[:, :-1]], 1)[0], tokens[0], reduction="none")
+        self.surprise, self.expected = torch.cat([self.surprise, loss]), logits[:, -1:]
+        if self.past > self.budget:
+            self.forward(torch.full_like(tokens[:, :1], self.catalyst), self.budget)
+            self.surprise = self.surprise[:0]
+        return hidden
+
+
+class BlockLayer(EncodingLayer):
+    """A layer that keeps all states, and lets a chunk see the first, the latest and a few blocks of them.
+
+    A block is known by the keys of its tokens that the queries after them, in their chunk, ask for most.
+    """
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        shape = (*key_states.shape[:2], self.encoder.capacity, key_states.shape[3])
+        self.keys, self.values = key_states.new_empty(shape), key_states.new_empty(shape)
+        self.asked = key_states.new_empty(shape[2])  # by later queries
+        self.leading = key_states.new_empty(shape[1], 0, shape[3])  # [kv_heads, blocks, head_dim], sums of keys
+        self.is_initialized = True
+
+    def attend(self, query, keys, values, path, options) -> torch.Tensor:
+        past, tokens, seen = self.encoder.past, query.shape[2], self.encoder.seen
+        own = self.encoder.rotation.at(past, tokens)
+        stop = seen + tokens
+        plain_keys = own.turn_back(keys)
+        plain_query = own.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)  # [1, kv_heads, tokens, head_dim]
+        self.keys[:, :, seen:stop], self.values[:, :, seen:stop] = plain_keys, values
+        following = plain_query.flip(2).cumsum(2).flip(2) - plain_query
+        self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / torch.arange(tokens, 0, -1)
+        places = self.places(plain_query.mean(2)[0])
+        before = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
+        return path.causal(
+            query, torch.cat([before, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, options
+        )
+
+    def places(self, query: torch.Tensor) -> torch.Tensor:
+        """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim]."""
+        encoder, first = self.encoder, self.encoder.reform.keep
+        size, blocks = encoder.size, encoder.blocks
+        for block in range(self.leading.shape[1], blocks):
+            start = first + block * size
+            best = start + self.asked[start : start + size].topk(encoder.leaders).indices
+            self.leading = torch.cat([self.leading, self.keys[0, :, best].sum(1, keepdim=True)], 1)
+        chosen = torch.zeros(encoder.seen, dtype=torch.bool)
+        chosen[:first] = chosen[first + blocks * size :] = True
+        score = (self.leading * query[:, None]).sum((0, 2))
+        for block in score.topk(min(blocks, encoder.chosen)).indices.tolist():
+            chosen[first + block * size :][:size] = True
+        return chosen.nonzero()[:, 0]
+
+
+class InfLLM(Reader):
+    """Retrieves blocks of a full cache for every chunk (Xiao et al. 2024), but with contiguous positions.
+
+    First tokens, chosen blocks and the latest tokens take the budget together; the question is a chunk of its own.
+    """
+
+    layer = BlockLayer
+    size, leaders, latest = 32, 4, 48  # tokens of a block, those it is known by, and the least of the latest
+
+    def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
+        super().__init__(model, settings, capacity)
+        self.seen = 0
+        self.chosen = (self.budget - settings.keep - self.latest - self.size + 1) // self.size
+
+    def forward(self, tokens: torch.Tensor, budget: int = EVERYTHING) -> torch.Tensor:
+        self.blocks = max(self.seen - self.reform.keep - self.latest, 0) // self.size
+        self.past = self.seen - max(self.blocks - self.chosen, 0) * self.size
+        hidden = super().forward(tokens)
+        self.seen += tokens.shape[1]
+        return hidden
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        question = self.reform.query_length
+        if tokens.shape[1] > question:
+            self.forward(tokens[:, :-question])
+        return super().next(tokens[:, -question:])
