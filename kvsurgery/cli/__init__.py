@@ -17,7 +17,7 @@ COMMANDS = {
     "convert": ("convert", "Rewrite a checkpoint after a head profile."),
     "fit": ("fit", "Find the least harmful policy that fits a memory."),
     "inspect": ("inspect", "Say what a checkpoint is and whether it can be converted."),
-    "profile": ("profile", "Import, show, compare and merge head profiles."),
+    "profile": ("profile", "Measure, import, show, compare and merge head profiles."),
     "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
     "revert": ("revert", "Give the original checkpoint back, byte for byte."),
     "verify": ("verify", "Check a converted checkpoint against its provenance."),

@@ -1,4 +1,4 @@
-"""Head profiles for people, as pictures: layers across, heads down."""
+"""Head profiles for people, as pictures: layers across, heads down; and how their gates were trained."""
 
 from __future__ import annotations
 
@@ -77,6 +77,33 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     image = _map(apart, comparison.difference, *heads_are, cmap="RdBu_r", vmin=-most, vmax=most)
     apart.set_title("B − A", fontsize="medium")
     figure.colorbar(image, ax=apart, label=comparison.unit, pad=0.02)
+    save_figure(figure, path)
+
+
+def plot_training(history: np.ndarray, path: str | Path) -> None:
+    """Write the losses of a training of gates, and below them the gates, over the steps.
+
+    Args:
+        history: [steps, 4], as `train_gates` returns it.
+
+    Raises:
+        KVSurgeryError: matplotlib is not installed.
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    loss, data_loss, mean_gate, sparsity = history.T
+    steps = np.arange(1, len(history) + 1)
+    figure = new_figure(9, 5)
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.plot(steps, loss, color=BLUES[2], lw=1, label="loss")
+    above.plot(steps, data_loss, color=BLUES[1], lw=1, label="without the mean gate")
+    below.plot(steps, mean_gate, color=BLUES[2], lw=1, label="mean gate")
+    below.plot(steps, sparsity, color=BLUES[1], lw=1, label="gates under 0.5")
+    above.set_ylim(bottom=0)
+    below.set_ylim(-0.02, 1.02)
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     save_figure(figure, path)
 
 

@@ -7,7 +7,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.score.comparison import compare
 from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.picture import BLUES, plot, plot_comparison
+from kvsurgery.score.picture import BLUES, plot, plot_comparison, plot_training
 from kvsurgery.score.profile import HeadProfile
 
 image = pytest.importorskip("matplotlib.image")
@@ -137,3 +137,21 @@ class TestPlotComparison:
         alike = kv(np.zeros((2, 2)))
         plot_comparison(compare(alike, alike), tmp_path / "heads.png")
         assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestPlotTraining:
+    def test_losses_above_gates(self, tmp_path):
+        falling, rising = np.linspace(1, 0.1, 50), np.linspace(0, 0.9, 50)
+        plot_training(np.stack([falling, falling / 2, falling, rising], 1), tmp_path / "curve.png")
+        picture = np.rint(image.imread(tmp_path / "curve.png")[..., :3] * 255)
+        picture = picture[:, : picture.shape[1] // 2]  # the legends are at the right
+        # the loss and the mean gate fall; the share of small gates, in the lower half, rises
+        for colour, lower, rises in ((BLUES[2], False, False), (BLUES[2], True, False), (BLUES[1], True, True)):
+            half = picture[int(0.55 * len(picture)) :] if lower else picture[: int(0.4 * len(picture))]
+            line = np.argwhere(np.abs(half - [int(colour[at : at + 2], 16) for at in (1, 3, 5)]).max(-1) < 10)
+            start, end = (line[line[:, 1] == edge, 0].mean() for edge in (line[:, 1].min(), line[:, 1].max()))
+            assert (end < start - 20) if rises else (end > start + 20)
+
+    def test_a_single_step(self, tmp_path):
+        plot_training(np.ones((1, 4)), tmp_path / "curve.png")
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

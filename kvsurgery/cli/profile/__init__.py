@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvsurgery.cli.profile.compare import compare
+from kvsurgery.cli.profile.compute import compute
 from kvsurgery.cli.profile.importing import import_group
 from kvsurgery.cli.profile.merge import merge
 from kvsurgery.cli.profile.show import show
@@ -12,13 +13,14 @@ from kvsurgery.cli.profile.show import show
 
 @click.group()
 def profile() -> None:
-    """Import, show, compare and merge head profiles: measured scores, one per attention head of a model.
+    """Measure, import, show, compare and merge head profiles: scores, one per attention head of a model.
 
     \b
+    kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
     kvsurgery profile import duo ./Llama-3-8B-Instruct-Gradient-1048k --model ./llama3 -o duo.safetensors
     kvsurgery profile show duo.safetensors
     """
 
 
-for command in (compare, import_group, merge, show):
+for command in (compare, compute, import_group, merge, show):
     profile.add_command(command)

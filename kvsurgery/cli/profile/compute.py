@@ -1,0 +1,235 @@
+"""`kvsurgery profile compute`: measure the heads of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from kvsurgery.cli.options import Tokens
+
+if TYPE_CHECKING:
+    from kvsurgery.score.passkeys import Passkeys
+    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.score.prompts import Contexts
+    from kvsurgery.score.ranks import Ranks
+    from kvsurgery.score.subject import Subject
+
+PASSKEYS = ("min_context", "max_context", "passkeys", "passkey_tokens")
+GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
+NEEDLES = ("needles", "lengths", "depths")
+TEXTS = 8  # of generated text, how many contexts are drawn from
+SHARED = ("duo", "attention")  # methods whose work processes share
+# the options that a method has, beside those of all
+OPTIONS = {
+    "duo": (*GATES, *PASSKEYS),
+    "attention": ("samples", *PASSKEYS),
+    "headkv-r": NEEDLES,
+    "headkv-er": NEEDLES,
+    "headkv-r2": NEEDLES,
+    "reform": ("samples", "context", "chunk"),
+}
+
+
+class Several(click.ParamType):
+    """Numbers with commas between them."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType):
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+@click.command()
+@click.argument("source", metavar="MODEL")
+@click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="What is measured.")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--text", help="Text to hide things in: a file, or the Hub id of a dataset.  [default: generated]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--device", help="Where the model runs.  [default: cuda where there is one]")
+@click.option("--dtype", default="auto", show_default=True, help="Of the weights; auto is the checkpoint's.")
+@click.option(
+    "--min-context", type=Tokens(), default="1000", show_default=True, help="duo, attention: shortest prompt."
+)
+@click.option(
+    "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: 32000, or the model's maximum]"
+)
+@click.option(
+    "--passkeys", type=int, default=10, show_default=True, help="duo, attention: passkeys hidden in a prompt."
+)
+@click.option(
+    "--passkey-tokens", type=int, default=32, show_default=True, help="duo, attention: random tokens of each."
+)
+@click.option(
+    "--loss",
+    type=click.Choice(["distill", "lm"]),
+    default="distill",
+    show_default=True,
+    help="duo: last hidden states against the full model's; or next-token prediction over the text, the ablation.",
+)
+@click.option("--steps", type=int, default=2000, show_default=True, help="duo: of training.")
+@click.option("--lr", type=float, default=0.02, show_default=True, help="duo: peak learning rate.")
+@click.option("--reg", type=float, default=0.05, show_default=True, help="duo: weight of the mean gate.")
+@click.option("--sink", type=int, default=64, show_default=True, help="duo: first tokens that streaming sees.")
+@click.option("--recent", type=int, default=256, show_default=True, help="duo: latest tokens that streaming sees.")
+@click.option("--batch", type=int, default=1, show_default=True, help="duo: prompts a step, over all processes.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: where to keep the training's state.")
+@click.option("--resume", is_flag=True, help="duo: go on from --checkpoint.")
+@click.option("--curve", type=click.Path(path_type=Path), help="duo: write loss and gates over the steps as a PNG.")
+@click.option("--needles", type=click.Path(path_type=Path), help="headkv: your own, a JSONL file.  [default: ours]")
+@click.option("--lengths", type=Several(Tokens()), help="headkv: of prompts.  [default: five, up to 32000]")
+@click.option("--depths", type=Several(click.FLOAT), help="headkv: of needles, 0 to 1.  [default: ten]")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=50, show_default=True, help="attention, reform: so many."
+)
+@click.option("--context", type=Tokens(), default="8K", show_default=True, help="reform: tokens of a sample.")
+@click.option("--chunk", type=Tokens(), help="reform: tokens read at once.  [default: 2048]")
+@click.pass_context
+def compute(
+    ctx: click.Context,
+    source: str,
+    method: str,
+    out: Path,
+    revision: str | None,
+    device: str | None,
+    dtype: str,
+    **options: Any,
+) -> None:
+    """Measure the heads of MODEL, a folder or a Hub id, original or converted.
+
+    \b
+    duo        DuoAttention's gates, trained to recall passkeys with as few full heads as possible
+    attention  what a head attends to while passkeys are recalled, no training
+    headkv-*   what comes through a head from a needle that the model copies (r, er) or reasons about (r2)
+    reform     which heads' states find the tokens that a question needs
+
+    duo and attention share their prompts among the processes that `torchrun` or `accelerate launch` starts.
+
+    \b
+    kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
+    kvsurgery profile compute ./llama3 --method headkv-r2 --text book.txt -o r2.safetensors
+    torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method duo --batch 8 -o duo.safetensors
+    """
+    for name in options:
+        foreign = any(name in names for names in OPTIONS.values()) and name not in OPTIONS[method]
+        if foreign and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --method {method}; leave it out")
+    if options["resume"] and options["checkpoint"] is None:
+        raise click.UsageError("--resume goes on from --checkpoint; name it")
+
+    from kvsurgery import console
+    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.score.profile import check_output
+    from kvsurgery.score.ranks import started_ranks
+
+    check_output(out)
+    with started_ranks(device) as ranks:
+        if ranks.world > 1 and method not in SHARED:
+            raise click.UsageError(f"--method {method} runs in one process; start it without a launcher")
+        subject = ranks.load(source, revision, dtype=dtype)
+        measure = {"duo": _duo, "attention": _attention, "reform": _reform}.get(method, _headkv)
+        with console.step_progress(f"measuring {method}") as advance:
+            profile = measure(subject, method, ranks, advance, options)
+        if ranks.rank == 0:
+            save(profile, out)
+
+
+def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+    from kvsurgery import console
+    from kvsurgery.score.picture import plot_training
+    from kvsurgery.score.prompts import Passages
+    from kvsurgery.score.training import GateOptions, Progress, train_gates
+
+    gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
+    contexts = _contexts(subject, options)
+    if gates.loss == "lm":
+        prompts = Passages(contexts, contexts.read(options["text"], subject.text))
+    else:
+        prompts = _passkeys(subject, options)
+
+    def progress(step: Progress) -> None:
+        advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
+
+    profile, history = train_gates(
+        subject,
+        prompts,
+        gates,
+        data=prompts.facts,
+        checkpoint=options["checkpoint"],
+        resume=options["resume"],
+        progress=progress,
+        ranks=ranks,
+    )
+    if options["curve"] and ranks.rank == 0:
+        plot_training(history, options["curve"])
+        console.stderr.print(f"wrote {options['curve']}", markup=False)
+    return profile
+
+
+def _attention(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+    from kvsurgery.score.attention import attention_profile
+
+    prompts = _passkeys(subject, options)
+    return attention_profile(subject, prompts, options["samples"], data=prompts.facts, progress=advance, ranks=ranks)
+
+
+def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+    from kvsurgery.score.haystack import Haystack
+    from kvsurgery.score.needles import read_needles
+    from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
+
+    lengths = options["lengths"] or default_lengths(subject.max_context)
+    return retrieval_scores(
+        subject,
+        Haystack.read(options["text"], subject.text, max(lengths), options["seed"]),
+        read_needles(options["needles"]) if options["needles"] else None,
+        method=method,
+        lengths=lengths,
+        depths=options["depths"] or DEPTHS,
+        seed=options["seed"],
+        progress=lambda done, of, right: advance(done, of, f"{right} right"),
+    )
+
+
+def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+    from dataclasses import replace
+
+    from kvsurgery.score.haystack import Haystack
+    from kvsurgery.score.reform import PAPER, embedding_ranking
+    from kvsurgery.score.reform_tasks import key_value_samples, multihop_samples
+
+    several = TEXTS if options["text"] is None else 1
+    haystack = Haystack.read(options["text"], subject.text, several * options["context"], options["seed"])
+    drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
+    return embedding_ranking(
+        subject,
+        {
+            "pattern": key_value_samples(subject.text, haystack, **drawn),
+            "multihop": multihop_samples(subject.text, haystack, **drawn),
+        },
+        recurrence=replace(PAPER, chunk=options["chunk"]) if options["chunk"] else PAPER,
+        data={"text": haystack.name, "seed": options["seed"]},
+        progress=advance,
+    )
+
+
+def _contexts(subject: Subject, options: dict) -> Contexts:
+    from kvsurgery.score.prompts import Contexts
+
+    return Contexts.of(subject, options["min_context"], options["max_context"], options["seed"])
+
+
+def _passkeys(subject: Subject, options: dict) -> Passkeys:
+    from kvsurgery.score.passkeys import Passkeys
+
+    drawn = {"count": options["passkeys"], "size": options["passkey_tokens"]}
+    return Passkeys.of(subject, _contexts(subject, options), options["text"], **drawn)

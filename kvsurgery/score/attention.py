@@ -1,0 +1,104 @@
+"""Attention scores: how much a head looks at a passkey while the passkey is recalled.
+
+DuoAttention's attention-based ablation (Xiao et al. 2024, section 3.4). Cheap, since it takes forward passes only, but
+it sees neither what a head's values do to the output nor what other heads make up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsurgery import __version__
+from kvsurgery.errors import ProfileError
+from kvsurgery.score import blockwise
+from kvsurgery.score.gates import gated_layers
+from kvsurgery.score.interception import attention_weights, intercepted
+from kvsurgery.score.profile import HeadProfile
+from kvsurgery.score.ranks import Ranks
+from kvsurgery.score.subject import Subject
+
+# (step, place) -> tokens int64, targets bool and passkeys int64, all [batch, tokens], as `PasskeyPrompt` has them
+Recalls = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def attention_profile(
+    subject: Subject,
+    prompts: Recalls,
+    count: int = 50,
+    *,
+    data: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+) -> HeadProfile:
+    """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
+
+    Taken at the tokens from which the passkey's are predicted, as the mean over them, over the query heads of a group
+    and over prompts. Layers with a window of their own score 0.
+
+    Args:
+        prompts: called for the numbers 0 to count - 1, at place 0 of each.
+        data: what the prompts are, for the provenance.
+        progress: called after every prompt with prompts done and all, in the first process.
+        ranks: the processes that share the prompts.
+
+    Raises:
+        ProfileError: a prompt recalls nothing, or the prompts cannot be dealt evenly.
+        UnsupportedModel: no layer has full attention.
+    """
+    gated_layers(subject)
+    if count < 1:
+        raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
+    total = torch.zeros(subject.dimensions.layers, subject.dimensions.kv_heads, dtype=torch.float64)
+    share = ranks.share(count)
+    for done, number in enumerate(share, 1):
+        total += attention_mass(subject, *prompts(number, 0)).cpu()
+        if progress is not None and ranks.rank == 0:
+            progress(done * ranks.world, count)
+    scores = (ranks.add(total.to(ranks.device)) / count).clamp(0, 1).cpu().numpy()
+    provenance = {"data": dict(data), "count": count, "tool": __version__}
+    return subject.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
+
+
+@torch.no_grad()
+def attention_mass(
+    subject: Subject, tokens: torch.Tensor, targets: torch.Tensor, passkeys: torch.Tensor
+) -> torch.Tensor:
+    """float64 [layers, kv_heads], over the targets of one input; arguments as `PasskeyPrompt` has them.
+
+    Raises:
+        ProfileError: there are no targets, or what they recall is not in the text.
+    """
+    device = subject.model.device
+    spans = list(_recalled(targets, passkeys))
+    mass = torch.zeros(subject.dimensions.layers, subject.dimensions.query_heads, dtype=torch.float64, device=device)
+
+    def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+        window = subject.windows[module.layer_idx]
+        for row, first, last, source in spans if window is None else ():
+            # the last queries over all keys up to their own, for one passkey at a time
+            weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scaling, softcap)
+            mass[module.layer_idx] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
+        output = blockwise.own(query, key, value, scaling, softcap, window)
+        return output.transpose(1, 2).contiguous(), None
+
+    with intercepted(subject.model, attend, masks=False):
+        subject.model.get_decoder()(tokens.to(device), use_cache=False)
+    queries = sum(last - first for _, first, last, _ in spans)
+    return mass.view(*mass.shape[:1], subject.dimensions.kv_heads, -1).mean(-1) / queries
+
+
+def _recalled(targets: torch.Tensor, passkeys: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    """Row, the tokens from which one passkey is predicted (from, to), and where it is hidden."""
+    for row, (wanted, labels) in enumerate(zip(targets, passkeys, strict=True)):
+        for passkey in labels[wanted].unique().tolist():
+            answer = ((labels == passkey) & wanted).nonzero()[:, 0]
+            source = ((labels == passkey) & ~wanted).nonzero()[:, 0]
+            if not passkey or not len(source):
+                raise ProfileError(f"the answer at token {int(answer[0])} recalls nothing that the text has hidden")
+            yield row, int(answer[0]) - 1, int(answer[-1]), source
+    if not targets.any():
+        raise ProfileError("a prompt without an answer: there is nothing to recall")

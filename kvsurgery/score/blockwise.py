@@ -1,0 +1,90 @@
+"""Attention over a whole prompt with memory linear in its tokens, in the backward pass too.
+
+The emitted models' own functions, block of queries by block of queries. What a block would save for its gradient is
+computed anew instead: over all blocks it would add up to a matrix of tokens x tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kvsurgery import resources
+
+kv_torch = resources.template_module("kv_torch")
+LayerLayout = resources.template_module("kv_layout").LayerLayout
+
+
+def causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
+    """Full attention: query i sees key j <= i.
+
+    Args:
+        query: [batch, query_heads, tokens, head_dim].
+        key, value: [batch, kv_heads, tokens, head_dim].
+        scaling: factor of the scores; default head_dim ** -0.5.
+        softcap: bound c of scores, c * tanh(score / c).
+
+    Returns:
+        [batch, query_heads, tokens, head_dim].
+    """
+    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
+    # on CUDA, fused attention with grouped heads is for 16 bit only
+    fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
+    if softcap is None and fused:
+        return kv_torch.causal(query, key, value, 0, options)
+
+    def block(rows: slice) -> torch.Tensor:
+        stop = slice(rows.stop)
+        return again(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, options)
+
+    return torch.cat([block(rows) for rows in kv_torch.query_blocks(query, key.shape[2], True, key.shape[1])], 2)
+
+
+def streaming(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sink: int,
+    recent: int,
+) -> torch.Tensor:
+    """Streaming attention: query i sees key j <= i where j < sink or i - j < recent. Shapes as in `causal`."""
+    tokens = query.shape[2]
+    if tokens <= sink + recent:  # nothing has left the window yet
+        return causal(query, key, value, scaling, softcap)
+    layout = LayerLayout(0, key.shape[1], sink, recent)
+    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
+
+    def block(start: int) -> torch.Tensor:
+        stop = start + kv_torch.BLOCK
+        parts = [
+            [states[:, :, rows] for states in (key, value)]
+            for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
+        ]
+        return again(kv_torch.streaming, query[:, :, start:stop], *parts, start, 0, layout, options)
+
+    return torch.cat([block(start) for start in range(0, tokens, kv_torch.BLOCK)], 2)
+
+
+def own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """What a layer does by itself: full attention, or that over its own sliding window. Shapes as in `causal`."""
+    states = query, key, value, scaling, softcap
+    return causal(*states) if window is None else streaming(*states, 0, window)
+
+
+def again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Call a function that is computed again for its gradient, and saves nothing until then but its inputs."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

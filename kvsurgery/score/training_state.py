@@ -1,0 +1,142 @@
+"""`TrainingState`: gates in training, and the file that an interrupted training goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from kvsurgery.errors import OutputError, ProfileError
+
+FORMAT = "kvsurgery.gate-training"
+VERSION = "1"
+HISTORY = ("loss", "data_loss", "mean_gate", "sparsity")  # columns; as `training.Progress` has them
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Everything that the next step depends on, and the way here.
+
+    Attributes:
+        gates, mean, square: float32 [gated layers, kv_heads]: the gates, and AdamW's moving averages of their gradient
+            and of its square.
+        history: float64 [steps done, len(HISTORY)].
+    """
+
+    gates: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    history: np.ndarray
+
+    @classmethod
+    def new(cls, gates: torch.Tensor) -> TrainingState:
+        """Before the first step."""
+        gates = gates.detach().cpu().clone()
+        return cls(gates, torch.zeros_like(gates), torch.zeros_like(gates), np.zeros((0, len(HISTORY))))
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.history)
+
+    def after(self, row: tuple[float, ...], gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> TrainingState:
+        """A step further, with its row of the history."""
+        moments = optimiser.state[gates]
+        tensors = gates, moments["exp_avg"], moments["exp_avg_sq"]
+        return TrainingState(*(each.detach().cpu().clone() for each in tensors), np.vstack([self.history, row]))
+
+    def restore(self, gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
+        """Bring gates and AdamW's state to where they were."""
+        if not self.step:
+            return
+        with torch.no_grad():
+            gates.copy_(self.gates)
+        moments = {"step": torch.tensor(float(self.step)), "exp_avg": self.mean, "exp_avg_sq": self.square}
+        optimiser.load_state_dict({**optimiser.state_dict(), "state": {0: moments}})
+
+    def save(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Write the state of the training that `facts` describe; what was there stays until all is written.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        metadata = {"format": FORMAT, "version": VERSION, "facts": json.dumps(facts, sort_keys=True)}
+        tensors = {"gates": self.gates, "mean": self.mean, "square": self.square}
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(save({**tensors, "history": torch.from_numpy(self.history)}, metadata))
+            os.replace(part, path)
+        except OSError as error:
+            raise OutputError(f"cannot write training checkpoint {path}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+    @classmethod
+    def load(cls, path: Path, facts: Mapping[str, Any]) -> TrainingState:
+        """Read the state of the training that `facts` describe.
+
+        Raises:
+            ProfileError: no such file, a malformed one, or another training's.
+        """
+        if not path.is_file():
+            raise ProfileError(f"no training checkpoint {path} to resume; leave out --resume to begin one")
+        state, theirs = cls._read(path)
+        different = _differences(theirs, json.loads(json.dumps(facts)))
+        if different:
+            raise ProfileError(f"{path} belongs to another training: {', '.join(different)}")
+        return state
+
+    @classmethod
+    def refuse_to_replace(cls, path: Path) -> None:
+        """Nothing, where a training can begin to write its checkpoints.
+
+        Raises:
+            OutputError: another training's are there.
+            ProfileError: something else is.
+        """
+        if not path.exists():
+            return
+        state, _ = cls._read(path)
+        if state.step:
+            raise OutputError(
+                f"{path} holds {state.step} steps of a training; go on with --resume, or give another file"
+            )
+
+    @classmethod
+    def _read(cls, path: Path) -> tuple[TrainingState, dict[str, Any]]:
+        """A state and the facts beside it."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+                    raise ProfileError(f"{path} is not a training checkpoint that this tool reads; give another file")
+                facts = json.loads(metadata["facts"])
+                tensors = [file.get_tensor(name) for name in ("gates", "mean", "square", "history")]
+        except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+            raise ProfileError(f"{path} is not a training checkpoint: {error}") from error
+        *floats, history = tensors
+        sound = all(
+            each.dtype == torch.float32 and each.ndim == 2 and each.shape == floats[0].shape and each.isfinite().all()
+            for each in floats
+        )
+        if not (sound and history.dtype == torch.float64 and history.shape[1:] == (len(HISTORY),)):
+            raise ProfileError(f"training checkpoint {path} is damaged; begin again without --resume")
+        return cls(*floats, history.numpy()), facts
+
+
+def _differences(theirs: Any, ours: Any, name: str = "") -> list[str]:
+    """What differs between two trees of facts, a phrase each."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        keys = sorted({*theirs, *ours})
+        return [line for key in keys for line in _differences(theirs.get(key), ours.get(key), f"{name} {key}".strip())]
+    return [] if theirs == ours else [f"{name} is {theirs} there and {ours} here"]
