@@ -40,9 +40,9 @@ class HubError(KVSurgeryError):
 
 
 class Interrupted(KVSurgeryError):
-    """Somebody pressed Ctrl-C; what is finished stays, and the same command goes on."""
+    """Somebody pressed Ctrl-C; what is finished stays, and the hint says how to go on."""
 
     exit_code = 130
 
-    def __init__(self) -> None:
-        super().__init__("interrupted; the same command goes on from here")
+    def __init__(self, hint: str = "the same command goes on from here") -> None:
+        super().__init__(f"interrupted; {hint}")

@@ -59,6 +59,21 @@ def test_a_training_goes_on_from_its_checkpoint(folder):
     assert "lr" in other.err
 
 
+def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    start = ["profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsurgery.score.training.training_step", interrupted)
+        nothing, state = run(*start), run(*start, "--checkpoint", "state")
+    assert nothing.code == state.code == 130
+    assert "interrupted; nothing is kept" in nothing.err
+    assert "interrupted; --resume goes on from state" in state.err
+    assert not Path("p.safetensors").exists()
+    done(*start, "--checkpoint", "state", "--resume")
+
+
 def test_language_modelling_and_attention(folder):
     done("profile", "compute", folder, "--method", "duo", "--loss", "lm", *GATES, *PROMPTS[:4], "-o", "lm.safetensors")
     assert HeadProfile.load("lm.safetensors").provenance["loss"] == "lm"

@@ -12,11 +12,15 @@ from click.core import ParameterSource
 from kvsurgery.cli.options import Tokens
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvsurgery.score.passkeys import Passkeys
     from kvsurgery.score.profile import HeadProfile
     from kvsurgery.score.prompts import Contexts
     from kvsurgery.score.ranks import Ranks
     from kvsurgery.score.subject import Subject
+
+    Measured = tuple[HeadProfile, np.ndarray | None]  # a training has a history
 
 PASSKEYS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
@@ -128,6 +132,8 @@ def compute(
 
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save
+    from kvsurgery.errors import Interrupted
+    from kvsurgery.score.picture import plot_training
     from kvsurgery.score.profile import check_output
     from kvsurgery.score.ranks import started_ranks
 
@@ -137,15 +143,20 @@ def compute(
             raise click.UsageError(f"--method {method} runs in one process; start it without a launcher")
         subject = ranks.load(source, revision, dtype=dtype)
         measure = {"duo": _duo, "attention": _attention, "reform": _reform}.get(method, _headkv)
-        with console.step_progress(f"measuring {method}") as advance:
-            profile = measure(subject, method, ranks, advance, options)
+        try:
+            with console.step_progress(f"measuring {method}") as advance:
+                profile, history = measure(subject, method, ranks, advance, options)
+        except KeyboardInterrupt:
+            kept = options["checkpoint"] is not None
+            raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
         if ranks.rank == 0:
             save(profile, out)
+            if options["curve"]:
+                plot_training(history, options["curve"])
+                console.stderr.print(f"wrote {options['curve']}", markup=False)
 
 
-def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
-    from kvsurgery import console
-    from kvsurgery.score.picture import plot_training
+def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.prompts import Passages
     from kvsurgery.score.training import GateOptions, Progress, train_gates
 
@@ -159,7 +170,7 @@ def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., Non
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
-    profile, history = train_gates(
+    return train_gates(
         subject,
         prompts,
         gates,
@@ -169,26 +180,23 @@ def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., Non
         progress=progress,
         ranks=ranks,
     )
-    if options["curve"] and ranks.rank == 0:
-        plot_training(history, options["curve"])
-        console.stderr.print(f"wrote {options['curve']}", markup=False)
-    return profile
 
 
-def _attention(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+def _attention(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.attention import attention_profile
 
     prompts = _passkeys(subject, options)
-    return attention_profile(subject, prompts, options["samples"], data=prompts.facts, progress=advance, ranks=ranks)
+    shared = {"data": prompts.facts, "progress": advance, "ranks": ranks}
+    return attention_profile(subject, prompts, options["samples"], **shared), None
 
 
-def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.haystack import Haystack
     from kvsurgery.score.needles import read_needles
     from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
 
     lengths = options["lengths"] or default_lengths(subject.max_context)
-    return retrieval_scores(
+    profile = retrieval_scores(
         subject,
         Haystack.read(options["text"], subject.text, max(lengths), options["seed"]),
         read_needles(options["needles"]) if options["needles"] else None,
@@ -198,9 +206,10 @@ def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
         seed=options["seed"],
         progress=lambda done, of, right: advance(done, of, f"{right} right"),
     )
+    return profile, None
 
 
-def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> HeadProfile:
+def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
     from dataclasses import replace
 
     from kvsurgery.score.haystack import Haystack
@@ -210,7 +219,7 @@ def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
     several = TEXTS if options["text"] is None else 1
     haystack = Haystack.read(options["text"], subject.text, several * options["context"], options["seed"])
     drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
-    return embedding_ranking(
+    profile = embedding_ranking(
         subject,
         {
             "pattern": key_value_samples(subject.text, haystack, **drawn),
@@ -220,6 +229,7 @@ def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
         data={"text": haystack.name, "seed": options["seed"]},
         progress=advance,
     )
+    return profile, None
 
 
 def _contexts(subject: Subject, options: dict) -> Contexts:
