@@ -1,9 +1,5 @@
 """Ranking of embedding heads: the formulas by hand and by their laws, on random models, and on one that recalls."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -28,8 +24,8 @@ from kvsurgery.score.reform import (
 from kvsurgery.score.subject import Subject
 from tests.families import stock, tokens
 from tests.subjects import subject_of
+from tests.tiny_recall import FOLDER, task
 
-FOLDER = Path(__file__).parents[2] / "examples" / "tiny-recall"
 SMALL = Recurrence(chunk=16, budget=12, keep=2, window=4)
 SCORES = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(2, 30)), elements=st.integers(-3, 3))
 
@@ -237,9 +233,9 @@ class TestRanking:
         assert any(layer.order != tuple(sorted(layer.order)) for layer in converted.policy.layers)
         assert other.embedding_heads == original.embedding_heads
         assert (other.base_model, other.model) == (converted.source.name, original.model)
-        for task, kinds in original.ranking.mnr.items():
+        for name, kinds in original.ranking.mnr.items():
             for kind, ranks in kinds.items():
-                np.testing.assert_allclose(other.ranking.mnr[task][kind], ranks, atol=0.03, err_msg=f"{task} {kind}")
+                np.testing.assert_allclose(other.ranking.mnr[name][kind], ranks, atol=0.03, err_msg=f"{name} {kind}")
 
     @pytest.mark.parametrize(
         ("samples", "options", "message"),
@@ -278,17 +274,6 @@ class TestRanking:
 
 
 # the bundled model, on its own task
-
-
-def load_task():
-    spec = importlib.util.spec_from_file_location("tiny_recall_task", FOLDER / "task.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-task = load_task()
 
 
 def recall_samples(seed, count, length):
