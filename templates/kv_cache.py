@@ -34,15 +34,36 @@ class HeadTable(NamedTuple):
 class Handle(NamedTuple):
     """What `update` returns in place of keys and of values."""
 
-    layer: "KVLayerCache"
+    layer: "HandingLayer"
     keys: torch.Tensor
     values: torch.Tensor
 
 
-class KVLayerCache(CacheLayerMixin):
-    """One layer: groups of full heads, of streaming heads, and of each budgeted head, in this order."""
+class HandingLayer(CacheLayerMixin):
+    """A layer that stores nothing when it is updated: it hands the new states to the attention function."""
 
     is_sliding = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        # an integer, or the tensor of cache positions in transformers 4
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class KVLayerCache(HandingLayer):
+    """One layer: groups of full heads, of streaming heads, and of each budgeted head, in this order."""
+
     is_croppable = True
 
     def __init__(self, layout: LayerLayout, columns: Columns):
@@ -78,12 +99,6 @@ class KVLayerCache(CacheLayerMixin):
             self.budgeted = BudgetedHeads(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
         self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states)
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
 
     @property
     def full(self) -> HeadGroup:
@@ -212,15 +227,6 @@ class KVLayerCache(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.seen
-
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        # an integer, or the tensor of cache positions in transformers 4
-        return self.seen + (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def _bind(self) -> None:
         """Let the groups be views of the layer's buffers."""

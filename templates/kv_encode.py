@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from .kv_budget import attention_received
-from .kv_cache import Handle
+from .kv_cache import HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_reform import Reform
 
@@ -47,10 +47,8 @@ class Rotation(NamedTuple):
         return Rotation(self.cos / scale, -self.sin / scale).turn(states)
 
 
-class EncodingLayer(CacheLayerMixin):
+class EncodingLayer(HandingLayer):
     """What one layer keeps from chunk to chunk: keys before RoPE and values, [1, kv_heads, kept, head_dim]."""
-
-    is_sliding = False
 
     def __init__(self, index: int, layout: LayerLayout, encoder: "ChunkEncoder"):
         super().__init__()
@@ -59,12 +57,6 @@ class EncodingLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         self.keys, self.values = key_states[:, :, :0], key_states[:, :, :0]
         self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states)
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: ModuleType, options: dict
@@ -119,14 +111,6 @@ class EncodingLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.encoder.past
-
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        return self.encoder.past + (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 def best_places(importance: torch.Tensor, budget: int, keep: int) -> torch.Tensor:

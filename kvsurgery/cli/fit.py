@@ -82,6 +82,8 @@ def fit(
     from kvsurgery.decide.fit import Demand
     from kvsurgery.score.profile import HeadProfile
 
+    if options["method"] == "reform":
+        raise click.UsageError("--method reform keeps every head full, so there is nothing to choose; leave it out")
     options = {"demand": Demand(memory, context, batch, new_tokens, chunk), **decided(bits=8, **options)}
     profile = HeadProfile.load(profile_path)
     operation = prepare(source, revision, profile, options, weights=False)

@@ -267,6 +267,10 @@ class TestRefusals:
         [
             (("fit", "--profile", PROFILE, "--context", 9), "Missing option '--memory'"),
             (("fit", "--profile", PROFILE, "--memory", "1GB"), "Missing option '--context'"),
+            (
+                ("fit", "--profile", PROFILE, "--memory", "1GB", "--context", 9, "--method", "reform"),
+                "--method reform keeps every head full",
+            ),
             *(
                 (("fit", "--profile", PROFILE, "--memory", size, "--context", 9), f"'{size}' is no size; write 24GB")
                 for size in ("24", "24G", "-1GB", "24 apples", "1e9B", "9" * 5000 + "B")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils import logging
 
 from templates.kv_gather import gather, question_start, similarity
 from templates.kv_reform import Reform
@@ -161,7 +162,16 @@ def test_scores_of_a_retriever_are_mixed_in(model):
     assert same.equal(plain)
 
 
-def test_progress_is_told_and_shown(model, capsys):
+def test_a_bar_is_shown(model, capsys):
+    logging.enable_progress_bar()
+    try:
+        model.generate(tokens(1, 30), progress=True, **GREEDY)
+    finally:
+        logging.disable_progress_bar()
+    assert "reading: 100%" in capsys.readouterr().err
+
+
+def test_progress_is_told(model):
     told = []
     model.generate(tokens(2, 30), progress=lambda done, total: told.append((done, total)), **GREEDY)
     assert [done for done, _ in told] == [8, 16, 24, 30, 38, 46, 54, 60]
