@@ -19,6 +19,10 @@ class ProfileError(KVSurgeryError):
     """A head profile is malformed or belongs to another model."""
 
 
+class TextError(KVSurgeryError):
+    """A text, or what is to be asked about it, cannot be used: unreadable, too short, unknown to the tokenizer."""
+
+
 class PolicyError(KVSurgeryError):
     """The options cannot give a policy for this model."""
 

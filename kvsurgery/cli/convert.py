@@ -89,7 +89,7 @@ def convert(
     kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     """
     from kvsurgery import console
-    from kvsurgery.cli import report
+    from kvsurgery.cli import plan
     from kvsurgery.emit.config import auto_class
 
     options = _options(memory, context, batch, method=method, **options)
@@ -97,23 +97,23 @@ def convert(
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     profile, options = _profiles(profile_paths, method, options)
     if dry_run:
-        facts = report.plan_facts(prepare(source, revision, profile, options, weights=False), profile)
+        facts = plan.plan_facts(prepare(source, revision, profile, options, weights=False), profile)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
-            report.print_plan(facts)
+            plan.print_plan(facts)
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
     operation = prepare(source, revision, profile, options, weights=True)
     result = _convert(operation, out, jobs)
-    facts = report.plan_facts(operation, profile)
+    facts = plan.plan_facts(operation, profile)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:
-        report.print_policy(facts)
-        report.print_kv_bytes(facts["kv_bytes"])
-        report.print_result(result)
+        plan.print_policy(facts)
+        plan.print_kv_bytes(facts["kv_bytes"])
+        plan.print_result(result)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
     auto = auto_class(json.loads(operation.files["config.json"]))

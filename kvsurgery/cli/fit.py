@@ -77,7 +77,7 @@ def fit(
     kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
     """
     from kvsurgery import console
-    from kvsurgery.cli import report
+    from kvsurgery.cli import plan
     from kvsurgery.cli.convert import prepare
     from kvsurgery.decide.fit import Demand
     from kvsurgery.score.profile import HeadProfile
@@ -94,12 +94,12 @@ def fit(
     whence = [*([source] if source else []), *(["--revision", revision] if revision else [])]
     said = ["--profile", str(profile_path), *_flags(operation.policy), "--out", f"{Path(name).name}-fit"]
     command = shlex.join(["kvsurgery", "convert", *whence, *said])
-    facts = report.plan_facts(operation, profile)
+    facts = plan.plan_facts(operation, profile)
     if as_json:
         pareto = [_facts(candidate, operation.fit) for candidate in operation.fit.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
         return
-    report.print_policy(facts)
+    plan.print_policy(facts)
     _print_table(operation.fit)
     console.stdout.print(command, markup=False)
 

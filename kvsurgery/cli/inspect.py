@@ -102,7 +102,7 @@ def _brief(value: Any) -> str:
 
 def _show_surgery(surgery: Surgery) -> None:
     from kvsurgery import console
-    from kvsurgery.cli.report import describe_reform, print_kv_bytes
+    from kvsurgery.cli.plan import describe_reform, print_kv_bytes
 
     print_kv_bytes(surgery.kv_bytes)
     if surgery.revertible:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.score.haystack import Haystack, first_tokens, special_ids, token_ids
 from kvsurgery.score.prompts import Contexts, describe
 from kvsurgery.score.subject import Subject
+from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
 
 ORDINALS = (
     "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",

@@ -12,8 +12,8 @@ from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.score.haystack import Haystack
 from kvsurgery.score.subject import Subject
+from kvsurgery.text.haystack import Haystack
 
 LONGEST = 32_000  # tokens, where the model has positions for them
 CONTEXTS = 8  # times the longest context: text to draw pieces from

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.score.embedding_heads import TASKS
-from kvsurgery.score.haystack import Haystack, token_ids
-from kvsurgery.score.needles import Needle, Prompt, needle_place
 from kvsurgery.score.reform import Sample
+from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.needles import Needle, Prompt, needle_place
 
 PAIRS, CHAINS = 8, 4  # in a context; one of them is asked about
 CHARACTERS = 10  # of an id or a value

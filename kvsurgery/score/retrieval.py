@@ -24,12 +24,13 @@ from blake3 import blake3
 
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
-from kvsurgery.score.haystack import Haystack, token_ids
 from kvsurgery.score.interception import attention_weights, intercepted
-from kvsurgery.score.needles import KEYS, Needle, Prompt, needle_place, qa_f1, read_needles, rouge1_recall
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.score.prompts import LONGEST
 from kvsurgery.score.subject import Subject
+from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.metrics import qa_f1, rouge1_recall
+from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
 METHODS = {

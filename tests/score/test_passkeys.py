@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.score import haystack
+from kvsurgery.errors import ProfileError, TextError, UnsupportedModel
 from kvsurgery.score.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS, Passkeys
 from kvsurgery.score.prompts import Contexts, Passages
+from kvsurgery.text import haystack
 from tests.families import stock
 from tests.subjects import subject_of
 from tests.vocabularies import KINDS, tokenizer
@@ -128,7 +128,7 @@ def test_passkeys_that_cannot_be(subject, options):
 def test_text_that_is_too_short(subject, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("The baker found two lanterns by the river. " * 20)
-    with pytest.raises(ProfileError, match=r"short.txt has \d+ tokens, 2000 are needed"):
+    with pytest.raises(TextError, match=r"short.txt has \d+ tokens, 2000 are needed"):
         Passkeys.of(subject, Contexts(1000, 2000), str(text))
 
 

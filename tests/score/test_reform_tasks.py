@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from kvsurgery.errors import ProfileError
-from kvsurgery.score.haystack import Haystack
+from kvsurgery.errors import ProfileError, TextError
 from kvsurgery.score.reform import embedding_ranking
 from kvsurgery.score.reform_tasks import (
     LINKS,
@@ -16,6 +15,7 @@ from kvsurgery.score.reform_tasks import (
     key_value_samples,
     multihop_samples,
 )
+from kvsurgery.text.haystack import Haystack
 from tests.families import stock
 from tests.subjects import subject_of
 from tests.vocabularies import tokenizer
@@ -116,7 +116,7 @@ class TestEveryTask:
 
     def test_a_text_that_is_too_short(self, make, vocabulary):
         short = Haystack(np.array(vocabulary(TEXT)["input_ids"]), "ferry")
-        with pytest.raises(ProfileError, match=r"ferry has \d+ tokens, \d+ are needed"):
+        with pytest.raises(TextError, match=r"ferry has \d+ tokens, \d+ are needed"):
             make(vocabulary, short, count=1, length=1500, seed=0)
 
     def test_words_that_the_tokenizer_does_not_know(self, make, haystack):

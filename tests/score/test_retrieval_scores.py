@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.decide.policy import kv_scores
-from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.errors import KVSurgeryError, ProfileError, TextError, UnsupportedModel
 from kvsurgery.score import retrieval
-from kvsurgery.score.haystack import Haystack
-from kvsurgery.score.needles import Needle, read_needles
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.score.retrieval import (
     answer,
@@ -23,6 +21,8 @@ from kvsurgery.score.retrieval import (
     retrieval_scores,
 )
 from kvsurgery.score.subject import Subject
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needles import Needle, read_needles
 from tests.families import FAMILIES, stock, tokens
 from tests.subjects import subject_of
 from tests.surgery import convert_folder
@@ -409,7 +409,7 @@ class TestErrors:
         ],
     )  # fmt: skip
     def test_options_out_of_range(self, tiny, recall, options, message):
-        with pytest.raises(ProfileError, match=message):
+        with pytest.raises(KVSurgeryError, match=message):
             retrieval_scores(tiny, *recall, **{**SMALL, **options}, progress=lambda *state: pytest.fail("it began"))
 
     @pytest.mark.parametrize(("method", "kind"), [("headkv-r", "retrieval"), ("headkv-r2", "reasoning")])
@@ -423,7 +423,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_shipped_needles_are_unknown_to_the_bundled_model(self, tiny, recall, method):
-        with pytest.raises(ProfileError, match="the tokenizer does not know all words of"):
+        with pytest.raises(TextError, match="the tokenizer does not know all words of"):
             retrieval_scores(tiny, recall[0], method=method, **SMALL)
 
     def test_without_a_tokenizer(self, recall):

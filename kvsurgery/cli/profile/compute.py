@@ -191,9 +191,9 @@ def _attention(subject: Subject, method: str, ranks: Ranks, advance: Callable[..
 
 
 def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
-    from kvsurgery.score.haystack import Haystack
-    from kvsurgery.score.needles import read_needles
     from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
+    from kvsurgery.text.haystack import Haystack
+    from kvsurgery.text.needles import read_needles
 
     lengths = options["lengths"] or default_lengths(subject.max_context)
     profile = retrieval_scores(
@@ -212,9 +212,9 @@ def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
 def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
     from dataclasses import replace
 
-    from kvsurgery.score.haystack import Haystack
     from kvsurgery.score.reform import PAPER, embedding_ranking
     from kvsurgery.score.reform_tasks import key_value_samples, multihop_samples
+    from kvsurgery.text.haystack import Haystack
 
     several = TEXTS if options["text"] is None else 1
     haystack = Haystack.read(options["text"], subject.text, several * options["context"], options["seed"])

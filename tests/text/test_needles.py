@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.score.haystack import Haystack, special_ids
-from kvsurgery.score.needles import KEYS, Needle, Prompt, needle_place, qa_f1, read_needles, rouge1_recall
+from kvsurgery.errors import TextError, UnsupportedModel
+from kvsurgery.text.haystack import Haystack, special_ids
+from kvsurgery.text.metrics import qa_f1, rouge1_recall
+from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
 from tests.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "
@@ -68,21 +69,21 @@ class TestFile:
     )
     def test_a_bad_line_is_named(self, tmp_path, line, message):
         path = jsonl(tmp_path, FIELDS, "", line)
-        with pytest.raises(ProfileError, match=f"^{re.escape(str(path))}, line 3: {message}") as raised:
+        with pytest.raises(TextError, match=f"^{re.escape(str(path))}, line 3: {message}") as raised:
             read_needles(path)
         assert "\n" not in str(raised.value)
 
     def test_files_that_are_none(self, tmp_path):
-        with pytest.raises(ProfileError, match=r"cannot read needles .*none.jsonl: No such file"):
+        with pytest.raises(TextError, match=r"cannot read needles .*none.jsonl: No such file"):
             read_needles(tmp_path / "none.jsonl")
-        with pytest.raises(ProfileError, match="holds no needles"):
+        with pytest.raises(TextError, match="holds no needles"):
             read_needles(jsonl(tmp_path, "", " "))
         (tmp_path / "needles.jsonl").write_bytes(b"\x89PNG\r\n\0\0")
-        with pytest.raises(ProfileError, match="is no UTF-8 text"):
+        with pytest.raises(TextError, match="is no UTF-8 text"):
             read_needles(tmp_path / "needles.jsonl")
         with open(tmp_path / "needles.jsonl", "wb") as file:
             file.truncate(1 << 30)
-        with pytest.raises(ProfileError, match="is over 16 MiB; this is no file of needles"):
+        with pytest.raises(TextError, match="is over 16 MiB; this is no file of needles"):
             read_needles(tmp_path / "needles.jsonl")
 
 
@@ -199,18 +200,16 @@ def test_chat_templates_that_cannot_be_used(template, message):
 
 
 def test_words_that_the_tokenizer_does_not_know():
-    with pytest.raises(
-        ProfileError, match=r"know all words of 'a step'; give needles in words that it .*\(--needles\)"
-    ):
+    with pytest.raises(TextError, match=r"know all words of 'a step'; give needles in words that it .*\(--needles\)"):
         Prompt.of(NEEDLE, WORDS)
-    with pytest.raises(ProfileError, match=r"does not know all words of 'Which one\?'; give needles in words"):
+    with pytest.raises(TextError, match=r"does not know all words of 'Which one\?'; give needles in words"):
         Prompt.of(Needle("Nobody came.", "came.", "Which one?", "came."), WORDS)
 
 
 @pytest.mark.parametrize("token", SPECIAL[:2] + SPECIAL[3:])
 def test_a_needle_spells_no_special_token(token):
     needle = Needle(f"The lamp{token} was out.", "was out", "And the lamp?", "out")
-    with pytest.raises(ProfileError, match=re.escape(f"was out.' spells the special token {token}; reword it")):
+    with pytest.raises(TextError, match=re.escape(f"was out.' spells the special token {token}; reword it")):
         Prompt.of(needle, tokenizer("bytes", [TEXT]))
 
 

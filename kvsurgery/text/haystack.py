@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery import hub
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import TextError
 
 # of the built-in text: sentences that fit together, are not alike, and hold no numbers or names to look for
 SUBJECTS = (
@@ -66,7 +66,7 @@ class Haystack:
             seed: of generated text.
 
         Raises:
-            ProfileError: it cannot be read, is too short, or is mostly unknown to the tokenizer.
+            TextError: it cannot be read, is too short, or is mostly unknown to the tokenizer.
         """
         if source is None:
             parts, name = islice(_generated(seed), length), "generated text"
@@ -75,7 +75,7 @@ class Haystack:
         elif hub.is_repo_id(source):
             parts, name = _dataset(source), source
         else:
-            raise ProfileError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
+            raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
         special, read, count = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0
         for part in parts:
             read.append(np.array(token_ids(tokenizer, part), dtype=np.int64))
@@ -85,9 +85,7 @@ class Haystack:
         tokens = np.concatenate(read)
         unknown = (tokens == tokenizer.unk_token_id).sum() / max(1, len(tokens))
         if unknown > MAX_UNKNOWN:
-            raise ProfileError(
-                f"{unknown:.0%} of {name} is unknown to the tokenizer; give a text that the model can read"
-            )
+            raise TextError(f"{unknown:.0%} of {name} is unknown to the tokenizer; give a text that the model can read")
         haystack = cls(tokens[~np.isin(tokens, special)], name)
         haystack.require(length)
         return haystack
@@ -96,10 +94,10 @@ class Haystack:
         """Check that there are `length` tokens.
 
         Raises:
-            ProfileError: the text is shorter.
+            TextError: the text is shorter.
         """
         if len(self.tokens) < length:
-            raise ProfileError(
+            raise TextError(
                 f"{self.name} has {len(self.tokens)} tokens, {length} are needed; give a longer text, or less context"
             )
 
@@ -107,7 +105,7 @@ class Haystack:
         """int64 [length]: a piece from anywhere.
 
         Raises:
-            ProfileError: the text is shorter.
+            TextError: the text is shorter.
         """
         self.require(length)
         start = rng.integers(0, len(self.tokens) - length + 1)
@@ -136,9 +134,9 @@ def _file(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read(MAX_CHARACTERS)
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is no UTF-8 text: {error.reason}") from error
+        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
     except OSError as error:
-        raise ProfileError(f"cannot read text {path}: {error.strerror}") from error
+        raise TextError(f"cannot read text {path}: {error.strerror}") from error
 
 
 def _dataset(source: str) -> Iterator[str]:
@@ -146,19 +144,19 @@ def _dataset(source: str) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ProfileError(
+        raise TextError(
             f"{source} is no file, and to read a dataset `datasets` is needed: pip install datasets"
         ) from error
     try:
         for row in load_dataset(source, split="train", streaming=True):
             if not isinstance(row.get("text"), str):
-                raise ProfileError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
+                raise TextError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
             yield row["text"] + "\n\n"
-    except ProfileError:
+    except TextError:
         raise
     except Exception as error:  # whatever the library or the network raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ProfileError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
+        raise TextError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
 
 
 def _generated(seed: int) -> Iterator[str]:

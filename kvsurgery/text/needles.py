@@ -1,11 +1,9 @@
-"""Needles: statements to hide in long text, the prompts that ask for them, and whether an answer is right."""
+"""Needles: statements to hide in long text, and the prompts that ask for them."""
 
 from __future__ import annotations
 
 import json
 import re
-import string
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.score.haystack import first_tokens, special_ids, token_ids
+from kvsurgery.errors import TextError, UnsupportedModel
+from kvsurgery.text.chat import around_turn
+from kvsurgery.text.haystack import first_tokens, special_ids, token_ids
 
 SHIPPED = Path(__file__).with_name("needles.jsonl")
 KEYS = ("answer", "needle", "real_needle", "question")
@@ -24,17 +23,12 @@ LARGEST_FILE = 1 << 24
 
 PLAIN = "Question: {question}\nAnswer:"
 CHAT = "Answer from the text above, in as few words as possible. {question}"
-CONTEXT = "@@context@@"  # stands for the text while a chat template is filled in
-# what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day
-TEMPLATE_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 
 SENTENCE_END = re.compile(r"""[.!?]['"”’)\]]*$""")
 UNSPACED_END = re.compile(r"[。！？][”’」』）]*$")
 ENDING = re.compile(r"""[.!?'"”’)\]。！？」』）]$""")  # the last character of either
 NEAR = 3  # tokens that a sentence's end is spelt by, at most
 REACH = 0.05  # of the text: how far a needle moves to the end of a sentence
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Needle:
         kind: "retrieval", "reasoning", or None, as in published files, which do not say.
 
     Raises:
-        ProfileError: something is empty, or `real_needle` is not in one place of `needle`.
+        TextError: something is empty, or `real_needle` is not in one place of `needle`.
     """
 
     needle: str
@@ -64,13 +58,13 @@ class Needle:
     def __post_init__(self) -> None:
         for key in KEYS:
             if not getattr(self, key).strip():
-                raise ProfileError(f"`{key}` is empty")
+                raise TextError(f"`{key}` is empty")
         places = self.needle.count(self.real_needle)
         if places != 1:
             found = "not a part" if not places else f"{places} times a part"
-            raise ProfileError(f"`real_needle` {_short(self.real_needle)} is {found} of `needle`; it must be once")
+            raise TextError(f"`real_needle` {_short(self.real_needle)} is {found} of `needle`; it must be once")
         if self.kind not in (None, *KINDS):
-            raise ProfileError(f"`kind` is {' or '.join(KINDS)}, got {_short(self.kind)}")
+            raise TextError(f"`kind` is {' or '.join(KINDS)}, got {_short(self.kind)}")
 
 
 def read_needles(path: str | Path = SHIPPED) -> tuple[Needle, ...]:
@@ -80,26 +74,26 @@ def read_needles(path: str | Path = SHIPPED) -> tuple[Needle, ...]:
     that ship.
 
     Raises:
-        ProfileError: the file cannot be read, a line is no such needle, or there is none.
+        TextError: the file cannot be read, a line is no such needle, or there is none.
     """
     path = Path(path)
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise ProfileError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is no file of needles")
+            raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is no file of needles")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is no UTF-8 text: {error.reason}") from error
+        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
     except OSError as error:
-        raise ProfileError(f"cannot read needles {path}: {error.strerror}") from error
+        raise TextError(f"cannot read needles {path}: {error.strerror}") from error
     needles = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 needles.append(_parse(line))
-            except ProfileError as error:
-                raise ProfileError(f"{path}, line {number}: {error}") from error
+            except TextError as error:
+                raise TextError(f"{path}, line {number}: {error}") from error
     if not needles:
-        raise ProfileError(f"{path} holds no needles")
+        raise TextError(f"{path} holds no needles")
     return tuple(needles)
 
 
@@ -107,14 +101,14 @@ def _parse(line: str) -> Needle:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"not JSON: {error}") from error
+        raise TextError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ProfileError(f"not a JSON object with the keys {', '.join(KEYS)}")
+        raise TextError(f"not a JSON object with the keys {', '.join(KEYS)}")
     for key in KEYS:
         if key not in fields:
-            raise ProfileError(f"`{key}` is missing")
+            raise TextError(f"`{key}` is missing")
         if not isinstance(fields[key], str):
-            raise ProfileError(f"`{key}` must be text, got {_short(fields[key])}")
+            raise TextError(f"`{key}` must be text, got {_short(fields[key])}")
     return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"))
 
 
@@ -141,7 +135,7 @@ class Prompt:
         """The prompt for a tokenizer: by its chat template, or plain where it has none.
 
         Raises:
-            ProfileError: the tokenizer does not know the words, or takes some for a special token.
+            TextError: the tokenizer does not know the words, or takes some for a special token.
             UnsupportedModel: the tokenizer or its chat template cannot be used.
         """
         if not tokenizer.is_fast:
@@ -202,12 +196,12 @@ def _decode(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
 def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = token_ids(tokenizer, text)
     if not ids or tokenizer.unk_token_id in ids:
-        raise ProfileError(
+        raise TextError(
             f"the tokenizer does not know all words of {_short(text)}; give needles in words that it knows (--needles)"
         )
     special = set(ids).intersection(special_ids(tokenizer))
     if special:
-        raise ProfileError(f"{_short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
+        raise TextError(f"{_short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
 
 
 def _frame(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -216,18 +210,11 @@ def _frame(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
     # a small vocabulary may not have the words around the question; then the question stands alone
     if tokenizer.unk_token_id in token_ids(tokenizer, asked):
         asked = question
-    if not tokenizer.chat_template:
+    around = around_turn(tokenizer)
+    if around is None:
         return first_tokens(tokenizer), _inside_text("\n\n" + asked, tokenizer)[0]
-    turn = [{"role": "user", "content": f"{CONTEXT}\n\n{asked}"}]
-    try:
-        filled = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
-    except Exception as error:  # whatever a template raises
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UnsupportedModel(f"the chat template cannot be filled in: {reason}") from error
-    if filled.count(CONTEXT) != 1:
-        raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
-    before, after = filled.split(CONTEXT)
-    return token_ids(tokenizer, before), _inside_text(after, tokenizer)[0]
+    before, after = around
+    return token_ids(tokenizer, before), _inside_text(f"\n\n{asked}{after}", tokenizer)[0]
 
 
 def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
@@ -245,23 +232,6 @@ def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
             break
     ids, spans = zip(*own, strict=True)
     return list(ids), list(spans)
-
-
-def qa_f1(said: str, right: str) -> float:
-    """Word F1 of an answer, 0 to 1, as LongBench and SQuAD count: without case, punctuation and articles."""
-    said_words, right_words = _qa_words(said), _qa_words(right)
-    common = (said_words & right_words).total()
-    return 2 * common / (said_words.total() + right_words.total()) if common else 0.0
-
-
-def rouge1_recall(said: str, right: str) -> float:
-    """Share of the words of `right` that are in `said` (ROUGE-1 recall, Lin 2004), without case; no stemming."""
-    said_words, right_words = (Counter(re.findall(r"\w+", text.lower())) for text in (said, right))
-    return (said_words & right_words).total() / max(1, right_words.total())
-
-
-def _qa_words(text: str) -> Counter[str]:
-    return Counter(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def _short(value: Any) -> str:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.errors import ProfileError
-from kvsurgery.score.haystack import Haystack, first_tokens, special_ids
+from kvsurgery.errors import TextError
+from kvsurgery.text.haystack import Haystack, first_tokens, special_ids
 from tests.vocabularies import KINDS, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "
@@ -76,9 +76,9 @@ def test_special_tokens_that_a_text_spells_are_left_out(tmp_path):
 def test_few_unknown_words_are_left_out_and_many_are_an_error(tmp_path):
     made = Haystack.read(write(tmp_path, TEXT + "hapax " + TEXT), WORDS, 1)
     assert WORDS.decode(made.tokens) == (TEXT + TEXT).strip()
-    with pytest.raises(ProfileError, match=r"83% of book.txt is unknown to the tokenizer; give a text that"):
+    with pytest.raises(TextError, match=r"83% of book.txt is unknown to the tokenizer; give a text that"):
         Haystack.read(write(tmp_path, "The hapax legomena of this book"), WORDS, 1)
-    with pytest.raises(ProfileError, match=r"\d+% of generated text is unknown to the tokenizer"):
+    with pytest.raises(TextError, match=r"\d+% of generated text is unknown to the tokenizer"):
         Haystack.read(None, WORDS, 100)
 
 
@@ -103,33 +103,33 @@ def test_a_dataset_is_read_as_far_as_needed(rows):
 )
 def test_a_dataset_without_text(rows, row, message):
     rows.rows += [{"text": TEXT}, row]
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(TextError, match=message):
         Haystack.read("org/texts", WORDS, 100)
 
 
 def test_a_dataset_needs_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ProfileError, match="org/texts is no file, and to read a dataset `datasets` is needed: pip"):
+    with pytest.raises(TextError, match="org/texts is no file, and to read a dataset `datasets` is needed: pip"):
         Haystack.read("org/texts", WORDS, 10)
 
 
 @pytest.mark.parametrize("content", ["", TEXT], ids=["empty", "short"])
 def test_too_little_text(tmp_path, rows, content):
     message = r"has \d+ tokens, 100 are needed; give a longer text, or less context"
-    with pytest.raises(ProfileError, match="book.txt " + message):
+    with pytest.raises(TextError, match="book.txt " + message):
         Haystack.read(write(tmp_path, content), WORDS, 100)
     rows.rows.append({"text": content})
-    with pytest.raises(ProfileError, match="org/texts " + message):
+    with pytest.raises(TextError, match="org/texts " + message):
         Haystack.read("org/texts", WORDS, 100)
 
 
 def test_files_that_are_no_text(tmp_path):
-    with pytest.raises(ProfileError, match=r"book.txt is no UTF-8 text: invalid"):
+    with pytest.raises(TextError, match=r"book.txt is no UTF-8 text: invalid"):
         Haystack.read(write(tmp_path, b"\xff\xfe\x00"), WORDS, 1)
-    with pytest.raises(ProfileError, match=r"cannot read text .*: Is a directory"):
+    with pytest.raises(TextError, match=r"cannot read text .*: Is a directory"):
         Haystack.read(str(tmp_path), WORDS, 1)
     for source in ("./missing.txt", "x" * 5000 + "/y/z", "a\0b"):
-        with pytest.raises(ProfileError, match="there is no such file, and it is no Hub id of a dataset"):
+        with pytest.raises(TextError, match="there is no such file, and it is no Hub id of a dataset"):
             Haystack.read(source, WORDS, 1)
 
 
@@ -138,7 +138,7 @@ def test_files_that_are_no_text(tmp_path):
 def test_a_piece_is_a_part_of_the_text(size, length, seed):
     haystack = Haystack(np.arange(size), "numbers")
     if length > size:
-        with pytest.raises(ProfileError, match=f"numbers has {size} tokens, {length} are needed"):
+        with pytest.raises(TextError, match=f"numbers has {size} tokens, {length} are needed"):
             haystack.piece(np.random.default_rng(seed), length)
     else:
         piece = haystack.piece(np.random.default_rng(seed), length)

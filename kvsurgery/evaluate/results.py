@@ -1,0 +1,116 @@
+"""`Results`: what an evaluation found, as a file that the report and other programs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.errors import KVSurgeryError
+
+FILE = "results.json"
+FORMAT, VERSION = "kvsurgery.evaluation", 1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over samples and its 95% bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The mean scores of samples that have the same facts.
+
+    Attributes:
+        facts: such as {"tokens": 4096, "depth": 0.5}.
+        count: samples.
+        scores: by model; a model without a scored sample here is left out.
+    """
+
+    facts: Mapping[str, Any]
+    count: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What was found of one task.
+
+    Attributes:
+        task: its name.
+        metric: what a score is; shares are 0 to 1, "perplexity" is better the lower it is.
+        count: samples that every model answered, which alone are averaged.
+        skipped: samples that some model did not answer, by the reason.
+        scores: by model.
+        difference: the converted model's score less the original's, paired by sample; None of a single model.
+        cells: the scores by the facts of samples, in the order of the facts.
+    """
+
+    task: str
+    metric: str
+    count: int
+    skipped: Mapping[str, int]
+    scores: Mapping[str, Interval]
+    difference: Interval | None
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """An evaluation of one or two models: "original" and "converted".
+
+    Attributes:
+        models: by name, where it was loaded from.
+        command: what was typed, to run it again.
+        settings: the options of the run, defaults among them.
+        versions: of the packages that matter, and the device.
+        checkpoint: `inspection.Facts.to_json()` of the converted one, or of the only one.
+        tasks: in the order that they ran in.
+    """
+
+    models: Mapping[str, str]
+    command: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    checkpoint: Mapping[str, Any]
+    tasks: tuple[TaskResult, ...]
+
+    def save(self, folder: Path) -> None:
+        """Write `results.json`."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Results:
+        """Read `results.json`.
+
+        Raises:
+            KVSurgeryError: it is missing, or not what `save` writes.
+        """
+        path = folder / FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+                raise ValueError("another format or version")
+            tasks = tuple(_task(fields) for fields in content.pop("tasks"))
+            return cls(**content, tasks=tasks)
+        except OSError as error:
+            raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `kvsurgery eval` first") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise KVSurgeryError(f"{path} is no evaluation that this version wrote: {error}") from error
+
+
+def _task(fields: dict[str, Any]) -> TaskResult:
+    difference = fields.pop("difference")
+    return TaskResult(
+        scores={name: Interval(**interval) for name, interval in fields.pop("scores").items()},
+        difference=difference and Interval(**difference),
+        cells=tuple(Cell(**cell) for cell in fields.pop("cells")),
+        **fields,
+    )

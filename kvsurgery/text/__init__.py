@@ -1,0 +1,1 @@
+"""Text for models to read, to measure their heads and to evaluate them: haystacks, needles, turns, answers."""

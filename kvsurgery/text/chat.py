@@ -1,0 +1,53 @@
+"""What a model that chats expects around a user's words."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.text.haystack import first_tokens, token_ids
+
+CONTENT = "@@content@@"  # stands for the user's words while a chat template is filled in
+# what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day
+TEMPLATE_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+
+
+def around_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """What the chat template puts before a user's first words, and after them up to where the answer begins.
+
+    None where the tokenizer has no chat template.
+
+    Raises:
+        UnsupportedModel: the template cannot be filled in, or does not show the words as they are.
+    """
+    if not tokenizer.chat_template:
+        return None
+    turn = [{"role": "user", "content": CONTENT}]
+    try:
+        filled = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
+    except Exception as error:  # whatever a template raises
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnsupportedModel(f"the chat template cannot be filled in: {reason}") from error
+    if filled.count(CONTENT) != 1:
+        raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
+    before, after = filled.split(CONTENT)
+    return before, after
+
+
+def turn_tokens(tokenizer: PreTrainedTokenizerBase, content: str, lead: str = "", *, chat: bool = True) -> np.ndarray:
+    """int64 [tokens]: a prompt, as a user's turn where there is a chat template, else as it stands.
+
+    Args:
+        content: the user's words.
+        lead: words that the answer begins with.
+        chat: False: as it stands, also where there is a template.
+
+    Raises:
+        UnsupportedModel: the template cannot be used.
+    """
+    around = around_turn(tokenizer) if chat else None
+    if around is None:
+        return np.array(first_tokens(tokenizer) + token_ids(tokenizer, content + lead), dtype=np.int64)
+    before, after = around
+    return np.array(token_ids(tokenizer, before + content + after + lead), dtype=np.int64)
