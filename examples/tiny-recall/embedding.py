@@ -1,0 +1,54 @@
+"""Rank the bundled model's embedding heads: `python examples/tiny-recall/embedding.py`, seconds on one core.
+
+As `kvsurgery profile compute --method reform` ranks those of a language model: whose states find, from the key that is
+asked for, where in the text its fact was told.
+"""
+
+from __future__ import annotations
+
+from measure import LENGTH, load
+from task import FACT, prompts
+
+from kvsurgery import __version__
+from kvsurgery.score.profile import HeadProfile
+from kvsurgery.score.recurrence import Recurrence
+from kvsurgery.score.reform import Sample, embedding_ranking
+
+SEED, COUNT, QUESTION = 1, 8, 2
+# how long prompts are read, in tokens; as convert's options --reform-*
+SETTINGS = {
+    "chunk": 256,
+    "encode-budget": 128,
+    "window": 32,
+    "keep": 16,
+    "pool": 33,
+    "recompute-budget": 384,
+    "query-length": QUESTION,
+}
+
+
+def samples() -> list[Sample]:
+    """Prompts, each with the tokens of the fact that its end asks for."""
+    made = []
+    for tokens in prompts(SEED, COUNT, LENGTH).tokens.numpy():
+        [told] = (tokens[:-QUESTION] == tokens[-1]).nonzero()[0] - 1
+        context, question = range(LENGTH - QUESTION), range(LENGTH - QUESTION, LENGTH)
+        made.append(Sample(tokens, context, question, (range(told, told + FACT),)))
+    return made
+
+
+def measure() -> HeadProfile:
+    """A reform profile of the bundled model."""
+    recurrence = Recurrence(
+        SETTINGS["chunk"], SETTINGS["encode-budget"], keep=SETTINGS["keep"], window=SETTINGS["window"]
+    )
+    data = {"data": "recall task", "seed": SEED, "tool": __version__}
+    return embedding_ranking(load(), {"pattern": samples()}, recurrence=recurrence, data=data)
+
+
+def main() -> None:
+    print("embedding heads:", *measure().embedding_heads)
+
+
+if __name__ == "__main__":
+    main()
