@@ -17,6 +17,7 @@ from .kv_columns import check_padding, leading_padding
 from .kv_encode import EncodingLayer
 from .kv_heads import HeadGroup, QuantisedGroup
 from .kv_layout import LayerLayout
+from .kv_parallel import full_heads_first, in_blocks, own_layout
 
 try:
     from . import kv_cuda
@@ -57,7 +58,7 @@ def attention(
     """The attention function that stock attention modules call.
 
     Args:
-        module: the attention module, whose `kv_layout` is its `LayerLayout`.
+        module: the attention module, whose `kv_layout` is its `LayerLayout`, of the heads of all processes.
         query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
         key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim].
         attention_mask: left padding of each row, int64 [batch]; read without a cache only.
@@ -74,26 +75,31 @@ def attention(
     layout, layer = module.kv_layout, None
     if isinstance(key, Handle):
         layer, key, value = key
+        layout = layer.layout
     elif key.shape[2] != query.shape[2]:
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
     elif attention_mask is not None and attention_mask.ndim != 1:
         raise TypeError("attention masks must be two-dimensional padding masks")
-    if key.shape[1] != layout.heads:
-        raise RuntimeError(
-            f"this checkpoint's layout has {layout.heads} KV heads a layer, this process holds {key.shape[1]}: "
-            "it was not converted for tensor parallelism"
-        )
+    own = own_layout(layout, key.shape[1], module)
+    if layer is not None and own is not layout:
+        layer.hold(own, key)
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     path = _path(query, key, value, dropout)
     if isinstance(layer, EncodingLayer):
         output = layer.attend(query, key, value, path, options)
-    elif layer is None:
-        output = _without_cache(query, key, value, attention_mask, layout, path, options)
+        return output.transpose(1, 2).contiguous(), None
+    if own.scattered:
+        query, key, value = (full_heads_first(states, own) for states in (query, key, value))
+    if layer is None:
+        output = _without_cache(query, key, value, attention_mask, own, path, options)
     else:
         layer.make_room(query.shape[2])
         if query.shape[2] == 1 and layer.ready and path is not kv_torch:
-            return kv_cuda.decode(query, key, value, layer, scaling, softcap), None
-        output = _with_cache(query, key, value, layer, path, options)
+            output = kv_cuda.decode(query, key, value, layer, scaling, softcap).transpose(1, 2)
+        else:
+            output = _with_cache(query, key, value, layer, path, options)
+    if own.scattered:
+        output = in_blocks(output, own)
     return output.transpose(1, 2).contiguous(), None
 
 

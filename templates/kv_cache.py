@@ -100,6 +100,13 @@ class KVLayerCache(HandingLayer):
             self.groups += self.budgeted.groups
         self.is_initialized = True
 
+    def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
+        """Store only a part of the heads, which this process has: begin anew with heads like `states`."""
+        if self.seen:
+            raise RuntimeError("the cache was filled by a model whose heads are split over other processes")
+        self.layout = layout
+        self.lazy_initialization(states)
+
     @property
     def full(self) -> HeadGroup:
         return self.groups[0]

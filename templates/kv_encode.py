@@ -58,6 +58,12 @@ class EncodingLayer(HandingLayer):
         self.keys, self.values = key_states[:, :, :0], key_states[:, :, :0]
         self.is_initialized = True
 
+    def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
+        raise RuntimeError(
+            "a long prompt is read by all heads of a layer together, which tensor parallelism splits: load the model in "
+            "one process to read it"
+        )
+
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: ModuleType, options: dict
     ) -> torch.Tensor:

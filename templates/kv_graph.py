@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from .kv_layout import text_config
+from .kv_parallel import split_over_devices
 
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
@@ -100,7 +101,7 @@ def fits(model: torch.nn.Module, given: dict) -> bool:
     ids, config = given.get("input_ids"), model.config
     if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or waits_for_the_device(text_config(config)):
+    if split_over_devices(model) or waits_for_the_device(text_config(config)):
         return False
     if given.get("return_dict") is False or not getattr(config, "return_dict", True):
         return False

@@ -88,15 +88,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer's KV heads in order: `full` heads that keep every token, then `streaming` or budgeted ones.
+    """One layer's KV heads in order: blocks of (full heads that keep every token, then streaming or budgeted ones).
 
-    A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
+    Under tensor parallelism a process has whole blocks; one block is the ordinary case. A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
     of the model's own is `native`: all its heads stream, with sink 0 and recent = window. A budgeted head keeps so many
     tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow.
     """
 
-    full: int
-    streaming: int
+    blocks: tuple[tuple[int, int], ...]
     sink: int
     recent: int
     native: bool = False
@@ -107,7 +106,41 @@ class LayerLayout:
     @property
     def heads(self) -> int:
         """KV heads of the layer."""
-        return self.full + self.streaming + len(self.budgets)
+        return sum(map(sum, self.blocks))
+
+    @property
+    def full(self) -> int:
+        """KV heads that keep every token."""
+        return sum(full for full, _ in self.blocks)
+
+    @property
+    def streaming(self) -> int:
+        """KV heads that stream."""
+        return self.heads - self.full - len(self.budgets)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the full heads lie in several places."""
+        return len(self.blocks) > 1 and 0 < self.full < self.heads
+
+    def part(self, rank: int | None, processes: int) -> "LayerLayout":
+        """What one of so many processes holds: whole blocks, in order. Without a rank, what every one of them does.
+
+        Raises:
+            ValueError: blocks do not divide, or processes differ and the rank is not known.
+        """
+        size, rest = divmod(len(self.blocks), processes)
+        if rest:
+            raise ValueError(f"{len(self.blocks)} blocks of heads do not divide over {processes} processes")
+        if rank is None:
+            first, *others = (self.part(each, processes) for each in range(processes))
+            if any(other != first for other in others):
+                raise ValueError("processes hold different heads, and nothing says which of them this one is")
+            return first
+        start = rank * size
+        own = self.blocks[start : start + size]
+        before, count = (sum(others for _, others in some) for some in (self.blocks[:start], own))
+        return replace(self, blocks=own, budgets=self.budgets[before : before + count])
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
@@ -174,7 +207,23 @@ class KVLayout:
         for index, layer in enumerate(layers):
             if layer.heads != heads:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {heads}")
+        if len({(len(layer.blocks), size) for layer in layers for size in map(sum, layer.blocks)}) > 1:
+            raise ValueError("kv_surgery has blocks of heads of different sizes")
         return cls(layers, head_dim)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Over how many processes the heads can be split."""
+        blocks = len(self.layers[0].blocks)
+        return tuple(count for count in range(1, blocks + 1) if blocks % count == 0)
+
+    def part(self, rank: int, processes: int) -> "KVLayout":
+        """What process `rank` of so many holds under tensor parallelism.
+
+        Raises:
+            ValueError: the heads do not divide so; `processes` of the layout has the numbers that do.
+        """
+        return KVLayout(tuple(layer.part(rank, processes) for layer in self.layers), self.head_dim)
 
     @property
     def quantisation(self) -> Quantisation | None:
@@ -226,16 +275,16 @@ class KVLayout:
 
 
 def _layer(entry: dict, selection: Selection | None, quantisation: Quantisation | None) -> LayerLayout:
-    """One layer's entry. Blocks are the head groups of tensor-parallel ranks; this code knows one block."""
-    [[full, other]] = entry["blocks"]
+    """One layer's entry."""
+    blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
     if "budgets" in entry:
-        budgets = tuple(_count(budget) for budget in entry["budgets"])
-        if len(budgets) != other or selection is None:
-            raise ValueError(f"{other} budgeted heads with {len(budgets)} budgets and selection {selection}")
-        return LayerLayout(_count(full), 0, 0, 1, False, budgets, selection, quantisation)
+        budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
+        if len(budgets) != others or selection is None:
+            raise ValueError(f"{others} budgeted heads with {len(budgets)} budgets and selection {selection}")
+        return LayerLayout(blocks, 0, 1, False, budgets, selection, quantisation)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
     native = entry.get("native", False) is True
-    return LayerLayout(_count(full), _count(other), sink, recent, native, quantisation=quantisation)
+    return LayerLayout(blocks, sink, recent, native, quantisation=quantisation)
 
 
 def _selection(entry: dict) -> Selection:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # transformers 4 copies only the modules that are named here
     from .kv_heads import HeadGroup
     from .kv_kernels import EVERY
     from .kv_layout import KVLayout
+    from .kv_parallel import own_layout
     from .kv_prefill import prefill
     from .kv_quant import Tiles
     from .kv_reform import Reform

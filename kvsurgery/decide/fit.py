@@ -273,8 +273,9 @@ class _Prices:
     def _in_flight(self, chunk: int, budgeted: int) -> int:
         """Bytes of keys and values beyond the cache at the peak of a prefill, with so many budgeted heads."""
         model, demand = self.footprint.model, self.demand
-        heads = model.kv_heads - budgeted, 0, 0, 1, False, (0,) * budgeted
-        layout = kv_layout.KVLayout((kv_layout.LayerLayout(*heads, kv_layout.Selection()),), model.head_dim)
+        blocks = ((model.kv_heads - budgeted, budgeted),)
+        layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted, kv_layout.Selection())
+        layout = kv_layout.KVLayout((layer,), model.head_dim)
         size = {"batch": demand.batch, "prompt": demand.prompt, "itemsize": self.footprint.itemsize}
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 

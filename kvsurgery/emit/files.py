@@ -14,7 +14,7 @@ RUNTIME = tuple(
     f"kv_{name}.py"
     for name in (
         *("append", "attention", "budget", "cache", "columns", "compact", "cuda", "decode", "encode", "gather"),
-        *("graph", "heads", "kernels", "layout", "model", "prefill", "quant", "reform", "torch"),
+        *("graph", "heads", "kernels", "layout", "model", "parallel", "prefill", "quant", "reform", "torch"),
     )
 )
 

@@ -58,7 +58,7 @@ def streaming(
     tokens = query.shape[2]
     if tokens <= sink + recent:  # nothing has left the window yet
         return causal(query, key, value, scaling, softcap)
-    layout = LayerLayout(0, key.shape[1], sink, recent)
+    layout = LayerLayout(((0, key.shape[1]),), sink, recent)
     options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
 
     def block(start: int) -> torch.Tensor:

@@ -125,7 +125,9 @@ class Reading(kv_encode.ChunkEncoder):
     def __init__(self, subject: Subject, tokens: torch.Tensor, recurrence: Recurrence):
         heads = subject.dimensions.kv_heads
         layers = (
-            kv_layout.LayerLayout(0, heads, 0, window, native=True) if window else kv_layout.LayerLayout(heads, 0, 0, 1)
+            kv_layout.LayerLayout(((0, heads),), 0, window, native=True)
+            if window
+            else kv_layout.LayerLayout(((heads, 0),), 0, 1)
             for window in subject.windows
         )
         layout = kv_layout.KVLayout(tuple(layers), subject.dimensions.head_dim)
