@@ -60,8 +60,8 @@ class EncodingLayer(HandingLayer):
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
         raise RuntimeError(
-            "a long prompt is read by all heads of a layer together, which tensor parallelism splits: load the model in "
-            "one process to read it"
+            "a long prompt is read by all heads of a layer together, and tensor parallelism splits them; read it with "
+            "the model in one process"
         )
 
     def attend(

@@ -88,9 +88,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer's KV heads in order: blocks of (full heads that keep every token, then streaming or budgeted ones).
+    """One layer's KV heads in order: in each of `blocks`, full heads that keep every token, then streaming or budgeted
+    ones. A process of tensor parallelism has whole blocks; one block is the ordinary case.
 
-    Under tensor parallelism a process has whole blocks; one block is the ordinary case. A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
+    A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
     of the model's own is `native`: all its heads stream, with sink 0 and recent = window. A budgeted head keeps so many
     tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow.
     """

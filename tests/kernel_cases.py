@@ -261,7 +261,9 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
     values = torch.randn(batch, heads, case.prompt, case.head_dim).to(device, dtype)
     query = torch.randn(batch, heads * group, case.prompt, case.head_dim).to(device, dtype)
     mask = torch.arange(case.prompt) >= torch.tensor(case.pads)[:, None]
-    layout = LayerLayout(((1, len(case.budgets)),), 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantisation)
+    layout = LayerLayout(
+        ((1, len(case.budgets)),), 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantisation
+    )
     layers = []
     for path in (kv_torch, kv_cuda):
         columns = Columns(case.prompt + case.new)

@@ -61,7 +61,7 @@ class Converted:
     @property
     def full(self) -> list[list[bool]]:
         """[layer][source KV head]: whether it keeps every token."""
-        return [[head in layer.order[: layer.full] for head in range(len(layer.order))] for layer in self.policy.layers]
+        return [[head in layer.full_heads for head in range(len(layer.order))] for layer in self.policy.layers]
 
 
 def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, **options: Any) -> Converted:

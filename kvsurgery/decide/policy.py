@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
 
 from kvsurgery import resources
+from kvsurgery.decide.blocks import arrange, check_blocks
 from kvsurgery.decide.budgets import allocate_budgets
+from kvsurgery.decide.mask import best_heads, full_mask
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
 
@@ -38,6 +40,8 @@ class LayerPolicy:
         sink, recent: tokens that a streaming head of this layer sees.
         native: the model's own sliding-window layer: streams with sink 0, not eligible, not counted.
         budgets: of the prompt, the tokens that each of the others keeps; None where they stream.
+        blocks: for tensor parallelism, of each block how many heads are full and how many are not, block after block;
+            empty where all heads are one.
     """
 
     order: tuple[int, ...]
@@ -46,23 +50,37 @@ class LayerPolicy:
     recent: int = 1
     native: bool = False
     budgets: tuple[int, ...] | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def full_heads(self) -> tuple[int, ...]:
+        """Source heads that keep every token, by place."""
+        places, blocks = iter(self.order), self.blocks or ((self.full, len(self.order) - self.full),)
+        return tuple(head for full, others in blocks for head in [*islice(places, full + others)][:full])
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Layer policies and the options they came from. The mask is stored, never a threshold."""
+    """Layer policies and the options they came from. The mask is stored, never a threshold.
+
+    `rounded` is how many more heads are full than the options ask for, so that blocks can be alike.
+    """
 
     layers: tuple[LayerPolicy, ...]
     options: dict[str, Any]
     selection: Selection | None = None
     quantisation: Quantisation | None = None
     reform: Reform | None = None
+    rounded: int = 0
 
     @cached_property
     def hash(self) -> str:
         """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantised and long
         prompts are read."""
-        content = [[asdict(layer) for layer in self.layers], self.selection and asdict(self.selection)]
+        layers = [
+            {key: value for key, value in asdict(layer).items() if value or key != "blocks"} for layer in self.layers
+        ]
+        content = [layers, self.selection and asdict(self.selection)]
         content += [asdict(part) for part in (self.quantisation, self.reform) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -103,8 +121,13 @@ def decide(
     selection: Selection = SNAPKV,
     quantisation: Quantisation | None = None,
     group_reduce: Literal["mean", "max"] = "mean",
+    tp: int = 1,
+    tp_uneven: bool = False,
 ) -> Policy:
     """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
+
+    With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple over
+    the model, halves up, and of all choices of so many the one with the largest sum of scores is taken.
 
     Args:
         profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
@@ -121,6 +144,9 @@ def decide(
         selection: how a budgeted head chooses.
         quantisation: how full and budgeted heads store all but their newest tokens; None: in the model's dtype.
         group_reduce: how query-head scores become a KV-head score.
+        tp: blocks that a layer's heads are stored in, as `arrange` orders them, for so many processes of tensor
+            parallelism or a divisor of that.
+        tp_uneven: let blocks differ in how many of their heads are full, and keep exactly the heads that are asked for.
 
     Raises:
         PolicyError: options exclude each other, are out of range or need scores that the profile has not, or no layer
@@ -136,40 +162,41 @@ def decide(
     eligible = np.array([window is None for window in windows])
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+    check_blocks(tp, profile.model.kv_heads)
+    parallel = {"tp": tp, **({"tp_uneven": True} if tp_uneven else {})} if tp > 1 else {}
     if profile.scores is None:
         if chosen or rest or budget is not None:
             raise PolicyError(
                 f"a {profile.method} profile has embedding heads and no scores to choose full heads by: every head "
                 "stays full; give a profile with scores beside it"
             )
-        layers = [LayerPolicy(_order(row), len(row)) for row in np.ones((len(windows), profile.model.kv_heads), bool)]
-        policy = Policy(with_native(layers, windows), {"method": profile.method})
+        layers = _layers(np.ones((len(windows), profile.model.kv_heads), bool), None, tp)
+        policy = Policy(with_native(layers, windows), {"method": profile.method, **parallel})
         return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
     rest = rest or usual_rest(profile)
     if not chosen and rest == "streaming":
         chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}
 
     scores = kv_scores(profile, group_reduce)
-    heads = int(eligible.sum()) * profile.model.kv_heads
-    mask = _full_mask(scores, eligible, heads, chosen or {"full_heads": 0})
-    options = {**chosen, "method": profile.method, "rest": rest}
+    mask = asked = full_mask(scores, eligible, chosen or {"full_heads": 0})
+    if tp > 1 and not tp_uneven:
+        mask = best_heads(scores, eligible, (2 * int(asked.sum()) + tp) // (2 * tp), tp)
+    rounded = int(mask.sum() - asked.sum())
+    options = {**chosen, "method": profile.method, "rest": rest, **parallel}
     if profile.granularity == "query":
         options["group_reduce"] = group_reduce
     if rest == "streaming":
         _check_streaming(sink, recent, budget)
-        layers = [LayerPolicy(_order(row), int(row.sum()), sink, recent) for row in mask]
-        policy = Policy(with_native(layers, windows), {**options, "sink": sink, "recent": recent})
+        layers = _layers(mask, None, tp, sink, recent)
+        policy = Policy(with_native(layers, windows), {**options, "sink": sink, "recent": recent}, rounded=rounded)
     else:
         _check_selection(budget, selection)
         budgets = np.zeros(scores.shape, dtype=np.int64)
         others = ~mask & eligible[:, None]
         budgets[others] = allocate_budgets(scores[others], budget, beta)
-        layers = [
-            LayerPolicy(_order(row), int(row.sum()), budgets=tuple(keep[~row].tolist()))
-            for row, keep in zip(mask, budgets, strict=True)
-        ]
+        layers = _layers(mask, budgets, tp)
         options |= {"budget": budget, "beta": beta, **asdict(selection)}
-        policy = Policy(with_native(layers, windows), options, selection)
+        policy = Policy(with_native(layers, windows), options, selection, rounded=rounded)
     return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
 
 
@@ -190,16 +217,29 @@ def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Pol
     return replace(policy, options=policy.options | options, quantisation=quantisation)
 
 
-def _order(full: np.ndarray) -> tuple[int, ...]:
-    """Full heads first, each kind in the source's order: bool [kv_heads] -> source head at each place."""
-    return (*np.flatnonzero(full).tolist(), *np.flatnonzero(~full).tolist())
+def _layers(
+    full: np.ndarray, budgets: np.ndarray | None, blocks: int, sink: int = 0, recent: int = 1
+) -> list[LayerPolicy]:
+    """Layers of which these heads are full, bool [layers, kv_heads], and the others stream or keep so much."""
+    result = []
+    for layer, (order, counts) in enumerate(arrange(full, budgets, blocks)):
+        keep = None if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
+        own = counts if blocks > 1 else ()
+        result.append(LayerPolicy(order, int(full[layer].sum()), sink, recent, budgets=keep, blocks=own))
+    return result
 
 
 def with_native(layers: Sequence[LayerPolicy], windows: Sequence[int | None]) -> tuple[LayerPolicy, ...]:
     """The layers, but for those with a sliding window of the model's own, which stay as they are."""
     return tuple(
-        layer if window is None else LayerPolicy(tuple(range(len(layer.order))), 0, 0, window, native=True)
+        layer if window is None else _native(len(layer.order), window, len(layer.blocks))
         for layer, window in zip(layers, windows, strict=True)
+    )
+
+
+def _native(heads: int, window: int, blocks: int) -> LayerPolicy:
+    return LayerPolicy(
+        tuple(range(heads)), 0, 0, window, native=True, blocks=((0, heads // blocks),) * blocks if blocks else ()
     )
 
 
@@ -238,28 +278,3 @@ def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> 
     groups = profile.scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)
     # float64 sums of a few float32 are exact in practice: equal means tie whatever the order in the group
     return groups.mean(-1, dtype=np.float64).astype(np.float32) if reduce == "mean" else groups.max(-1)
-
-
-def _full_mask(scores: np.ndarray, eligible: np.ndarray, heads: int, chosen: dict[str, float]) -> np.ndarray:
-    """bool [layers, kv_heads]: the full heads."""
-    [(how, value)] = chosen.items()
-    if how == "threshold":
-        if not np.isfinite(value):
-            raise PolicyError(f"--threshold must be finite, got {value}")
-        # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
-        with np.errstate(over="ignore"):
-            return (scores >= np.float32(value)) & eligible[:, None]
-    if how == "sparsity":
-        if not 0 <= value <= 1:
-            raise PolicyError(f"--sparsity lies in [0, 1], got {value}")
-        # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
-        full = heads - round(Fraction(str(value)) * heads)
-    else:
-        full = value
-        if not 0 <= full <= heads:
-            raise PolicyError(f"--full-heads lies in [0, {heads}] for this model, got {full}")
-    ranked = np.where(eligible[:, None], scores, -np.inf)
-    # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
-    mask = np.zeros(scores.size, dtype=bool)
-    mask[np.argsort(-ranked, axis=None, kind="stable")[:full]] = True
-    return mask.reshape(scores.shape)

@@ -49,7 +49,8 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def _layer(layer: LayerPolicy) -> dict[str, Any]:
-    entry: dict[str, Any] = {"blocks": [[layer.full, len(layer.order) - layer.full]]}
+    blocks = layer.blocks or ((layer.full, len(layer.order) - layer.full),)
+    entry: dict[str, Any] = {"blocks": [list(block) for block in blocks]}
     if layer.budgets is not None:
         return {**entry, "budgets": list(layer.budgets)}
     entry |= {"sink": layer.sink, "recent": layer.recent}

@@ -35,5 +35,5 @@ def full_heads(profile: HeadProfile, sparsity: float, group_reduce: Literal["mea
     policy = decide(profile, windows, sparsity=sparsity, rest="streaming", group_reduce=group_reduce)
     mask = np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
     for row, layer in zip(mask, policy.layers, strict=True):
-        row[list(layer.order[: layer.full])] = True
+        row[list(layer.full_heads)] = True
     return mask

@@ -40,7 +40,16 @@ def test_short_sequences_take_no_more_than_dense():
         ({"head_dim": 0}, "malformed"),
         ({"layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 16}]}, "describes 1 layers"),
         ({"layers": [{"blocks": [[1, 2]], "sink": 4, "recent": 16}] * 3}, "layer 0 3 KV heads"),
-        ({"layers": [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 16}] * 3}, "malformed"),
+        ({"layers": [{"blocks": [[1, 1, 2]], "sink": 4, "recent": 16}] * 3}, "malformed"),
+        ({"layers": [{"blocks": [], "sink": 4, "recent": 16}] * 3}, "layer 0 0 KV heads"),
+        ({"layers": [{"blocks": [[1, 2], [1, 0]], "sink": 4, "recent": 16}] * 3}, "blocks of heads of different sizes"),
+        (
+            {
+                "layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 16}] * 2
+                + [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 16}]
+            },
+            "blocks of heads of different sizes",
+        ),
         ({"layers": [{"blocks": [[1, 3]], "sink": -1, "recent": 16}] * 3}, "malformed"),
         ({"layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 0}] * 3}, "malformed"),
         ({"layers": [{"blocks": [[1.0, 3]], "sink": 4, "recent": 9}] * 3}, "malformed"),

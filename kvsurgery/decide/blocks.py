@@ -1,0 +1,97 @@
+"""Blocks of heads: what each process of tensor parallelism holds, alike in bytes.
+
+A layer's KV heads are stored as T blocks of equal size, so that T processes get one each, and fewer get neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from kvsurgery.errors import PolicyError
+
+
+class Blocks(NamedTuple):
+    """One layer: its source heads by place, and of each block how many are full and how many are not."""
+
+    order: tuple[int, ...]
+    counts: tuple[tuple[int, int], ...]
+
+
+def check_blocks(blocks: int, kv_heads: int) -> None:
+    """Raise PolicyError where a layer's heads do not divide into so many blocks."""
+    if blocks < 1 or kv_heads % blocks:
+        divisors = ", ".join(str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0)
+        raise PolicyError(f"--tp has to divide the {kv_heads} KV heads of a layer ({divisors}), got {blocks}")
+
+
+def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[Blocks]:
+    """Put every layer's heads into blocks that are as heavy as each other over the model.
+
+    Full heads are spread evenly; what a layer has beyond a multiple of `blocks` goes to the blocks with the fewest so
+    far. Budgeted heads are dealt from the largest budget on, in rounds of one head a block, the lightest block first:
+    two blocks that have as many full heads then differ by no more than two budgets of one round do, however many layers
+    there are. In the end blocks are ordered so that neighbours balance. Inside a block, full heads come first, and each
+    kind is in the source's order.
+
+    Args:
+        full: bool [layers, kv_heads].
+        budgets: int [layers, kv_heads], what heads keep that are not full; None where they stream.
+        blocks: how many a layer has; divides its heads.
+    """
+    size = full.shape[1] // blocks
+    weights = [[0, 0] for _ in range(blocks)]  # full heads and budgets of the layers so far
+    shares = []  # of each layer, how many full heads each block has, and which budgeted ones
+    for layer, row in enumerate(full):
+        even, more = divmod(int(row.sum()), blocks)
+        counts = [even] * blocks
+        for block in _lightest(weights)[:more]:
+            counts[block] += 1
+        for weight, count in zip(weights, counts, strict=True):
+            weight[0] += count
+        dealt: list[list[int]] = [[] for _ in range(blocks)]
+        left: list[int] = []
+        if budgets is not None:
+            left = [head for head in np.argsort(-budgets[layer], kind="stable").tolist() if not row[head]]
+        while left:
+            turn = [block for block in _lightest(weights) if counts[block] + len(dealt[block]) < size]
+            for block, head in zip(turn, left, strict=False):
+                dealt[block].append(head)
+                weights[block][1] += int(budgets[layer, head])
+            left = left[len(turn) :]
+        shares.append((counts, dealt))
+    order = _balanced(weights)
+    return [_ordered(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)]
+
+
+def _ordered(
+    full: np.ndarray, order: Sequence[int], counts: list[int], dealt: list[list[int]], size: int, budgeted: bool
+) -> Blocks:
+    """One layer's heads, block after block."""
+    whole, others = (iter(np.flatnonzero(part).tolist()) for part in (full, ~full))
+    heads: list[int] = []
+    for block in order:
+        heads += islice(whole, counts[block])
+        heads += sorted(dealt[block]) if budgeted else islice(others, size - counts[block])
+    return Blocks(tuple(heads), tuple((counts[block], size - counts[block]) for block in order))
+
+
+def _lightest(weights: list[list[int]]) -> list[int]:
+    """Blocks by weight, of equal ones the earlier first."""
+    return sorted(range(len(weights)), key=lambda block: weights[block])
+
+
+def _balanced(weights: list[list[int]]) -> list[int]:
+    """Blocks in an order in which pairs of neighbours, and pairs of pairs, are about as heavy as others."""
+    runs = [([block], *weight) for block, weight in enumerate(weights)]
+    while len(runs) % 2 == 0 and len({run[1:] for run in runs}) > 1:
+        runs.sort(key=lambda run: run[1:])
+        half = len(runs) // 2
+        runs = [
+            tuple(one + other for one, other in zip(*pair, strict=True))
+            for pair in zip(runs[:half], runs[: -half - 1 : -1], strict=True)
+        ]
+    return [block for run in runs for block in run[0]]

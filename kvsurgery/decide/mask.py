@@ -1,0 +1,55 @@
+"""Which KV heads stay full, by their scores."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from kvsurgery.errors import PolicyError
+
+
+def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]) -> np.ndarray:
+    """The full heads that an option asks for: bool [layers, kv_heads].
+
+    Args:
+        scores: [layers, kv_heads].
+        eligible: bool [layers], those with full attention.
+        chosen: one of `sparsity`, `threshold` and `full_heads`, as `decide` takes them.
+
+    Raises:
+        PolicyError: its value is out of range.
+    """
+    [(how, value)], heads = chosen.items(), int(eligible.sum()) * scores.shape[1]
+    if how == "threshold":
+        if not np.isfinite(value):
+            raise PolicyError(f"--threshold must be finite, got {value}")
+        # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
+        with np.errstate(over="ignore"):
+            return (scores >= np.float32(value)) & eligible[:, None]
+    if how == "sparsity":
+        if not 0 <= value <= 1:
+            raise PolicyError(f"--sparsity lies in [0, 1], got {value}")
+        # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
+        full = heads - round(Fraction(str(value)) * heads)
+    else:
+        full = value
+        if not 0 <= full <= heads:
+            raise PolicyError(f"--full-heads lies in [0, {heads}] for this model, got {full}")
+    return best_heads(scores, eligible, full)
+
+
+def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
+    """The best heads, so many times `size` and a multiple of that in every layer: bool [layers, kv_heads].
+
+    A layer's heads, the best first, are cut into runs of `size`. Their sums fall, so that the best runs of the model
+    are the first ones of every layer, and no other choice has a larger sum.
+    """
+    # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
+    ranked = np.argsort(-scores, axis=1, kind="stable").reshape(len(scores), -1, size)
+    sums = np.take_along_axis(scores[:, None], ranked, 2).sum(2, dtype=np.float64)
+    sums[~eligible] = -np.inf
+    layers, runs = np.unravel_index(np.argsort(-sums, axis=None, kind="stable")[:count], sums.shape)
+    mask = np.zeros(scores.shape, dtype=bool)
+    mask[layers[:, None], ranked[layers, runs]] = True
+    return mask
