@@ -12,7 +12,7 @@ from typing import Any
 from kvsurgery import resources
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.emit.card import kv_table
+from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.emit.provenance import PROVENANCE, Provenance
 from kvsurgery.errors import CheckpointError, UnsupportedModel
@@ -33,6 +33,9 @@ class Surgery:
         quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
         reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
+        ranks: `processes` of tensor parallelism, and the `kv_bytes` of 128k tokens that each of them holds; empty where
+            heads are laid out for one.
+        replicated: whether transformers gives each of them all heads.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
         tool: version that did it.
@@ -45,6 +48,8 @@ class Surgery:
     quantisation: Mapping[str, Any] | None
     reform: Mapping[str, Any] | None
     kv_bytes: tuple[Mapping[str, Any], ...]
+    ranks: tuple[Mapping[str, Any], ...]
+    replicated: bool
     base_model: str | None = None
     base_revision: str | None = None
     options: Mapping[str, Any] | None = None
@@ -140,12 +145,17 @@ def _problem(checkpoint: Checkpoint) -> str | None:
 
 def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tuple[int | None, ...]]:
     """Dimensions and windows, as far as the family is known."""
-    stock = {key: value for key, value in config.items() if key not in NOT_STOCK}
+    stock = _stock(config)
     try:
         family = Family.of(stock)
         return family.dimensions(stock), family.windows(stock)
     except UnsupportedModel:
         return None, ()
+
+
+def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config as it was before surgery, as far as its family needs it."""
+    return {key: value for key, value in config.items() if key not in NOT_STOCK}
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -161,6 +171,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         reform = resources.template_module("kv_reform").Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    family = Family.of(_stock(config))
     facts = {
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
@@ -168,6 +179,8 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "quantisation": layout.quantisation and asdict(layout.quantisation),
         "reform": reform and asdict(reform),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
+        "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, family)),
+        "replicated": family.replicated,
     }
     if not (folder / PROVENANCE).exists():
         return Surgery(**facts)

@@ -218,13 +218,16 @@ class KVLayout:
         blocks = len(self.layers[0].blocks)
         return tuple(count for count in range(1, blocks + 1) if blocks % count == 0)
 
-    def part(self, rank: int, processes: int) -> "KVLayout":
-        """What process `rank` of so many holds under tensor parallelism.
+    def parts(self, processes: int) -> "list[KVLayout]":
+        """What each of so many processes holds under tensor parallelism, by rank.
 
         Raises:
-            ValueError: the heads do not divide so; `processes` of the layout has the numbers that do.
+            ValueError: the heads do not divide so; `self.processes` has the numbers that do.
         """
-        return KVLayout(tuple(layer.part(rank, processes) for layer in self.layers), self.head_dim)
+        return [
+            KVLayout(tuple(layer.part(rank, processes) for layer in self.layers), self.head_dim)
+            for rank in range(processes)
+        ]
 
     @property
     def quantisation(self) -> Quantisation | None:

@@ -50,6 +50,17 @@ if TYPE_CHECKING:
     help="Instead of these: take the least harmful policy with which weights, KV cache and workspace fit, such as 24GB "
     "or 24GiB; `kvsurgery fit` shows the choice.",
 )
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    help="Lay heads out for so many processes of tensor parallelism, or a divisor of that: every layer gets a multiple "
+    "of it of full heads.  [default: 1]",
+)
+@click.option(
+    "--tp-uneven",
+    is_flag=True,
+    help="With --tp: keep exactly the full heads asked for, though some processes hold more.",
+)
 @click.option("--context", type=Tokens(), help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.")
 @click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]")
 @policy_options
@@ -75,8 +86,8 @@ def convert(
 
     SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
     token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). What is kept can be
-    quantised (KIVI). With a reform profile, prompts far beyond the context are read too (REFORM). Weights keep their
-    bytes, in another order: `kvsurgery revert` restores the original.
+    quantised (KIVI), and shared by the processes of tensor parallelism. With a reform profile, prompts far beyond the
+    context are read too (REFORM). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
 
     A killed run continues when the same command is given again.
 
@@ -86,6 +97,7 @@ def convert(
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
+    kvsurgery convert ./llama3 --profile duo.safetensors --tp 4 --out ./llama3-tp4
     kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     """
     from kvsurgery import console
@@ -113,6 +125,7 @@ def convert(
     else:
         plan.print_policy(facts)
         plan.print_kv_bytes(facts["kv_bytes"])
+        plan.print_ranks(facts["ranks"], facts["replicated"] and facts["family"])
         plan.print_result(result)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
@@ -122,8 +135,12 @@ def convert(
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
-def _options(memory: int | None, context: int | None, batch: int | None, **options: Any) -> dict[str, Any]:
+def _options(
+    memory: int | None, context: int | None, batch: int | None, tp: int | None, tp_uneven: bool, **options: Any
+) -> dict[str, Any]:
     """The options as `Operation.prepare` takes them."""
+    if tp is None and tp_uneven:
+        raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
     sizes = {name: options.pop(f"reform_{name}") for name in REFORM_SIZES}
     options |= {"sizes": {name: value for name, value in sizes.items() if value is not None}}
     given = {name: options.pop(name) for name in ("sparsity", "threshold", "full_heads", "budget", "kv_bits")}
@@ -133,7 +150,10 @@ def _options(memory: int | None, context: int | None, batch: int | None, **optio
             flag = "--batch" if context is None else "--context"
             raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
         bits = given.pop("kv_bits", None)
-        return {**given, **decided(bits=bits and int(bits), **options)}
+        parallel = {} if tp is None else {"tp": tp, "tp_uneven": tp_uneven}
+        return {**given, **parallel, **decided(bits=bits and int(bits), **options)}
+    if tp is not None:
+        raise click.UsageError("--fit makes room on one device, and --tp splits heads over several; leave one out")
     if given:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise click.UsageError(f"--fit decides {flags}; leave one of them out")

@@ -60,7 +60,7 @@ def _show(facts: Facts) -> None:
     elif facts.surgery is None:
         say("can be converted")
     else:
-        _show_surgery(facts.surgery)
+        _show_surgery(facts.surgery, facts.model_type)
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
@@ -100,11 +100,12 @@ def _brief(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _show_surgery(surgery: Surgery) -> None:
+def _show_surgery(surgery: Surgery, family: str) -> None:
     from kvsurgery import console
-    from kvsurgery.cli.plan import describe_reform, print_kv_bytes
+    from kvsurgery.cli.plan import describe_reform, print_kv_bytes, print_ranks
 
     print_kv_bytes(surgery.kv_bytes)
+    print_ranks(surgery.ranks, surgery.replicated and family)
     if surgery.revertible:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
         how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")

@@ -9,14 +9,16 @@ from typing import Any
 
 from kvsurgery import console
 from kvsurgery.decide.fit import Fit
-from kvsurgery.emit.card import kv_table
+from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.operation import Operation
+from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
 
 def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
     """The plan as plain data."""
     checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
+    config, family = json.loads(files["config.json"]), Family.of(checkpoint.config)
     moved = set(plan.moved)
     return {
         "source": checkpoint.name,
@@ -30,6 +32,7 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
             "full": policy.full,
             "streaming": policy.streaming,
             "budgeted": policy.budgeted,
+            "rounded": policy.rounded,
         },
         "layers": [
             {
@@ -42,11 +45,10 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
         ],
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
         **({"fit": fit_facts(operation.fit)} if operation.fit else {}),
+        "replicated": family.replicated,
+        "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family)],
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
-        "kv_bytes": [
-            {"tokens": name, "before": before, "after": after}
-            for name, before, after in kv_table(json.loads(files["config.json"]))
-        ],
+        "kv_bytes": [{"tokens": name, "before": before, "after": after} for name, before, after in kv_table(config)],
     }
 
 
@@ -87,6 +89,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
     print_kv_bytes(facts["kv_bytes"])
+    print_ranks(facts["ranks"], facts["replicated"] and facts["family"])
     tensors = facts["tensors"]
     console.stdout.print(
         f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
@@ -109,6 +112,12 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         f"{facts['source']}, {facts['family']}: {stream}",
         f"profile: {profile['method']}, measured on {profile['base_model']}",
     ]
+    if heads["rounded"]:
+        full, change = heads["full"], heads["rounded"]
+        lines.append(
+            f"{full} full heads, {abs(change)} {'more' if change > 0 else 'fewer'} than asked for: in every layer a "
+            f"multiple of {policy['tp']}"
+        )
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
     console.stdout.print("\n".join(lines) + "\n", markup=False)
@@ -150,6 +159,20 @@ def print_result(result: Mapping[str, Any]) -> None:
             f"peak memory {console.size(result['peak_memory'])}"
         )
     console.stdout.print(line, markup=False)
+
+
+def print_ranks(ranks: Iterable[Mapping[str, Any]], replicated: str | bool) -> None:
+    """A table of what each process of tensor parallelism holds; nothing where heads are laid out for one.
+
+    `replicated` is the family of which every process has all heads, or False.
+    """
+    rows = [(rank["processes"], *(console.size(of(rank["kv_bytes"])) for of in (min, max))) for rank in ranks]
+    if not rows:
+        return
+    title = "KV cache of a process, tensor parallelism, 128k tokens"
+    console.stdout.print(console.table(title, ["processes", "at least", "at most"], rows))
+    if replicated:
+        console.stdout.print(f"transformers replicates the attention of {replicated}: processes save no KV cache")
 
 
 def print_kv_bytes(kv_bytes: Iterable[Mapping[str, Any]]) -> None:

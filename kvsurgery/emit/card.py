@@ -11,6 +11,7 @@ from kvsurgery import __version__, resources
 from kvsurgery.console import size
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
+from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
@@ -24,8 +25,21 @@ def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     return [(name, layout.dense_bytes(1, length), layout.kv_bytes(1, length)) for name, length in LENGTHS.items()]
 
 
+def rank_table(config: Mapping[str, Any], family: Family) -> list[tuple[int, list[int]]]:
+    """(processes, bytes that each of them holds) of 128k tokens' KV cache in 16 bit, for a converted config: one entry
+    for every number of processes of tensor parallelism that its heads are laid out for."""
+    layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+    parts = {count: [layout] * count if family.replicated else layout.parts(count) for count in layout.processes[1:]}
+    return [(count, [part.kv_bytes(1, LENGTHS["128k"]) for part in own]) for count, own in parts.items()]
+
+
 def model_card(
-    base_model: str, config: Mapping[str, Any], profile: HeadProfile, policy: Policy, original: str = ""
+    base_model: str,
+    config: Mapping[str, Any],
+    profile: HeadProfile,
+    policy: Policy,
+    family: Family,
+    original: str = "",
 ) -> str:
     """README.md of a converted checkpoint.
 
@@ -33,6 +47,7 @@ def model_card(
         base_model: what was converted: a Hub id or a folder's name.
         config: the converted config.
         profile, policy: what decided the heads.
+        family: of the model.
         original: the source's README.md, for its licence and language.
     """
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
@@ -53,7 +68,7 @@ def model_card(
         preprocessor="processor" if reads_images else "tokenizer",
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantised(policy.quantisation),
-        long_prompts=_long_prompts(policy.reform),
+        sections=_long_prompts(policy.reform) + _several_devices(config, auto, family),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -101,6 +116,43 @@ def _long_prompts(reform: Any | None) -> str:
         f"and tokens are compared by their states in {heads} (layer, head).\n`query_length=` says how many of its last "
         "tokens are the question, `return_gathered=True` gives the tokens that were kept.\n"
     )
+
+
+def _several_devices(config: Mapping[str, Any], auto: str, family: Family) -> str:
+    """How tensor parallelism splits the heads, as a section of its own."""
+    table = rank_table(config, family)
+    if not table:
+        return ""
+    most, _ = table[-1]
+    lines = [
+        "## Several devices",
+        "",
+        f"The heads of each layer lie in {most} blocks, for tensor parallelism over {_either(table)} processes. In a",
+        f"script that `torchrun --nproc-per-node {most}` starts, with one seed for all:",
+        "",
+        "```python",
+        "from transformers.distributed import DistributedConfig",
+        "",
+        f"model = {auto}.from_pretrained(",
+        f'    here, trust_remote_code=True, dtype="auto", distributed_config=DistributedConfig(tp_size={most})',
+        ")",
+        "```",
+        "",
+        'In transformers 4 it is `tp_plan="auto"`. Load the model in one process before: the code is then copied once.',
+        "Of the KV cache of 128k tokens, a process holds:",
+        "",
+        "| processes | at least | at most |",
+        "|---|---|---|",
+        *(f"| {count} | {size(min(held))} | {size(max(held))} |" for count, held in table),
+    ]
+    if family.replicated:
+        lines += ["", f"That is all of it: transformers replicates the attention of {family.name} in every process."]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _either(table: list[tuple[int, list[int]]]) -> str:
+    *others, last = (str(count) for count, _ in table)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _kept(card: str) -> list[str]:

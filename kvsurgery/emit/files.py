@@ -25,13 +25,13 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     Raises:
         UnsupportedModel, CheckpointError: the source's config or generation config is not what surgery covers.
     """
-    config = converted_config(checkpoint.config, policy)
+    config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    modeling = f"{Family.of(checkpoint.config).modeling}.py"
+    modeling = f"{family.modeling}.py"
     templates = resources.folder("templates")
     files = {name: (templates / name).read_bytes() for name in (modeling, *RUNTIME)}
-    files["README.md"] = model_card(checkpoint.name, config, profile, policy, original).encode(errors="replace")
+    files["README.md"] = model_card(checkpoint.name, config, profile, policy, family, original).encode(errors="replace")
     if generation.is_file():
         before = generation.read_bytes()
         after = converted_generation_config(before)

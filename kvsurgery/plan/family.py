@@ -3,7 +3,8 @@
 A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
-`["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything.
+`["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything. `[parallel]`
+says where transformers' tensor parallelism does not split the heads.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -58,7 +59,7 @@ class Family:
     """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class.
 
     `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
-    be of, where it has one inside.
+    be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Family:
     copy_model: tuple[str, ...]
     prefixes: tuple[str, ...]
     text: tuple[str, ...]
+    replicated: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -246,6 +248,7 @@ def _load(name: str) -> Family:
         copy_model=tuple(patch["copy"]["model"]),
         prefixes=tuple(text.get("prefixes", ("model.",))),
         text=tuple(text.get("families", ())),
+        replicated=patch.get("parallel", {}).get("attention") == "replicated",
     )
 
 

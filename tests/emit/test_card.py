@@ -8,6 +8,7 @@ from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, model_card
 from kvsurgery.emit.config import converted_config
+from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
 MODEL = ModelDimensions(2, 8, 4, 16)
@@ -46,7 +47,7 @@ def front_matter(card):
 
 def test_card_states_what_was_done(decided):
     profile, policy, config = decided
-    card = model_card("org/base", config, profile, policy, ORIGINAL)
+    card = model_card("org/base", config, profile, policy, Family.of(CONFIG), ORIGINAL)
     assert front_matter(card) == {
         "library_name": "transformers",
         "base_model": "org/base",
@@ -67,7 +68,7 @@ def test_card_states_what_was_done(decided):
 
 def test_a_local_base_model_is_no_link(decided):
     profile, policy, config = decided
-    card = model_card("llama3", config, profile, policy)
+    card = model_card("llama3", config, profile, policy, Family.of(CONFIG))
     assert "base_model" not in front_matter(card)
     assert "huggingface.co" not in card
 
