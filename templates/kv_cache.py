@@ -133,8 +133,8 @@ class KVLayerCache(HandingLayer):
         seen = self.seen + tokens
         if seen != self.columns.expected:
             raise RuntimeError(
-                "a KVSurgeryCache is filled by calling the converted model itself, not its inner `.model`; "
-                "after a forward that was interrupted, reset() it"
+                "a KVSurgeryCache is filled by calling the converted model; after a forward that was interrupted, "
+                "reset() it"
             )
         if self.pads is not self.columns.pads:
             self.pads, self.table = self.columns.pads, None
@@ -292,6 +292,11 @@ class KVSurgeryCache(Cache):
         if rows != stored:
             raise ValueError(f"the cache holds {stored} rows, the input has {rows}")
         self.columns.begin(mask, rows, tokens, self.get_seq_length())
+
+    @property
+    def announced(self) -> bool:
+        """Whether a forward is under way."""
+        return self.columns.expected > self.get_seq_length()
 
     def reserve(self, capacity: int) -> None:
         """State how many tokens the cache will hold, so that storage is allocated once and exactly."""

@@ -24,6 +24,8 @@ class KVSurgeryModel:
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
         for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
             decoder_layer.self_attn.kv_layout = layer
+        if decoder is not self:
+            decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
     def _checkpoints_activations(self) -> bool:
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
@@ -133,6 +135,14 @@ def with_kv_cache(forward):
         return forward(*bound.args, **bound.kwargs)
 
     return wrapper
+
+
+def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
+    """Tell the cache of a forward of the inner model alone, as the first stages of a pipeline run it."""
+    cache, inputs = options.get("past_key_values"), options.get("inputs_embeds")
+    if isinstance(cache, KVSurgeryCache) and not cache.announced:
+        inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
+        cache.begin(options.get("attention_mask"), *inputs.shape[:2])
 
 
 def convert_weights(class_name: str, stock: str) -> None:

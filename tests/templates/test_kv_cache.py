@@ -304,9 +304,10 @@ class TestRefusals:
             llama.model(tokens(1, 1), past_key_values=cache)
 
     def test_our_cache_behind_the_models_back(self, llama):
-        cache = module_of(llama, "kv_cache").KVSurgeryCache(llama.config)
-        with pytest.raises(RuntimeError, match="inner"):
-            llama.model(tokens(1, 5), past_key_values=cache)
+        cache, states = module_of(llama, "kv_cache").KVSurgeryCache(llama.config), torch.zeros(1, 4, 5, 6)
+        handle, _ = cache.update(states, states, 0)
+        with pytest.raises(RuntimeError, match="filled by calling the converted model"):
+            handle.layer.append(states, states)
 
     @pytest.mark.parametrize("implementation", ["static", "offloaded"])
     def test_another_cache_implementation(self, llama, implementation):
