@@ -224,3 +224,10 @@ def test_a_text_model_inside_another(name: str, layer: int | None, part: str) ->
 def test_emitted_modeling_module_exists(name: str) -> None:
     modeling = Family.of({"model_type": name, "text_config": {"model_type": "llama"}}).modeling
     assert Path(resources.folder("templates"), f"{modeling}.py").is_file()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_tensor_parallelism_replicates_is_what_transformers_says(model_type: str) -> None:
+    plan = AutoConfig.for_model(model_type).base_model_tp_plan
+    projection = next(style for name, style in plan.items() if name.endswith(("k_proj", "qkv_proj")))
+    assert Family.of({"model_type": model_type}).replicated == (projection != "colwise")

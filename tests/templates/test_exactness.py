@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.families import FAMILIES, largest, tokens
 from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK
+from tests.surgery import RECENT, SINK, convert_folder
 
 LENGTH = 45
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -71,6 +71,21 @@ def test_mixed_heads_equal_the_dense_reference(mixed, family, size):
     assert largest(logits(converted.stock, ids) - expected, expected) > 1e-2
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_blocks_of_heads_equal_the_dense_reference(checkpoint, tmp_path, family, uneven):
+    """Laid out for several processes, in one: full heads lie in several places."""
+    full_heads = 3 if uneven else 6  # not only whole layers
+    converted = convert_folder(checkpoint(family), tmp_path / "out", tp=2, tp_uneven=uneven, full_heads=full_heads)
+    assert any(layer.scattered for layer in (block.self_attn.kv_layout for block in converted.model.model.layers))
+    ids = tokens(2, LENGTH)
+    expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
+    for size in (1, 7, LENGTH):
+        found, _ = chunked(converted.model, ids, size)
+        assert largest(found - expected, expected) <= 1e-4
+    assert largest(logits(converted.model, ids, use_cache=False) - expected, expected) <= 1e-4
+
+
 @families
 def test_chunk_sizes_agree(mixed, family):
     model, ids = mixed(family).model, tokens(2, LENGTH, seed=1)
@@ -109,8 +124,6 @@ def test_right_padding_without_continuing(mixed, family):
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 1), (0, 8), (1, 1), (60, 60), (2, 300)], ids=str)
 def test_odd_sizes_of_sink_and_window(checkpoint, tmp_path, sink, recent):
-    from tests.surgery import convert_folder
-
     converted = convert_folder(checkpoint("llama"), tmp_path / "out", sparsity=0.6, sink=sink, recent=recent)
     ids = tokens(1, 90, seed=4)
     expected = reference_logits(converted.stock, converted.full, sink, recent, ids)

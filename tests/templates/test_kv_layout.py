@@ -64,3 +64,41 @@ def test_inconsistent_sections_are_refused(section, message):
         given["kv_surgery"].update(section)
     with pytest.raises(ValueError, match=message):
         KVLayout.from_config(given)
+
+
+def in_blocks():
+    """Four blocks of a head each or two; 100 tokens, windows of 20."""
+    streaming = {"blocks": [[1, 1], [0, 2], [1, 1], [0, 2]], "sink": 4, "recent": 16}
+    budgeted = {"blocks": [[0, 2], [1, 1], [0, 2], [1, 1]], "budgets": [5, 6, 7, 8, 9, 10]}
+    native = {"blocks": [[0, 2]] * 4, "sink": 0, "recent": 8, "native": True}
+    given = config([streaming, budgeted, native], selection={"window": 4, "kernel_size": 3, "pool": "max"})
+    return KVLayout.from_config({**given, "num_key_value_heads": 8})
+
+
+def test_parts_by_hand():
+    layout = in_blocks()
+    assert layout.processes == (1, 2, 4)
+    tokens = [
+        [(100 + 20, 5 + 4 + 6 + 4, 16), (40, 100 + 7 + 4, 16), (120, 8 + 4 + 9 + 4, 16), (40, 100 + 10 + 4, 16)],
+        [(160, 130, 32), (160, 139, 32)],
+    ]
+    for processes, expected in zip((4, 2), tokens, strict=True):
+        parts = layout.parts(processes)
+        assert [part.kv_bytes(1, 100) for part in parts] == [2 * sum(each) * 10 * 2 for each in expected]
+        assert sum(part.kv_bytes(3, 100, 7) for part in parts) == layout.kv_bytes(3, 100, 7)
+        assert sum(part.dense_bytes(1, 100) for part in parts) == layout.dense_bytes(1, 100)
+    assert layout.parts(1) == [layout]
+    assert layout.parts(2)[1].parts(2) == layout.parts(4)[2:]
+
+
+def test_parts_that_nothing_tells_apart():
+    streaming, budgeted, native = in_blocks().layers
+    with pytest.raises(ValueError, match="4 blocks of heads do not divide over 3 processes"):
+        in_blocks().parts(3)
+    for layer in (streaming, budgeted):
+        with pytest.raises(ValueError, match="processes hold different heads"):
+            layer.part(None, 4)
+    assert native.part(None, 4) == native.part(3, 4)
+    assert streaming.part(None, 2) == streaming.part(1, 2)
+    with pytest.raises(ValueError, match="processes hold different heads"):
+        budgeted.part(None, 2)  # as many full ones, but other budgets
