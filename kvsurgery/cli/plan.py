@@ -32,8 +32,8 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
             "full": policy.full,
             "streaming": policy.streaming,
             "budgeted": policy.budgeted,
-            "rounded": policy.rounded,
         },
+        "rounded": policy.rounded,
         "layers": [
             {
                 "full": layer.full,
@@ -112,12 +112,9 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         f"{facts['source']}, {facts['family']}: {stream}",
         f"profile: {profile['method']}, measured on {profile['base_model']}",
     ]
-    if heads["rounded"]:
-        full, change = heads["full"], heads["rounded"]
-        lines.append(
-            f"{full} full heads, {abs(change)} {'more' if change > 0 else 'fewer'} than asked for: in every layer a "
-            f"multiple of {policy['tp']}"
-        )
+    if change := facts["rounded"]:
+        difference = f"{abs(change)} {'more' if change > 0 else 'fewer'} than asked for"
+        lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
     console.stdout.print("\n".join(lines) + "\n", markup=False)

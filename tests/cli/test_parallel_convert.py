@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvsurgery.score.embedding_heads import EmbeddingHead
+from kvsurgery.score.profile import HeadProfile
 from templates.kv_layout import KVLayout
 from tests.command import CONVERT, PROFILE, done, nothing_happens, run
 from tests.families import largest, make, tokens
 from tests.shards import tree
-from tests.surgery import random_profile
+from tests.surgery import convert_folder, random_profile
 
 STREAMING = ("--sink", "3", "--recent", "5")
 
@@ -60,6 +62,19 @@ def test_the_same_heads_give_the_same_model(model: Path) -> None:
     assert largest(one - logits("model"), one) > 1e-2
 
 
+def test_long_prompts_find_their_heads_in_blocks(model: Path) -> None:
+    scored, kept = random_profile(Path("model")), []
+    heads = tuple(EmbeddingHead(0, state, head) for state, head in (("q", 5), ("k", 1), ("v", 3)))
+    reform = HeadProfile(None, "reform", None, "model", scored.model, embedding_heads=heads)
+    for name, options in {"out": {}, "parallel": {"tp": 2, "tp_uneven": True}}.items():
+        sizes = {"chunk": 16, "encode_budget": 24, "window": 3, "keep": 3, "pool": 3, "recompute_budget": 40}
+        given = {"reform": reform, "sizes": sizes, "full_heads": 7, **options}
+        loaded = convert_folder(Path("model"), Path(name), scored, **given).model
+        kept.append(loaded.generate(tokens(1, 90), max_new_tokens=2, query_length=5, return_gathered=True)[1])
+    assert kept[0][0].equal(kept[1][0])
+    assert len(kept[0][0]) == 40
+
+
 def test_one_block_is_an_ordinary_conversion(model: Path) -> None:
     convert("--full-heads", "7")
     convert("--full-heads", "7", "--tp", "1", out="one")
@@ -75,7 +90,7 @@ def test_budgets(model: Path) -> None:
 
 def test_it_says_what_changes_and_what_a_process_holds(model: Path) -> None:
     said = convert("--full-heads", "7", "--tp", "4")
-    assert "8 full heads, 1 more than asked for: in every layer a multiple of 4" in said
+    assert "8 full heads, 1 more than asked for: a multiple of 4 in every layer" in said
     plan = json.loads(
         done(
             *CONVERT[:1],
@@ -91,7 +106,7 @@ def test_it_says_what_changes_and_what_a_process_holds(model: Path) -> None:
             "7",
         ).out
     )
-    assert (plan["kv_heads"]["full"], plan["kv_heads"]["rounded"]) == (8, 1)
+    assert (plan["kv_heads"]["full"], plan["rounded"]) == (8, 1)
     assert (plan["policy"]["tp"], plan["policy"]["full_heads"]) == (4, 7)
     layout = KVLayout.from_config(json.loads(Path("out/config.json").read_text()))
     expected = [
