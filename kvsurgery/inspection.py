@@ -153,8 +153,16 @@ def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tupl
         return None, ()
 
 
+def _replicated(config: Mapping[str, Any]) -> bool:
+    """Whether every process of tensor parallelism has all heads, as far as the family is known."""
+    try:
+        return Family.of(_stock(config)).replicated
+    except UnsupportedModel:
+        return False
+
+
 def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config as it was before surgery, as far as its family needs it."""
+    """A config without what stands in the way of naming its family."""
     return {key: value for key, value in config.items() if key not in NOT_STOCK}
 
 
@@ -171,7 +179,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         reform = resources.template_module("kv_reform").Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    family = Family.of(_stock(config))
+    replicated = _replicated(config)
     facts = {
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
@@ -179,8 +187,8 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "quantisation": layout.quantisation and asdict(layout.quantisation),
         "reform": reform and asdict(reform),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
-        "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, family)),
-        "replicated": family.replicated,
+        "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
+        "replicated": replicated,
     }
     if not (folder / PROVENANCE).exists():
         return Surgery(**facts)

@@ -46,7 +46,7 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
         **({"fit": fit_facts(operation.fit)} if operation.fit else {}),
         "replicated": family.replicated,
-        "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family)],
+        "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family.replicated)],
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
         "kv_bytes": [{"tokens": name, "before": before, "after": after} for name, before, after in kv_table(config)],
     }

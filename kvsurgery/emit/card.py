@@ -11,7 +11,6 @@ from kvsurgery import __version__, resources
 from kvsurgery.console import size
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
-from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
@@ -25,11 +24,12 @@ def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     return [(name, layout.dense_bytes(1, length), layout.kv_bytes(1, length)) for name, length in LENGTHS.items()]
 
 
-def rank_table(config: Mapping[str, Any], family: Family) -> list[tuple[int, list[int]]]:
+def rank_table(config: Mapping[str, Any], replicated: bool) -> list[tuple[int, list[int]]]:
     """(processes, bytes that each of them holds) of 128k tokens' KV cache in 16 bit, for a converted config: one entry
-    for every number of processes of tensor parallelism that its heads are laid out for."""
+    for every number of processes of tensor parallelism that its heads are laid out for. With `replicated` attention,
+    each of them holds all of it."""
     layout = resources.template_module("kv_layout").KVLayout.from_config(config)
-    parts = {count: [layout] * count if family.replicated else layout.parts(count) for count in layout.processes[1:]}
+    parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     return [(count, [part.kv_bytes(1, LENGTHS["128k"]) for part in own]) for count, own in parts.items()]
 
 
@@ -38,8 +38,8 @@ def model_card(
     config: Mapping[str, Any],
     profile: HeadProfile,
     policy: Policy,
-    family: Family,
     original: str = "",
+    replicated: bool = False,
 ) -> str:
     """README.md of a converted checkpoint.
 
@@ -47,8 +47,8 @@ def model_card(
         base_model: what was converted: a Hub id or a folder's name.
         config: the converted config.
         profile, policy: what decided the heads.
-        family: of the model.
         original: the source's README.md, for its licence and language.
+        replicated: whether every process of tensor parallelism has all heads, as `Family` says.
     """
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
     front = ["library_name: transformers", *([f"base_model: {base_model}"] if on_hub else [])]
@@ -68,7 +68,7 @@ def model_card(
         preprocessor="processor" if reads_images else "tokenizer",
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantised(policy.quantisation),
-        sections=_long_prompts(policy.reform) + _several_devices(config, auto, family),
+        sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -118,9 +118,9 @@ def _long_prompts(reform: Any | None) -> str:
     )
 
 
-def _several_devices(config: Mapping[str, Any], auto: str, family: Family) -> str:
+def _several_devices(config: Mapping[str, Any], auto: str, replicated: bool) -> str:
     """How tensor parallelism splits the heads, as a section of its own."""
-    table = rank_table(config, family)
+    table = rank_table(config, replicated)
     if not table:
         return ""
     most, _ = table[-1]
@@ -145,8 +145,11 @@ def _several_devices(config: Mapping[str, Any], auto: str, family: Family) -> st
         "|---|---|---|",
         *(f"| {count} | {size(min(held))} | {size(max(held))} |" for count, held in table),
     ]
-    if family.replicated:
-        lines += ["", f"That is all of it: transformers replicates the attention of {family.name} in every process."]
+    if replicated:
+        lines += [
+            "",
+            f"That is all of it: transformers replicates the attention of {config['model_type']} in every process.",
+        ]
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -30,8 +30,9 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     modeling = f"{family.modeling}.py"
     templates = resources.folder("templates")
+    card = model_card(checkpoint.name, config, profile, policy, original, family.replicated)
     files = {name: (templates / name).read_bytes() for name in (modeling, *RUNTIME)}
-    files["README.md"] = model_card(checkpoint.name, config, profile, policy, family, original).encode(errors="replace")
+    files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
         before = generation.read_bytes()
         after = converted_generation_config(before)

@@ -73,7 +73,7 @@ def world(request: pytest.FixtureRequest, folders, alone, tmp_path_factory: pyte
     for one in processes:
         one.start()
     for one in processes:
-        one.join(300)
+        one.join(120)
     assert [one.exitcode for one in processes] == [0] * count
     return [torch.load(out / f"{rank}.pt") for rank in range(count)], out
 

@@ -8,7 +8,6 @@ from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, model_card
 from kvsurgery.emit.config import converted_config
-from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
 MODEL = ModelDimensions(2, 8, 4, 16)
@@ -47,7 +46,7 @@ def front_matter(card):
 
 def test_card_states_what_was_done(decided):
     profile, policy, config = decided
-    card = model_card("org/base", config, profile, policy, Family.of(CONFIG), ORIGINAL)
+    card = model_card("org/base", config, profile, policy, ORIGINAL)
     assert front_matter(card) == {
         "library_name": "transformers",
         "base_model": "org/base",
@@ -68,7 +67,7 @@ def test_card_states_what_was_done(decided):
 
 def test_a_local_base_model_is_no_link(decided):
     profile, policy, config = decided
-    card = model_card("llama3", config, profile, policy, Family.of(CONFIG))
+    card = model_card("llama3", config, profile, policy)
     assert "base_model" not in front_matter(card)
     assert "huggingface.co" not in card
 
