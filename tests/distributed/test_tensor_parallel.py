@@ -19,7 +19,6 @@ from tests.surgery import convert_folder, random_profile
 
 pytestmark = pytest.mark.slow
 
-WORLDS = [2, 4]
 WIDE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
 WIDE |= {"vocab_size": 104}  # some versions of transformers want it to divide
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "olmo2", "gemma2"]
@@ -60,12 +59,8 @@ def alone(folders):
     return cache(lambda name: process.compute(process.load(folders[name])))
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="{} processes".format)
-def world(request: pytest.FixtureRequest, folders, alone, tmp_path_factory: pytest.TempPathFactory):
-    """What each of some processes computes, by rank, and the folder of what they saved."""
-    for name in folders:
-        alone(name)
-    out, count = tmp_path_factory.mktemp("world"), request.param
+def start(count: int, folders: dict[str, Path], out: Path) -> list[dict]:
+    """What each of some processes computes, by rank; `out` gets what they save."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.process"])
     given = out / "store", Path(dynamic_module_utils.HF_MODULES_CACHE), folders, out
@@ -75,73 +70,61 @@ def world(request: pytest.FixtureRequest, folders, alone, tmp_path_factory: pyte
     for one in processes:
         one.join(120)
     assert [one.exitcode for one in processes] == [0] * count
-    return [torch.load(out / f"{rank}.pt") for rank in range(count)], out
+    return [torch.load(out / f"{rank}.pt") for rank in range(count)]
 
 
-def check(found: dict, expected: dict) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
+    """One launch for all of it: a test each would launch them in every worker of pytest."""
+    for name in folders:
+        alone(name)
+    ranks = start(count, folders, tmp_path)
+    for name in NAMES:
+        for found in ranks:
+            check_results(name, found[name], alone(name))
+        check_bytes(name, folders[name], [found[name]["bytes"] for found in ranks], alone(name)["bytes"])
+    for name in process.SAVED:
+        check_saved(name, tmp_path / name, folders[name])
+    for found in ranks:
+        for refusal in found["one block"]:  # without a cache, and with one
+            assert "convert it with --tp" in refusal
+        assert "a long prompt is read by all heads" in found["long"]
+        for name, reference in {"pipeline": "llama", "tensors and data": "uneven"}.items():
+            if name in found:
+                check_results(name, found[name], alone(reference))
+    if "pipeline" in ranks[0]:
+        assert sum(found["pipeline"]["bytes"] for found in ranks) == alone("llama")["bytes"]
+
+
+def check_results(name: str, found: dict, expected: dict) -> None:
     """Logits within 1e-4, tokens equal."""
-    for name in found.keys() - {"bytes"}:
-        if found[name].is_floating_point():
-            assert largest(found[name] - expected[name], expected[name]) <= 1e-4, name
+    for what in found.keys() - {"bytes"}:
+        if found[what].is_floating_point():
+            assert largest(found[what] - expected[what], expected[what]) <= 1e-4, (name, what)
         else:
-            assert found[name].equal(expected[name]), name
+            assert found[what].equal(expected[what]), (name, what)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_processes_compute_what_one_does(world, alone, name):
-    for of_rank in world[0]:
-        check(of_rank[name], alone(name))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_process_holds_its_share(world, alone, folders, name):
-    config = AutoConfig.from_pretrained(folders[name])
-    layout, count = KVLayout.from_config(config), len(world[0])
+def check_bytes(name: str, folder: Path, held: list[int], whole: int) -> None:
+    """Every process holds what the layout says of its part, and at most a head more than another."""
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(folder))
     size = {"batch": process.BATCH, "prompt": process.PROMPT, "new": process.NEW, "itemsize": 4}
-    held = [of_rank[name]["bytes"] for of_rank in world[0]]
-    whole = layout.kv_bytes(**size)
-    assert alone(name)["bytes"] == whole
-    if name in ("phi3", "olmo2"):
-        assert held == [whole] * count
+    assert whole == layout.kv_bytes(**size), name
+    if name in ("phi3", "olmo2"):  # their attention is replicated
+        assert held == [whole] * len(held), name
         return
-    assert held == [part.kv_bytes(**size) for part in layout.parts(count)]
-    assert sum(held) == whole
+    assert held == [part.kv_bytes(**size) for part in layout.parts(len(held))], name
+    assert sum(held) == whole, name
     head = 2 * process.BATCH * (process.PROMPT + process.NEW) * layout.head_dim * 4
-    assert max(held) - min(held) <= (head if name in ("uneven", "budgets") else 0)
+    assert max(held) - min(held) <= (head if name in ("uneven", "budgets") else 0), name
 
 
-@pytest.mark.parametrize("name", process.SAVED)
-def test_what_processes_save_is_the_checkpoint(world, folders, name):
-    saved, given = (
+def check_saved(name: str, saved: Path, given: Path) -> None:
+    """What `save_pretrained` writes is the checkpoint again: tensors to the bit, and the code."""
+    before, after = (
         {key: part for file in sorted(folder.glob("*.safetensors")) for key, part in load_file(file).items()}
-        for folder in (world[1] / name, folders[name])
+        for folder in (given, saved)
     )
-    assert saved.keys() == given.keys()
-    assert all(saved[key].equal(given[key]) for key in given)
-    assert {path.name for path in (world[1] / name).glob("*.py")} == {path.name for path in folders[name].glob("*.py")}
-
-
-def test_a_split_that_the_layout_does_not_know_is_refused_by_all(world):
-    for of_rank in world[0]:
-        for said in of_rank["one block"]:
-            assert "convert it with --tp" in said
-
-
-def test_long_prompts_are_refused_by_all(world):
-    for of_rank in world[0]:
-        assert "a long prompt is read by all heads" in of_rank["long"]
-
-
-def test_layers_over_processes(world, alone):
-    if "pipeline" not in world[0][0]:
-        pytest.skip("transformers 5 has pipelines; tried with two processes")
-    for of_rank in world[0]:
-        check(of_rank["pipeline"], alone("llama"))
-    assert sum(of_rank["pipeline"]["bytes"] for of_rank in world[0]) == alone("llama")["bytes"]
-
-
-def test_tensors_and_data_over_processes(world, alone):
-    if "tensors and data" not in world[0][0]:
-        pytest.skip("transformers 5.18 loads such a model; tried with four processes")
-    for of_rank in world[0]:
-        check(of_rank["tensors and data"], alone("uneven"))
+    assert after.keys() == before.keys(), name
+    assert all(after[key].equal(before[key]) for key in before), name
+    assert {path.name for path in saved.glob("*.py")} == {path.name for path in given.glob("*.py")}, name

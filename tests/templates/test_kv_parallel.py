@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from templates import kv_graph
 from templates.kv_layout import LayerLayout
 from templates.kv_parallel import full_heads_first, in_blocks, own_layout, split_over_devices
+from tests.emitted import emitted
 
 EVEN = LayerLayout(((1, 1),) * 4, 3, 5)
 UNEVEN = LayerLayout(((1, 1), (0, 2), (0, 2), (1, 1)), 3, 5)
@@ -91,3 +93,12 @@ def test_what_has_to_wait_for_other_devices():
         assert split_over_devices(split)
     model.weight.device_mesh = object()  # as a sharded parameter has one
     assert split_over_devices(model)
+
+
+def test_steps_that_wait_for_others_are_not_captured(monkeypatch):
+    monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
+    model, given = emitted("llama", 1), {"input_ids": torch.ones(1, 1, dtype=torch.long)}
+    with torch.no_grad():
+        assert kv_graph.fits(model, given)
+        model._device_mesh = object()
+        assert not kv_graph.fits(model, given)
