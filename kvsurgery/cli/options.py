@@ -34,6 +34,20 @@ class Tokens(click.ParamType):
         return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 
+class Several(click.ParamType):
+    """Numbers with commas between them."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType):
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
 def policy_options(command: Any) -> Any:
     """Add the options that say what heads become, but for how much of them is kept."""
     for option in reversed(_POLICY):
