@@ -16,6 +16,8 @@ from kvsurgery.score.profile import HeadProfile
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
 # keys of the source's card that stay true after surgery
 KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# around what a report says, so that the next one takes its place
+BEGIN, END = "<!-- kvsurgery report -->", "<!-- end of kvsurgery report -->"
 
 
 def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -64,6 +66,14 @@ def model_card(
         policy_hash=policy.hash[:16],
         kv_table="\n".join(["| tokens | before | after | ratio |", "|---|---|---|---|", *rows]),
     )
+
+
+def with_section(card: str, section: str) -> str:
+    """A card that ends in what a report says, or has it where an earlier report's section was."""
+    marked = f"{BEGIN}\n{section}\n{END}"
+    before, begin, rest = card.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{marked}{after}" if begin and end else f"{card.rstrip()}\n\n{marked}\n".lstrip()
 
 
 def _others(policy: Policy) -> str:
