@@ -12,7 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery import __version__
-from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.headers import file_status
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.convert.engine import JOBS
 from kvsurgery.convert.journal import JOURNAL
@@ -88,9 +88,9 @@ def convert(
         for name in sides.copied:
             copied[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
         for shard in checkpoint.shards:
-            before = _state(shard)
+            before = shard.state
             tensors |= output.shard(shard, plan.moves, jobs=jobs, progress=progress)
-            if _state(shard) != before:
+            if shard.state != before:
                 raise CheckpointError(f"{shard.path} changed while it was read; convert again")
         if checkpoint.index is not None:
             output.write(INDEX, checkpoint.index)
@@ -133,8 +133,7 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
         raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
     finished = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
-        # ctime, since a copied file may bring an old mtime along
-        if shard.path.stat().st_ctime_ns > finished:
+        if shard.changed_after(finished):
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
                 f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"
@@ -144,8 +143,10 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
 
 def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, str]:
     """All that decides the output, in parts that a message can name."""
-    sources = [(shard.name, *_state(shard)) for shard in checkpoint.shards]
-    sources += [(name, *_times(checkpoint.folder / name)) for name in provenance.copied]
+    sources = [(shard.name, *shard.state) for shard in checkpoint.shards]
+    if checkpoint.revision is None:  # side files of a commit do not change
+        states = {name: file_status(checkpoint.folder / name) for name in provenance.copied}
+        sources += [(name, status.st_size, status.st_mtime_ns) for name, status in states.items()]
     parts = {
         "source": [sources, dict(provenance.headers), provenance.source, provenance.revision],
         "policy": [provenance.permutation, provenance.policy, dict(provenance.options), provenance.profile],
@@ -153,15 +154,3 @@ def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, st
         "tool version": provenance.tool,
     }
     return {part: blake3(json.dumps(value, sort_keys=True).encode()).hexdigest() for part, value in parts.items()}
-
-
-def _state(shard: Shard) -> tuple[int, int]:
-    return _times(shard.path)
-
-
-def _times(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    return status.st_size, status.st_mtime_ns
