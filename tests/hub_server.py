@@ -27,6 +27,14 @@ from tests.hub_repo import Blob, Repo, is_lfs
 
 TOKEN = "hf_loopback"
 USER = "surgeon"
+COMMAND = """
+import time
+from kvsurgery.cli import main
+from kvsurgery.hub import ranges
+time.sleep = lambda seconds: None
+ranges.LONGEST_WAIT = 0
+main()
+"""
 
 
 @dataclass
@@ -79,10 +87,9 @@ class Hub(ThreadingHTTPServer):
         }
 
     def run(self, home: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run `kvsurgery` as a user of this Hub does, but without the pauses of huggingface_hub between retries."""
-        code = "import time; time.sleep = lambda seconds: None; from kvsurgery.cli import main; main()"
+        """Run `kvsurgery` as a user of this Hub does, but without pauses between retries."""
         return subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [sys.executable, "-c", COMMAND, *map(str, arguments)],
             env={**self.client_environment(home), **environment},
             capture_output=True,
             text=True,

@@ -106,6 +106,9 @@ class Shard:
         # ctime, since a copied file may bring an old mtime along
         return file_status(self.path).st_ctime_ns > moment
 
+    def stop(self) -> None:
+        """Let go of whatever bytes are waited for; the run has failed."""
+
     @contextmanager
     def open(self, start: int, end: int) -> Iterator[Read]:
         """Open the bytes from `start` to `end`, which are best read in order.

@@ -71,9 +71,13 @@ def move_bytes(
                     for tensor in tensors:
                         move(tensor, read, buffers)
             except BaseException as failure:
-                failures.append(failure)
+                fail(failure)
             if failures:
                 return
+
+    def fail(reason: BaseException) -> None:
+        failures.append(reason)
+        shard.stop()
 
     def move(tensor: Tensor, read: Read, buffers: np.ndarray) -> None:
         hasher = blake3()
@@ -98,7 +102,7 @@ def move_bytes(
             for worker in [pool.submit(work) for _ in range(min(jobs, MAX_JOBS))]:
                 worker.result()
         except BaseException as interrupt:
-            failures.append(interrupt)
+            fail(interrupt)
     if failures:
         raise failures[0]
     return {tensor.name: digests[tensor.name] for tensor in shard.tensors}
