@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -39,19 +40,41 @@ main()
 
 @dataclass
 class Fault:
-    """For requests whose "METHOD path" matches: answer `status`, or drop the connection after `drop` body bytes."""
+    """For requests whose "METHOD path" matches, `times` of them after the first `skip`.
+
+    The answer is `status`, or the connection drops after `drop` bytes of the request's body; with `cut` the answer is
+    right, but the connection ends, or with `reset` breaks, after so much of its body, once `then` was called. `ignore`
+    leaves the Range header out of account.
+    """
 
     pattern: str
     status: int = 500
     drop: int | None = None
     times: float = 1
+    skip: int = 0
+    cut: float | None = None
+    reset: bool = False
+    then: Callable[[], None] | None = None
+    ignore: bool = False
+
+    def strikes(self, request: str) -> bool:
+        """Whether this request is one of those, which counts it."""
+        if not self.times or not re.search(self.pattern, request):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.times -= 1
+        return True
 
 
 class Hub(ThreadingHTTPServer):
     """The server and everything it stores and has seen.
 
     Attributes:
+        cdn: whether LFS files lie elsewhere, where a signed URL leads, as they do on the Hub.
         requests: "METHOD path" of every request, in order.
+        ranges: path, first and last byte of every range that was asked for, in order.
         received: SHA-256 of every LFS object that was sent whole, in order.
         served: bytes of bodies sent per path.
     """
@@ -63,7 +86,9 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
+        self.cdn = False
         self.requests: list[str] = []
+        self.ranges: list[tuple[str, int, int]] = []
         self.received: list[str] = []
         self.served: dict[str, int] = {}
         self.lock = threading.RLock()
@@ -153,17 +178,17 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.lock:
                 self.server.requests.append(request)
-                fault = next((f for f in self.server.faults if f.times > 0 and re.search(f.pattern, request)), None)
-                if fault:
-                    fault.times -= 1
+                self.fault = fault = next((f for f in self.server.faults if f.strikes(request)), None)
             self.read_body(fault)
-            if fault:
+            if fault and fault.cut is None and not fault.ignore:
                 raise Refusal(fault.status, f"fault {fault.status}")
             for method, pattern, handle in ROUTES:
                 if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, url.path)):
                     with self.server.lock:
                         answer = handle(self, *map(unquote, match.groups()))
-                    if answer is not None:
+                    if callable(answer):  # a body that may take its time, while others are served
+                        answer()
+                    elif answer is not None:
                         self.reply(200, json.dumps(answer).encode())
                     return
             raise Refusal(404, f"no route for {request}")
@@ -179,11 +204,14 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         if fault and fault.drop is not None:
             self.rfile.read(min(fault.drop, length))
-            # linger 0: close sends RST, as a lost link does, rather than an orderly end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            raise Dropped
+            self.reset()
         self.body = self.rfile.read(length)
+
+    def reset(self) -> None:
+        """Break the connection: linger 0 sends RST, as a lost link does, rather than an orderly end."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        raise Dropped
 
     def reply(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -191,10 +219,20 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
-            path = urlsplit(self.path).path
+        if self.command == "HEAD":
+            return
+        path, fault = urlsplit(self.path).path, self.fault
+        if fault and fault.cut is not None:
+            content = content[: int(fault.cut * len(content))]
+        with self.server.lock:
             self.server.served[path] = self.server.served.get(path, 0) + len(content)
-            self.wfile.write(content)
+        self.wfile.write(content)
+        if fault and fault.cut is not None:
+            if fault.then:
+                fault.then()
+            if fault.reset:
+                self.reset()
+            raise Dropped
 
     @property
     def logged_in(self) -> bool:
@@ -303,7 +341,7 @@ class Handler(BaseHTTPRequestHandler):
         _, files = self.snapshot(self.repo(repo_id), revision)
         return [blob.entry(path) for path, blob in sorted(files.items())]
 
-    def resolve(self, repo_id: str, revision: str, path: str) -> None:
+    def resolve(self, repo_id: str, revision: str, path: str) -> Callable[[], None]:
         repo = self.repo(repo_id)
         if repo.gated and path != "README.md":
             raise Refusal(403, f"Access to model {repo_id} is restricted", "GatedRepo")
@@ -311,18 +349,35 @@ class Handler(BaseHTTPRequestHandler):
         if path not in files:
             raise Refusal(404, "Entry not found", "EntryNotFound")
         blob = files[path]
-        content = blob.content
         headers = {"ETag": f'"{blob.lfs or blob.git_oid}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
-        headers["Content-Type"] = "application/octet-stream"
         if blob.lfs:
-            headers |= {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(len(content))}
-        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
-            if start >= len(content):
-                raise Refusal(416, "Range Not Satisfiable")
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-            return self.reply(206, content[start:stop], headers)
-        return self.reply(200, content, headers)
+            headers |= {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(len(blob.content))}
+        if blob.lfs and self.server.cdn:
+            self.server.objects[blob.lfs] = blob.content
+            # another host, as browsers and HTTP clients see it
+            elsewhere = self.server.url.replace("127.0.0.1", "localhost")
+            return partial(
+                self.reply, 302, b"", {**headers, "Location": f"{elsewhere}/cdn/{repo_id}/{path}?oid={blob.lfs}"}
+            )
+        return self.content(blob.content, headers)
+
+    def storage(self, path: str) -> Callable[[], None]:
+        if "Authorization" in self.headers:
+            raise Refusal(400, "Only one auth mechanism allowed")
+        [oid] = self.query["oid"]
+        return self.content(self.server.objects[oid], {"ETag": '"of the storage"'})
+
+    def content(self, content: bytes, headers: dict[str, str]) -> Callable[[], None]:
+        headers = {**headers, "Content-Type": "application/octet-stream"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not wanted or (self.fault and self.fault.ignore):
+            return partial(self.reply, 200, content, headers)
+        start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        if start >= len(content):
+            raise Refusal(416, "Range Not Satisfiable")
+        self.server.ranges.append((urlsplit(self.path).path, start, stop))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        return partial(self.reply, 206, content[start:stop], headers)
 
 
 NAME = r"([\w.-]+/[\w.-]+)"
@@ -339,4 +394,5 @@ ROUTES: list[tuple[str, str, Callable]] = [
     ("PUT", "/lfs/([0-9a-f]{64})", Handler.lfs_put),
     ("POST", "/lfs-verify", Handler.lfs_verify),
     ("GET", f"/{NAME}/resolve/([^/]+)/(.+)", Handler.resolve),
+    ("GET", "/cdn/(.+)", Handler.storage),
 ]
