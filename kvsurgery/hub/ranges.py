@@ -79,12 +79,15 @@ class RemoteFile:
         self._count(requests=1)
         session = get_session()
         if callable(session.stream):
-            opened = session.stream("GET", url, follow_redirects=True, **options)
+            with session.stream("GET", url, follow_redirects=True, **options) as response:
+                self._check(response, start, end)
+                yield response.iter_raw()
         else:  # requests, before huggingface_hub 1
-            opened = session.get(url, stream=True, **options)
-        with opened as response:
-            self._check(response, start, end)
-            yield response.iter_raw() if callable(session.stream) else response.iter_content(64 << 10)
+            with session.get(url, stream=True, **options) as response:
+                self._check(response, start, end)
+                # read, which urllib3 1 has alone, loses a piece that is not filled when the connection breaks
+                read = getattr(response.raw, "read1", response.raw.read)
+                yield iter(lambda: read(64 << 10), b"")
 
     def _check(self, response: Any, start: int, end: int) -> None:
         answers = [*response.history, response]

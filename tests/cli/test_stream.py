@@ -158,7 +158,7 @@ def test_connections_that_break(
     hub: Hub, stock: Path, convert: Callable[..., Result], expected: dict, tmp_path: Path
 ) -> None:
     chance = random.Random(0)
-    hub.faults = [Fault(WEIGHTS, skip=6, cut=chance.uniform(0.1, 0.9), reset=number % 4 == 0) for number in range(20)]
+    hub.faults = [Fault(WEIGHTS, skip=6, cut=chance.uniform(0.3, 0.95), reset=number % 4 == 0) for number in range(20)]
     # between them the Hub is busy now and then
     hub.faults[15:15], hub.faults[10:10], hub.faults[5:5] = (
         [Fault(WEIGHTS, skip=6, status=status)] for status in (500, 503, 429)
