@@ -44,7 +44,7 @@ class Fault:
 
     The answer is `status`, or the connection drops after `drop` bytes of the request's body; with `cut` the answer is
     right, but the connection ends, or with `reset` breaks, after so much of its body, once `then` was called. `ignore`
-    leaves the Range header out of account.
+    leaves the Range header out of account, `shift` the first byte that it asks for.
     """
 
     pattern: str
@@ -56,6 +56,7 @@ class Fault:
     reset: bool = False
     then: Callable[[], None] | None = None
     ignore: bool = False
+    shift: bool = False
 
     def strikes(self, request: str) -> bool:
         """Whether this request is one of those, which counts it."""
@@ -180,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.requests.append(request)
                 self.fault = fault = next((f for f in self.server.faults if f.strikes(request)), None)
             self.read_body(fault)
-            if fault and fault.cut is None and not fault.ignore:
+            if fault and fault.cut is None and not (fault.ignore or fault.shift):
                 raise Refusal(fault.status, f"fault {fault.status}")
             for method, pattern, handle in ROUTES:
                 if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, url.path)):
@@ -375,6 +376,8 @@ class Handler(BaseHTTPRequestHandler):
         start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
         if start >= len(content):
             raise Refusal(416, "Range Not Satisfiable")
+        if self.fault and self.fault.shift:
+            start += 1
         self.server.ranges.append((urlsplit(self.path).path, start, stop))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         return partial(self.reply, 206, content[start:stop], headers)

@@ -188,8 +188,9 @@ def test_what_arrived_is_not_asked_for_again(hub: Hub, stock: Path, convert: Cal
         (Fault(WEIGHTS, drop=0), "check the network"),
         (Fault(WEIGHTS, cut=0.0), "check the network"),
         (Fault(WEIGHTS, ignore=True), "ignores Range"),
+        (Fault(WEIGHTS, shift=True), "not bytes"),
     ],
-    ids=["401", "403", "404", "416", "500", "drop", "nothing", "200"],
+    ids=["401", "403", "404", "416", "500", "drop", "nothing", "200", "shifted"],
 )
 def test_what_does_not_pass_is_one_line(
     hub: Hub, convert: Callable[..., Result], expected: dict, tmp_path: Path, fault: Fault, words: str
