@@ -10,9 +10,9 @@ heads as they were asked for and deals the odd ones out, to whoever has the leas
 ordinary layout, full heads first, when it is cut into ranks.
 
 With more ranks than KV heads, several store the same head, as vLLM does it; transformers' plan has no such thing.
-Matrices are cut by the ranks, the embedding and norms are whole on each. Activations come on top. Scores are a profile's
-where one is given (`kvsurgery profile`, or DuoAttention's folder), otherwise random, which is harder on `strict`: good
-heads then are as likely in one layer as in another.
+Matrices are cut by the ranks, the embedding and norms are whole on each. Activations come on top. Scores are those of a
+profile where one is given (`kvsurgery profile`, or DuoAttention's folder), otherwise random, which is harder on
+`strict`: good heads then are as likely in one layer as in another.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RemoteFile:
                 self.size = 0
             except Exception as error:
                 failures += 1
-                if failures > RETRIES or not _passes(error) or self.stopped.wait(_wait(error, failures)):
+                if failures > RETRIES or not _passes(error) or self.stopped.wait(wait(error, failures)):
                     raise
 
     @contextmanager
@@ -140,8 +140,12 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, _Broken) or in_transport(error)
 
 
-def _wait(error: Exception, failures: int) -> int:
+def wait(error: Exception, failures: int) -> int:
     """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    asked = re.match(r"(\d+)$", headers.get("Retry-After", "")) or re.search(r";t=(\d+)", headers.get("RateLimit", ""))
+    response = getattr(error, "response", None)
+    asked = None
+    if response is not None:
+        asked = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
+    if response is not None and response.status_code == 429:
+        asked = asked or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
     return min(int(asked[1]) if asked else 2 ** (failures - 1), LONGEST_WAIT)

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.convert.journal import JOURNAL
+from kvsurgery.hub import ranges
 from tests.command import Result
 from tests.families import make
 from tests.hub_repo import Blob
@@ -154,6 +156,23 @@ def test_the_same_as_a_local_copy_without_the_copy(
     assert "nothing to do" in again.out
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "seconds"),
+    [
+        (503, {}, 4),
+        (503, {"Retry-After": "7"}, 7),
+        (503, {"RateLimit": '"resolvers";r=0;t=55'}, 4),
+        (429, {"RateLimit": '"resolvers";r=0;t=55'}, 55),
+        (429, {"Retry-After": "86400"}, ranges.LONGEST_WAIT),
+        (429, {"Retry-After": "Sat, 21 Nov 2026 07:28:00 GMT"}, 4),
+    ],
+)
+def test_waiting_as_the_server_asks(status: int, headers: dict[str, str], seconds: int) -> None:
+    error = OSError()
+    error.response = SimpleNamespace(status_code=status, headers=headers)
+    assert ranges.wait(error, failures=3) == seconds
+
+
 def test_connections_that_break(
     hub: Hub, stock: Path, convert: Callable[..., Result], expected: dict, tmp_path: Path
 ) -> None:
@@ -249,7 +268,7 @@ def test_killed_and_repeated(
         hub.ranges.clear()
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *map(str, command(stock, out, "--stream"))],
-            env=hub.client_environment(tmp_path),
+            env={**hub.client_environment(tmp_path), "TMPDIR": str(tmp_path)},
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
