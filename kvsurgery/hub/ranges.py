@@ -57,10 +57,11 @@ class RemoteFile:
                 with self._answer(start, end) as body:
                     for chunk in body:
                         self._count(fetched=len(chunk))
+                        if start == end:
+                            break  # more than was asked for
                         chunk = chunk[: end - start]
-                        if chunk:
-                            start, failures = start + len(chunk), 0
-                            yield chunk
+                        start, failures = start + len(chunk), 0
+                        yield chunk
                 if start < min(end, self.size):
                     raise _Broken(f"{self.name} ended {min(end, self.size) - start} bytes early")
             except _Empty:
@@ -142,10 +143,9 @@ def _passes(error: Exception) -> bool:
 
 def wait(error: Exception, failures: int) -> int:
     """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
-    response = getattr(error, "response", None)
-    asked = None
+    response, asked = getattr(error, "response", None), None
     if response is not None:
         asked = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
-    if response is not None and response.status_code == 429:
-        asked = asked or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
+        if response.status_code == 429:
+            asked = asked or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
     return min(int(asked[1]) if asked else 2 ** (failures - 1), LONGEST_WAIT)
