@@ -43,8 +43,8 @@ class Fault:
     """For requests whose "METHOD path" matches, `times` of them after the first `skip`.
 
     The answer is `status`, or the connection drops after `drop` bytes of the request's body; with `cut` the answer is
-    right, but the connection ends, or with `reset` breaks, after so much of its body, once `then` was called. `ignore`
-    leaves the Range header out of account, `shift` the first byte that it asks for.
+    right, but the connection ends, or with `reset` breaks, after so much of its body, once `then` was called; with
+    `short` its length says so. `ignore` leaves the Range header out of account, `shift` the first byte it asks for.
     """
 
     pattern: str
@@ -55,6 +55,7 @@ class Fault:
     cut: float | None = None
     reset: bool = False
     then: Callable[[], None] | None = None
+    short: bool = False
     ignore: bool = False
     shift: bool = False
 
@@ -215,23 +216,23 @@ class Handler(BaseHTTPRequestHandler):
         raise Dropped
 
     def reply(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        cut = self.fault is not None and self.fault.cut is not None
+        sent = content[: int(self.fault.cut * len(content))] if cut else content
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(len(sent if cut and self.fault.short else content)))
         self.end_headers()
         if self.command == "HEAD":
             return
-        path, fault = urlsplit(self.path).path, self.fault
-        if fault and fault.cut is not None:
-            content = content[: int(fault.cut * len(content))]
+        path = urlsplit(self.path).path
         with self.server.lock:
-            self.server.served[path] = self.server.served.get(path, 0) + len(content)
-        self.wfile.write(content)
-        if fault and fault.cut is not None:
-            if fault.then:
-                fault.then()
-            if fault.reset:
+            self.server.served[path] = self.server.served.get(path, 0) + len(sent)
+        self.wfile.write(sent)
+        if cut and not self.fault.short:
+            if self.fault.then:
+                self.fault.then()
+            if self.fault.reset:
                 self.reset()
             raise Dropped
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ class Output:
         self.folder = folder
         self._journal = journal
         self.resumed = 0
+        self._lock = threading.Lock()
         self._created = created
         self._written: list[Path] = []
 
@@ -86,19 +88,22 @@ class Output:
         jobs: int = JOBS,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, str]:
-        """Move a shard's bytes, or what is left of them; returns its tensors' hashes. Arguments as in `move_bytes`."""
+        """Move a shard's bytes, or what is left of them; returns its tensors' hashes. Arguments as in `move_bytes`.
+
+        Several threads may move a shard each.
+        """
         path = self.folder / shard.name
         finished = dict(self._journal.finished.get(shard.name, {}))
         names = [tensor.name for tensor in shard.tensors]
         if finished.keys() == set(names) and _size(path) == shard.size:
-            self.resumed += shard.size
+            self._resume(shard.size)
             if progress is not None:
                 progress(shard.size)
             return {name: finished[name] for name in names}
         if finished and not (shard.slow and _size(_part(path)) == shard.size):
             self._journal.record(shard.name, {})
             finished = {}
-        self.resumed += sum(tensor.size for tensor in shard.tensors if tensor.name in finished)
+        self._resume(sum(tensor.size for tensor in shard.tensors if tensor.name in finished))
         with self._file(shard.name, keep=shard.slow) as file:
 
             def record(name: str, digest: str) -> None:
@@ -119,6 +124,10 @@ class Output:
         if not shard.slow:
             self._journal.record(shard.name, hashes)
         return hashes
+
+    def _resume(self, size: int) -> None:
+        with self._lock:
+            self.resumed += size
 
     def __enter__(self) -> Output:
         return self

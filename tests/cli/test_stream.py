@@ -190,8 +190,8 @@ def test_connections_that_break(
 
 
 def test_what_arrived_is_not_asked_for_again(hub: Hub, stock: Path, convert: Callable[..., Result]) -> None:
-    # an orderly end loses nothing of what was sent
-    hub.faults = [Fault(WEIGHTS, cut=0.5, skip=6, times=5)]
+    # an orderly end loses nothing of what was sent, whether it was announced or not
+    hub.faults = [Fault(WEIGHTS, cut=0.5, skip=6, times=3, short=short) for short in (False, True)]
     facts = json.loads(convert("--json").out)
     assert served(hub) == facts["fetched"] == size(stock)
 
@@ -206,10 +206,11 @@ def test_what_arrived_is_not_asked_for_again(hub: Hub, stock: Path, convert: Cal
         (Fault(WEIGHTS, status=500), "answers 500 .* run the same command again"),
         (Fault(WEIGHTS, drop=0), "check the network"),
         (Fault(WEIGHTS, cut=0.0), "check the network"),
+        (Fault(WEIGHTS, cut=0.0, short=True), "bytes early"),
         (Fault(WEIGHTS, ignore=True), "ignores Range"),
         (Fault(WEIGHTS, shift=True), "not bytes"),
     ],
-    ids=["401", "403", "404", "416", "500", "drop", "nothing", "200", "shifted"],
+    ids=["401", "403", "404", "416", "500", "drop", "nothing", "short", "200", "shifted"],
 )
 def test_what_does_not_pass_is_one_line(
     hub: Hub, convert: Callable[..., Result], expected: dict, tmp_path: Path, fault: Fault, words: str
@@ -244,7 +245,7 @@ def test_a_file_that_changes_is_refused(hub: Hub, convert: Callable[..., Result]
 
     # in the middle of the second shard
     hub.faults = [Fault("/model-00002", cut=0.5, skip=3, then=change)]
-    refused(convert(), f"{name} changed while it was read")
+    refused(convert("--jobs", 1), f"{name} changed while it was read")
     assert not (tmp_path / "out" / name).exists()
     assert not (tmp_path / "out/config.json").exists()
     # in another run the header has changed too, or its checksum
@@ -264,10 +265,10 @@ def test_killed_and_repeated(
         return {tensor for line in lines for tensor in json.loads(line)["tensors"]}
 
     before: set[str] = set()
-    for shard, cut in (("00001", 0.4), ("00001", 0.9), ("00002", 0.5), ("00003", 0.7)):
+    for shard, cut, jobs in (("00001", 0.4, 1), ("00001", 0.9, 1), ("00002", 0.5, 1), ("00003", 0.7, 8)):
         hub.ranges.clear()
         process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *map(str, command(stock, out, "--stream"))],
+            [sys.executable, "-c", COMMAND, *map(str, command(stock, out, "--stream", "--jobs", jobs))],
             env={**hub.client_environment(tmp_path), "TMPDIR": str(tmp_path)},
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -288,8 +289,8 @@ def test_killed_and_repeated(
     hub.ranges.clear()
     facts = json.loads(convert("--json").out)
     fetched_again(hub, extents, before)
-    assert facts["resumed"] > size(stock) / 2
-    assert facts["fetched"] < size(stock) / 2
+    assert facts["fetched"] == size(stock) - sum(extents[tensor][2] - extents[tensor][1] for tensor in before)
+    assert facts["resumed"] > 0
     assert tree(out) == expected
 
 
@@ -307,8 +308,10 @@ def test_an_unfinished_shard_that_was_lost(
     for lose in (Path.unlink, lambda part: part.write_bytes(b"")):
         hub.faults = [Fault("/model-00002", status=401, skip=4, times=FOREVER)]
         refused(convert(), "401")
-        [part] = (tmp_path / "out").glob("*.part")
-        lose(part)
+        parts = list((tmp_path / "out").glob("*.part"))
+        assert parts
+        for part in parts:
+            lose(part)
         hub.faults = []
         assert convert().code == 0
         assert tree(tmp_path / "out") == expected
