@@ -135,8 +135,8 @@ def refused(result: Result, words: str) -> None:
 def test_the_same_as_a_local_copy_without_the_copy(
     hub: Hub, stock: Path, shell: Callable[..., Result], convert: Callable[..., Result], expected: dict, tmp_path: Path
 ) -> None:
-    # signed URLs of another host, some of which have expired
-    hub.cdn = True
+    # a private repository, and signed URLs of another host, which wants no token; some of them have expired
+    hub.repos["surgeon/stock"].private = hub.cdn = True
     hub.faults = [Fault(r"GET /cdn/.*model-00002", status=403, skip=3, times=2)]
     result = convert("--json")
     assert result.code == 0, result.err
