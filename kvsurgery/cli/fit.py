@@ -78,7 +78,7 @@ def fit(
     """
     from kvsurgery import console
     from kvsurgery.cli import plan
-    from kvsurgery.cli.convert import prepare
+    from kvsurgery.cli.source import prepare
     from kvsurgery.decide.fit import Demand
     from kvsurgery.score.profile import HeadProfile
 
