@@ -116,6 +116,13 @@ _POLICY = (
     ),
     click.option("--kv-residual", type=int, help="Newest tokens that stay as they are, at least.  [default: 128]"),
     click.option(
+        "--kv-streaming",
+        is_flag=True,
+        flag_value=True,
+        default=None,
+        help="Streaming heads too, and the model's own windows, where they are at least twice what stays as it is.",
+    ),
+    click.option(
         "--group-reduce",
         type=click.Choice(["mean", "max"]),
         default="mean",
@@ -134,7 +141,7 @@ def decided(
     implied = {"duo": "streaming", "headkv": "budgeted"}.get(method)
     if rest and implied and rest != implied:
         raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
-    names = ("scheme", "group_size", "residual")
+    names = ("scheme", "group_size", "residual", "streaming")
     given = {name: value for name in names if (value := options.pop(f"kv_{name}")) is not None}
     if given and bits is None:
         flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)

@@ -95,7 +95,7 @@ def _quantised(quantisation: Any | None) -> str:
         return ""
     return (
         f". All but the newest {quantisation.residual} tokens or a few more are stored in {quantisation.bits} bits "
-        f"({quantisation.scheme}), but for streaming heads"
+        f"({quantisation.scheme}){'' if quantisation.streaming else ', but for streaming heads'}"
     )
 
 
