@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.utils import logging
 
 from kvsurgery import console
+from kvsurgery.bench.caches import STEP, cache_bytes, unusable
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.convert.convert import convert
 from kvsurgery.decide.policy import Quantisation
@@ -43,7 +44,6 @@ from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
 
-STEP = 64  # tokens; what backends ask of a prompt whose keys they scale per channel
 # backend -> bits, and the axes that make it scale keys per channel or per token, and values per token
 BACKENDS = {
     "quanto": ((4, 2), {"channel": (-1, 0), "token": (0, 0)}),
@@ -67,24 +67,6 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
 
-def stored_bytes(thing: Any) -> int:
-    """Bytes of all tensors in nested containers; a tensor that wraps others counts as what it is made of."""
-    if hasattr(thing, "__tensor_flatten__"):
-        return sum(stored_bytes(getattr(thing, name)) for name in thing.__tensor_flatten__()[0])
-    if isinstance(thing, torch.Tensor):
-        return thing.nbytes
-    if isinstance(thing, dict):
-        return stored_bytes([*thing.values()])
-    return sum(map(stored_bytes, thing)) if isinstance(thing, (list, tuple)) else 0
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache holds."""
-    if hasattr(cache, "allocated_bytes"):
-        return cache.allocated_bytes()
-    return sum(stored_bytes(vars(layer)) for layer in cache.layers)
-
-
 def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model after conversion with every head full."""
     config = read_config(source)
@@ -93,18 +75,6 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     operation = Operation.prepare(source, HeadProfile(scores, "ablation", "kv", str(source), model), sparsity=0.0)
     convert(operation.checkpoint, operation.plan, folder, operation.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
-
-
-def unusable(make: Callable[[], QuantizedCache]) -> str:
-    """Why a kind of cache does not run here, in one line; empty if it does."""
-    states = torch.ones(1, 1, STEP, STEP)
-    try:
-        cache = make()
-        cache.update(states, states, 0)
-        cache.update(states, states, 0)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return str(error).strip().splitlines()[0]
-    return ""
 
 
 def contenders(stock: PreTrainedModel, emitted: PreTrainedModel) -> Iterator[Contender]:

@@ -35,12 +35,10 @@ from budgets import HERE, load_task
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
 from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
 from synthetic import emitted
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvsurgery import console
+from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.memory import peak_memory
 from kvsurgery.score.recurrence import Recurrence
 from kvsurgery.score.reform import Sample, embedding_ranking
@@ -73,30 +71,6 @@ class Figures:
         recall = {name: statistics.fmean(getattr(self, name)) for name in ("exact", "words")}
         seconds = {f"{name}_s": statistics.median(getattr(self, name)) for name in ("first", "forward", "token")}
         return {"samples": len(self.exact), **recall, **seconds, "new_tokens": NEW, "peak_bytes": self.peak}
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self._held() > self.peak:
-            # some are gone by now
-            self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-            self.peak = max(self.peak, self._held())
-        return result
-
-    def _held(self) -> int:
-        return sum(size for _, size in self.storages.values())
 
 
 @cache

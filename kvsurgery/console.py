@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
+
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -31,12 +34,13 @@ def coloured() -> bool:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the rest numbers, aligned right."""
+    """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be."""
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for place, column in enumerate(columns):
         result.add_column(column, justify="left" if place < left else "right", no_wrap=True)
     for row in rows:
         result.add_row(*(str(cell) for cell in row))
+    result.width = Measurement.get(stdout, stdout.options.update(width=WIDEST), result).maximum
     return result
 
 

@@ -1,14 +1,26 @@
-"""The pictures that `--plot` writes."""
+"""The pictures that `--plot` and reports show: as files, and as SVG inside a page."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 from kvsurgery.errors import KVSurgeryError, OutputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -34,3 +46,39 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def inline_svg(figure: Figure, name: str, alt: str, colours: Mapping[str, str]) -> str:
+    """The figure as an SVG element of a page, whose style sheet decides font and colours.
+
+    Args:
+        figure: what to show; text stays text.
+        name: what its ids begin with, since those of a page must differ.
+        alt: what it shows, for those who cannot see it.
+        colours: CSS variables by the colours, as #rrggbb, that they take the place of.
+    """
+    import matplotlib
+
+    file = io.BytesIO()
+    plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True, metadata=plain)
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    root = ElementTree.fromstring(file.getvalue())
+    # rules for every element of the page
+    root.remove(root.find(f"{{{SVG}}}defs/{{{SVG}}}style/.."))
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            if key == "id":
+                value = f"{name}-{value}"
+            value = re.sub("(^|url\\()#(?=[a-z])", rf"\1#{name}-", value)
+            if key == "style":
+                for colour, variable in colours.items():
+                    value = value.replace(colour, f"var({variable})")
+            element.set(key, value)
+    for size in ("width", "height", "version"):
+        del root.attrib[size]
+    root.set("role", "img")
+    root.set("aria-label", alt)
+    return ElementTree.tostring(root, encoding="unicode")

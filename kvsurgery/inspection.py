@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class Surgery:
 
     Attributes:
         full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
+        heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
+            in the original's order, or in the converted one's where that is not known.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
         reform: how long prompts are read, if they are read by REFORM.
@@ -43,6 +46,7 @@ class Surgery:
     """
 
     full_heads: tuple[int | None, ...]
+    heads: tuple[tuple[str | int, ...], ...]
     streaming: int
     budgeted: int
     quantisation: Mapping[str, Any] | None
@@ -180,6 +184,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
+    heads = tuple(_kinds(layer) for layer in layout.layers)
     facts = {
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
@@ -191,13 +196,31 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "replicated": replicated,
     }
     if not (folder / PROVENANCE).exists():
-        return Surgery(**facts)
+        return Surgery(**facts, heads=heads)
     origin = Provenance.read(folder)
+    try:
+        heads = tuple(
+            tuple(kind for _, kind in sorted(zip(order, kinds, strict=True), key=itemgetter(0)))
+            for order, kinds in zip(origin.permutation, heads, strict=True)
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {PROVENANCE} and config.json are not of the same layers and heads") from error
     return Surgery(
         **facts,
+        heads=heads,
         base_model=origin.source,
         base_revision=origin.revision,
         options=origin.options,
         tool=origin.tool,
         revertible=True,
+    )
+
+
+def _kinds(layer: Any) -> tuple[str | int, ...]:
+    """What each KV head of a `LayerLayout` is, in its order."""
+    budgets, streaming = iter(layer.budgets), "window" if layer.native else "streaming"
+    return tuple(
+        kind
+        for full, others in layer.blocks
+        for kind in (*["full"] * full, *(next(budgets, streaming) for _ in range(others)))
     )

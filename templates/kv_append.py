@@ -168,6 +168,7 @@ def _flush_kernel(
     k_ptr,
     v_ptr,
     offset_ptr,  # [heads]
+    sink_ptr,
     ring_ptr,
     confirmed_ptr,  # [batch, heads]
     k_codes_ptr,  # [batch, tiles, TILE, W]
@@ -176,6 +177,7 @@ def _flush_kernel(
     v_scales_ptr,
     packed_ptr,  # [batch, heads]
     first_ptr,  # [heads]
+    count_ptr,  # or None
     kv_batch,
     kv_slot,
     confirmed_batch,
@@ -204,10 +206,14 @@ def _flush_kernel(
     own = packed_ptr + batch * packed_batch + head * packed_head
     packed = tl.load(own).to(tl.int32)
     confirmed = tl.load(confirmed_ptr + batch * confirmed_batch + head * confirmed_head).to(tl.int32)
-    if (first >= 0) & (confirmed - packed >= least):
+    sink = tl.load(sink_ptr + head)
+    if (first >= 0) & (confirmed - sink - packed >= least):
         ring = tl.load(ring_ptr + head)
-        tile = (first + packed // TILE_TOKENS).to(tl.int64)
-        states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+        place = packed // TILE_TOKENS
+        if count_ptr is not None:
+            place %= tl.load(count_ptr + head)
+        tile = (first + place).to(tl.int64)
+        states = batch * kv_batch + (tl.load(offset_ptr + head) + sink).to(tl.int64) * kv_slot
         codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
         k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
         v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
@@ -226,24 +232,26 @@ def flush(
     keys: torch.Tensor,
     values: torch.Tensor,
     offsets: torch.Tensor,
+    sinks: torch.Tensor,
     rings: torch.Tensor,
     confirmed: torch.Tensor,
     tiles: Tiles,
     packed: torch.Tensor,
     first_tiles: torch.Tensor,
     quantisation: Quantisation,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Pack the oldest whole tile of each head that has enough tokens beyond its residual, in place.
 
-    A head with `residual` + `TILE` confirmed tokens that are not packed, or more, gives its `TILE` oldest ones to tile
-    packed // `TILE`, as `kv_quant.quantise` makes it, and `packed` grows by as many. The ring keeps them until others
-    take their slots.
+    A head with `residual` + `TILE` confirmed tokens after its sinks that are not packed, or more, gives its `TILE`
+    oldest ones to tile packed // `TILE`, as `kv_quant.quantise` makes it, and `packed` grows by as many. The ring keeps
+    them until others take their slots.
 
     Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantisation.tile_bytes(head_dim)` to write for each
     tile, every `TILE` tokens of a head; else a launch.
 
     Args:
-        keys, values, offsets, rings, tiles, packed, first_tiles, quantisation: as `decode` takes them.
+        keys, values, offsets, sinks, rings, tiles, packed, first_tiles, quantisation, counts: as `decode` takes them.
         confirmed: int [batch, heads], tokens that are stored and will not be taken back.
     """
     batch, heads, head_dim = len(keys), len(offsets), keys.shape[2]
@@ -254,7 +262,7 @@ def flush(
     strides = *(part.stride(0) for part in (tiles.key_codes, tiles.key_scales, tiles.value_scales)), *packed.stride()
     with torch.cuda.device_of(keys):
         _flush_kernel[(batch * heads,)](
-            *(keys, values, offsets, rings, confirmed, *tiles, packed, first_tiles),
+            *(keys, values, offsets, sinks, rings, confirmed, *tiles, packed, first_tiles, counts),
             *(*keys.stride()[:2], *confirmed.stride(), *strides, heads, quantisation.residual + TILE),
             D=head_dim,
             DP=_padded(head_dim),
@@ -263,16 +271,17 @@ def flush(
         )
 
 
-def flush_reference(keys, values, offsets, rings, confirmed, tiles, packed, first_tiles, quantisation):
+def flush_reference(keys, values, offsets, sinks, rings, confirmed, tiles, packed, first_tiles, quantisation, counts):
     """What `flush` does, head by head."""
-    for row, of_heads in enumerate(confirmed.tolist()):
+    for row, of_heads in enumerate((confirmed - sinks).tolist()):
         for head, (first, ring, tokens) in enumerate(zip(first_tiles.tolist(), rings.tolist(), of_heads, strict=True)):
             start = int(packed[row, head])
             if first >= 0 and tokens - start >= quantisation.residual + TILE:
-                at = offsets[head] + torch.arange(start, start + TILE, device=keys.device) % ring
+                at = offsets[head] + sinks[head] + torch.arange(start, start + TILE, device=keys.device) % ring
                 made = quantise(keys[row, at], values[row, at], quantisation)
+                place = start // TILE if counts is None else start // TILE % int(counts[head])
                 for part, own in zip(tiles, made, strict=True):
-                    part[row, first + start // TILE] = own
+                    part[row, first + place] = own
                 packed[row, head] += TILE
 
 

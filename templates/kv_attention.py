@@ -150,7 +150,7 @@ def _split(query, key, value, heads: list[int]):
 def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path, options) -> torch.Tensor:
     """Store columns from `past` on of one group of heads, and attend from them."""
     layout, tracked = layer.layout, _tracked(query, key, value)
-    if query.shape[2] == 1 and not tracked:
+    if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantised_window):
         layer.store(group, past, key, value)
         return kv_torch.decode(query, group, past + 1, options)
     if group is layer.streaming:

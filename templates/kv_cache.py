@@ -20,7 +20,7 @@ GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay
 
 
 class HeadTable(NamedTuple):
-    """A layer's KV heads as the kernels take them: int32 [heads], the last two int32 [batch, heads]."""
+    """A layer's KV heads as the kernels take them: int32 [heads], or of rows [batch, heads]."""
 
     offsets: torch.Tensor  # first slot
     sinks: torch.Tensor
@@ -29,6 +29,7 @@ class HeadTable(NamedTuple):
     first_tiles: torch.Tensor  # -1: not quantised
     skipped: torch.Tensor  # columns before position 0
     packed: torch.Tensor  # tokens in tiles
+    counts: torch.Tensor | None  # tiles that go round; None: of no head
 
 
 class Handle(NamedTuple):
@@ -94,7 +95,12 @@ class KVLayerCache(HandingLayer):
             full = QuantisedGroup(key_states, layout.full, layout.quantisation)
         else:
             full = HeadGroup(key_states, layout.full)
-        self.groups = [full, HeadGroup(key_states, layout.streaming, layout.sink, layout.recent)]
+        if layout.quantised_window:
+            how = layout.quantisation
+            streaming = QuantisedGroup(key_states, layout.streaming, how, layout.sink, layout.recent)
+        else:
+            streaming = HeadGroup(key_states, layout.streaming, layout.sink, layout.recent)
+        self.groups = [full, streaming]
         if layout.budgets:
             self.budgeted = BudgetedHeads(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
@@ -146,7 +152,7 @@ class KVLayerCache(HandingLayer):
         quantised = self.quantised
         for group in quantised:
             group.settled = self.columns.settled
-        for group in (self.streaming, *quantised):
+        for group in dict.fromkeys([self.streaming, *quantised]):
             if self.columns.margin > group.margin:
                 group.widen(self.columns.margin, self.seen, self.capacity)
                 self.table = None
@@ -182,7 +188,8 @@ class KVLayerCache(HandingLayer):
     def advance(self, tokens: int) -> None:
         """Count columns that have been stored."""
         self.seen += tokens
-        if self.seen > self.layout.sink + self.streaming.ring:
+        # tiles hold a window for whatever may be taken back
+        if not self.layout.quantised_window and self.seen > self.layout.sink + self.streaming.ring:
             self.restorable = max(self.restorable, self.seen - self.streaming.margin - 1)
 
     @property
@@ -200,16 +207,16 @@ class KVLayerCache(HandingLayer):
                 quantised = isinstance(group, QuantisedGroup)
                 tiles = next(counts) if quantised else 0
                 sink = EVERY if group.sink is None else group.sink
-                recent = EVERY if quantised else max(group.recent, 1)
+                recent = group.span if quantised else max(group.recent, 1)
                 for _ in range(group.heads):
-                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantised else -1))
+                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantised else -1, max(tiles, 1)))
                     skips.append(group.skips)
                     packed.append(group.packed)
                     offset, tile = offset + slots, tile + tiles
-            per_head, *of_rows = (
+            (*per_head, counts), *of_rows = (
                 on_device(list(zip(*part, strict=True)), self.device, torch.int32) for part in (heads, skips, packed)
             )
-            self.table = HeadTable(*per_head, *of_rows)
+            self.table = HeadTable(*per_head, *of_rows, counts if self.layout.quantised_window else None)
         return self.table
 
     def check_crop(self, length: int) -> None:
@@ -226,10 +233,11 @@ class KVLayerCache(HandingLayer):
             )
         for group in self.quantised:
             for skip, packed in zip(group.skips, group.packed, strict=True):
-                if packed and length - skip < packed:
+                tiles_end = skip + group.sink + packed
+                if packed and length < tiles_end:
                     raise ValueError(
                         f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
-                        f"{self.seen - skip - packed} are quantised"
+                        f"{self.seen - tiles_end} are quantised"
                     )
 
     def get_seq_length(self) -> int:

@@ -34,7 +34,7 @@ def decode(query, key, value, layer: KVLayerCache, scaling: float | None, softca
     table, quantised = layer.head_table(), {}
     if layer.tiles is not None:
         quantised = {"tiles": layer.tiles, "packed": table.packed, "first_tiles": table.first_tiles}
-        quantised["quantisation"] = layer.layout.quantisation
+        quantised |= {"quantisation": layer.layout.quantisation, "counts": table.counts}
     lengths = layer.columns.on(query.device) - table.skipped
     kv_append.append(layer.keys, layer.values, key, value, table.offsets, lengths - 1, table.sinks, table.rings)
     layer.advance(1)
@@ -48,8 +48,8 @@ def pack(layer: KVLayerCache) -> None:
     while any(group.due() for group in layer.quantised):
         table = layer.head_table()
         settled = layer.columns.settled - table.skipped
-        tiles = layer.tiles, table.packed, table.first_tiles, layer.layout.quantisation
-        kv_append.flush(layer.keys, layer.values, table.offsets, table.rings, settled, *tiles)
+        tiles = layer.tiles, table.packed, table.first_tiles, layer.layout.quantisation, table.counts
+        kv_append.flush(layer.keys, layer.values, table.offsets, table.sinks, table.rings, settled, *tiles)
         for group in layer.quantised:
             group.note_packed()
 

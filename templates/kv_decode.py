@@ -46,6 +46,7 @@ def _decode_kernel(
     v_scales_ptr,
     packed_ptr,  # [batch, heads]
     first_ptr,  # [heads]
+    count_ptr,  # or None
     q_batch,
     q_head,
     kv_batch,
@@ -90,6 +91,8 @@ def _decode_kernel(
     units = (used + N - 1) // N
     if SEGMENTS == 2:
         in_tiles = tl.load(packed_ptr + row_of // heads * packed_batch + head_of * packed_head, real, 0).to(tl.int32)
+        if count_ptr is not None:
+            in_tiles = tl.minimum(in_tiles, tl.load(count_ptr + head_of, real, 0) * TILE_TOKENS)
         units = tl.where(every < rows, in_tiles // PACKED_N, units)
     ends = tl.cumsum(units, 0)
     if pid == 0:
@@ -111,7 +114,13 @@ def _decode_kernel(
         while unit < packed_stop:
             batch, head = (row // heads).to(tl.int64), row % heads
             packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head).to(tl.int32)
-            end = begin + packed // PACKED_N
+            stored, newest, recent, count = packed, 0, 0, 0
+            if count_ptr is not None:
+                count = tl.load(count_ptr + head)
+                stored = tl.minimum(packed, count * TILE_TOKENS)
+                length = tl.load(length_ptr + batch * length_batch + head * length_head).to(tl.int32)
+                newest, recent = length - 1 - tl.load(sink_ptr + head), tl.load(recent_ptr + head)
+            end = begin + stored // PACKED_N
             tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
             codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 16)
             k_scales = k_scales_ptr + batch * k_scales_batch
@@ -123,8 +132,8 @@ def _decode_kernel(
             _over_tiles(
                 *(q_ptr + batch * q_batch + head * G * q_head, k_codes_ptr + codes, k_scales),
                 *(v_codes_ptr + codes, v_scales, partial_ptr, lse_ptr, (pid + row).to(tl.int64) * G + m, q_head),
-                *(unit - begin, tl.minimum(end, packed_stop) - begin, scale, cap),
-                *(G, D, M, PACKED_N, BITS, KEY_ROWS, GROUPS, KW, VW, CAP, ASM),
+                *(unit - begin, tl.minimum(end, packed_stop) - begin, scale, cap, packed, newest, recent, count),
+                *(G, D, M, PACKED_N, BITS, KEY_ROWS, GROUPS, KW, VW, CAP, ASM, count_ptr is not None),
             )
             unit = tl.minimum(end, packed_stop)
             begin = end
@@ -145,7 +154,7 @@ def _decode_kernel(
         q = tl.load(q_rows, (m < G)[:, None] & in_head, 0.0)
         if SEGMENTS == 2:
             packed = tl.load(packed_ptr + batch.to(tl.int64) * packed_batch + head * packed_head).to(tl.int32)
-            recent = tl.minimum(recent, length - packed)
+            recent = tl.minimum(recent, length - sink - packed)
         first = (unit - begin) * N
         at = batch.to(tl.int64) * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + first) * kv_slot
         k_tile, v_tile = k_ptr + at, v_ptr + at
@@ -238,6 +247,7 @@ def decode(
     packed: torch.Tensor | None = None,
     first_tiles: torch.Tensor | None = None,
     quantisation: Quantisation | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query per row and query head, over heads of every kind in one launch (and one to combine).
 
@@ -259,11 +269,12 @@ def decode(
         softcap: bound c of scores, c * tanh(score / c).
         programs: how many share the units; default as many as the device runs at once.
         tiles: packed tiles of the layer's heads; a token's codes take an even number of bytes. None: there are none.
-        packed: int [batch, heads], the first tokens of each head that are in tiles, a multiple of `TILE`. A head with
-            tiles has sink 0, and a recent that no position reaches; what its ring still holds of packed tokens is
-            ignored.
+        packed: int [batch, heads], the first tokens after each head's sinks that are in tiles, a multiple of `TILE`;
+            what its ring still holds of them is ignored. Full heads have sink 0, and a recent that no position reaches.
         first_tiles: int32 [heads], the first tile of each head; -1 for one without.
         quantisation: what the tiles are.
+        counts: int32 [heads], where tiles of streaming heads go round a ring: how many a head has, 1 or more; None:
+            every head sees all of its tiles.
 
     Returns:
         [batch, query_heads, head_dim]
@@ -276,14 +287,14 @@ def decode(
     padded, members = _padded(head_dim), max(16, triton.next_power_of_2(group))
     slots = min(max(TILE_BYTES // (padded * keys.element_size()), 16), 64)
     most = batch * (keys.shape[1] // slots + heads)  # units there can be
-    segments, options, stored, strides = 1, dict.fromkeys(PACKED_OPTIONS), (None,) * 6, (0,) * 5
+    segments, options, stored, strides = 1, dict.fromkeys(PACKED_OPTIONS), (None,) * 7, (0,) * 5
     if tiles is not None:
         segments, options = 2, _packed_options(head_dim, members, quantisation)
         most += batch * tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
         assert tiles.key_codes.stride() == tiles.value_codes.stride()
         assert all(part[0].is_contiguous() for part in tiles)
         key_words, value_words = tiles.key_codes.view(torch.int16), tiles.value_codes.view(torch.int16)
-        stored = key_words, tiles.key_scales, value_words, tiles.value_scales, packed, first_tiles
+        stored = key_words, tiles.key_scales, value_words, tiles.value_scales, packed, first_tiles, counts
         strides = *(part.stride(0) for part in (key_words, tiles.key_scales, tiles.value_scales)), *packed.stride()
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
     wide = segments == 2 and (wide or softcap is not None)
@@ -339,6 +350,7 @@ def decode_reference(
     packed=None,
     first_tiles=None,
     quantisation=None,
+    counts=None,
 ):
     """What `decode` computes, row by row; tiles are dequantised in the query's precision."""
     out = torch.zeros_like(query)
@@ -346,19 +358,24 @@ def decode_reference(
     for row, of_heads in enumerate(lengths.tolist()):
         for head, length in enumerate(of_heads):
             start = 0 if tiles is None else int(packed[row, head])
-            position = torch.arange(start, length, device=query.device)
-            seen = position[(position < sinks[head]) | (length - 1 - position < recents[head])]
+            position = torch.arange(length, device=query.device)
+            in_tiles = (position >= sinks[head]) & (position < sinks[head] + start)
+            visible = (position < sinks[head]) | (length - 1 - position < recents[head])
+            seen = position[visible & ~in_tiles]
             slot = torch.where(seen < sinks[head], seen, sinks[head] + (seen - sinks[head]) % rings[head].clamp(min=1))
             at, here = offsets[head] + slot, slice(head * group, (head + 1) * group)
             states = [keys[row, at], values[row, at]]
             if start:
-                own = slice(int(first_tiles[head]), int(first_tiles[head]) + start // TILE)
+                place = torch.arange(start // TILE, device=query.device)
+                own = first_tiles[head] + (place if counts is None else place % counts[head])
                 key_codes, key_scales, value_codes, value_scales = tiles.map(
                     lambda part, row=row, own=own: part[row, own]
                 )
                 scales = key_scales.to(query.dtype), value_scales.to(query.dtype)
                 packed_states = dequantise(Tiles(key_codes, scales[0], value_codes, scales[1]), quantisation.bits)
-                states = [torch.cat([old.flatten(0, 1), rest]) for old, rest in zip(packed_states, states, strict=True)]
+                tokens = position[visible & in_tiles] - sinks[head]
+                parts = zip(packed_states, states, strict=True)
+                states = [torch.cat([old.flatten(0, 1)[tokens], rest]) for old, rest in parts]
             if length:
                 allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)
                 out[row, here] = _softmax(query[row, here], *states, allowed, scaling, softcap)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from .kv_layout import TILE, Quantisation
+from .kv_layout import EVERY, TILE, Quantisation
 from .kv_quant import Tiles, dequantise, empty_tiles, quantise
 
 # elements of keys that are quantised or dequantised together: what stays in a CPU's cache, and enough work for a GPU
@@ -162,15 +162,17 @@ class HeadGroup:
 
 
 class QuantisedGroup(HeadGroup):
-    """Full or budgeted heads whose older tokens are quantised: whole tiles packed, the newest tokens in a ring.
+    """Heads whose older tokens are quantised: whole tiles packed, sinks and the newest tokens kept as they are.
 
     A tile is packed once, when `residual + TILE` tokens that will not be taken back are in the ring and another one
-    comes. Positions below `packed` are in tiles.
+    comes. Positions from `sink` to `sink + packed` are in tiles; of a streaming head those of its `span`, in tiles that
+    go round a ring as well.
     """
 
-    def __init__(self, states: torch.Tensor, heads: int, quantisation: Quantisation):
-        super().__init__(states, heads, 0, quantisation.residual + TILE)
-        self.quantisation = quantisation
+    def __init__(self, states: torch.Tensor, heads: int, quantisation: Quantisation, sink: int = 0, span: int = EVERY):
+        """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
+        super().__init__(states, heads, sink, quantisation.residual + TILE)
+        self.quantisation, self.span = quantisation, span
         self.tiles = empty_tiles(self.keys, 0, quantisation).map(lambda part: part.unflatten(1, (heads, 0)))
         self.settled = 0  # columns that tiles may take
 
@@ -178,20 +180,26 @@ class QuantisedGroup(HeadGroup):
     def nbytes(self) -> int:
         return super().nbytes + self.tiles.nbytes
 
+    @property
+    def count(self) -> int:
+        """Tiles of a head that storage is allocated for."""
+        return self.tiles.key_codes.shape[2]
+
     def wanted_tiles(self, capacity: int) -> int:
         """Tiles that a head fills in so many columns; never fewer than there are."""
-        return max(self.tiles.key_codes.shape[2], self.quantisation.tiles(capacity - self.least))
+        filled = self.quantisation.tiles(capacity - self.least - self.sink)
+        return max(self.count, min(filled, self.quantisation.window_tiles(self.span)))
 
     def due(self) -> bool:
         """Whether the next token makes some row pack a tile."""
         return any(self._target(skip) > packed for skip, packed in zip(self.skips, self.packed, strict=True))
 
     def _target(self, skip: int) -> int:
-        return TILE * self.quantisation.tiles(self.settled + 1 - skip)
+        return TILE * self.quantisation.tiles(self.settled + 1 - skip - self.sink)
 
     def packable(self, row: int, tokens: int) -> int:
         """Tokens of a row that tiles take, of its first `tokens`."""
-        return min(self._target(self.skips[row]), tokens) // TILE * TILE
+        return min(self._target(self.skips[row]), tokens - self.sink) // TILE * TILE
 
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
@@ -210,26 +218,40 @@ class QuantisedGroup(HeadGroup):
         super().write_one(position, keys, values)
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Quantise positions up to `stop` of some rows: from the ring, and from `start` on from arriving tokens."""
-        most = TILE * self._tiles_at_once(keys.shape[0])
-        for first in range(self.packed[rows.start or 0], stop, most):
+        """Quantise `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
+        most, start = TILE * max(1, min(self._tiles_at_once(keys.shape[0]), self.count)), start - self.sink
+        oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
+        for first in range(oldest, stop, most):
             last = min(first + most, stop)
             parts = []
             for stored, arriving in ((self.keys, keys), (self.values, values)):
-                slots = self.slot(torch.arange(first, max(min(start, last), first), device=keys.device))
+                slots = self.slot(self.sink + torch.arange(first, max(min(start, last), first), device=keys.device))
                 arrived = arriving[:, :, max(first - start, 0) : max(last - start, 0)]
                 states = torch.cat([stored[rows][:, :, slots], arrived], 2) if len(slots) else arrived
                 parts.append(states.unflatten(2, (-1, TILE)))
+            place = torch.arange(first // TILE, last // TILE, device=keys.device) % self.count
             for tiles, packed in zip(self.tiles, quantise(*parts, self.quantisation), strict=True):
-                tiles[rows, :, first // TILE : last // TILE] = packed
+                tiles[rows, :, place] = packed
         for row in range(len(self.packed))[rows]:
             self.packed[row] = max(self.packed[row], stop)
+
+    def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = super().window(seen, tokens)
+        if self.span == EVERY or not any(self.packed):
+            return stored
+        after_sinks = torch.arange(seen - tokens, seen, device=self.keys.device)[None] - self.sink
+        after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
+        packed = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
+        place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
+        dequantised = (states.flatten(2, 3) for states in dequantise(self.tiles, self.quantisation.bits))
+        parts = zip(dequantised, stored, strict=True)
+        return tuple(torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
 
     def _tiles_at_once(self, rows: int) -> int:
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
-        """Keys and values [batch, heads, n, head_dim] of the tiles, dequantised a block at a time.
+        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantised a block at a time.
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """

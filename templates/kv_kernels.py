@@ -158,6 +158,10 @@ def _over_tiles(
     end,
     scale,
     cap,
+    packed,
+    newest,
+    recent,
+    count,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
@@ -169,9 +173,12 @@ def _over_tiles(
     VW: tl.constexpr,
     CAP: tl.constexpr,
     ASM: tl.constexpr,
+    RING: tl.constexpr,
 ):
-    """A head's units `begin` to `end`, N packed tokens each, all of them visible.
+    """A head's units `begin` to `end`, N packed tokens each.
 
+    All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
+    tiles lie round a ring of `count`.
     A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of
     its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
     """
@@ -226,6 +233,10 @@ def _over_tiles(
                 scores = scores * token_factor[None, :] + q_sum[:, None] * token_zero[None, :]
             scores *= scale
         scores = _capped(scores, cap, CAP)
+        if RING:
+            last = packed // TILE_TOKENS - 1
+            token = (last - (last - tile) % count) * TILE_TOKENS + first + n
+            scores = tl.where((newest - token < recent)[None, :], scores, float("-inf"))
 
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])

@@ -13,22 +13,28 @@ TILE = 128  # tokens of a head that are quantised together
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How full and budgeted heads store all but their newest tokens: in tiles of `TILE`, as `bits`-bit codes.
+    """How heads store all but their newest tokens: in tiles of `TILE`, as `bits`-bit codes.
 
     A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
     et al. 2024), of one channel over `group_size` tokens for keys, and of one token over `group_size` channels for
     values; with `per-token`, the latter for both. Without a group size, a tile and a whole head. The newest
-    `residual` tokens of a head, and those that no whole tile is made of yet, stay in the model's dtype.
+    `residual` tokens of a head, and those that no whole tile is made of yet, stay in the model's dtype. So do streaming
+    heads, unless `streaming` is set and their window is at least twice what stays; then their sinks do.
     """
 
     bits: int
     scheme: str = "kivi"
     group_size: int | None = None
     residual: int = TILE
+    streaming: bool = False
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed once a head holds so many tokens: `residual` and more stay, and the very newest."""
         return max(0, tokens - 1 - self.residual) // TILE
+
+    def window_tiles(self, recent: int) -> int:
+        """Tiles that a window of so many tokens can reach into, however its newest tokens are taken back."""
+        return -(-(recent - 1) // TILE)
 
     def tail(self, capacity: int, margin: int = 0) -> int:
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
@@ -63,6 +69,8 @@ class Quantisation:
             raise ValueError(f"the residual of a quantised cache is a number of tokens, got {self.residual!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
+        if type(self.streaming) is not bool:
+            raise ValueError(f"whether streaming heads are quantised is true or false, got {self.streaming!r}")
         size = self.group_size
         if size is None:
             return
@@ -143,6 +151,12 @@ class LayerLayout:
         before, count = (sum(others for _, others in some) for some in (self.blocks[:start], own))
         return replace(self, blocks=own, budgets=self.budgets[before : before + count])
 
+    @property
+    def quantised_window(self) -> bool:
+        """Whether streaming heads are quantised."""
+        how = self.quantisation
+        return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
+
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
         return min(capacity, self.sink + self.recent + margin)
@@ -150,17 +164,22 @@ class LayerLayout:
     def kv_bytes(self, prompt: int, new: int, margin: int, head_dim: int, itemsize: int) -> int:
         """Bytes of one sequence's keys and values in this layer, once the prompt is in."""
         token = 2 * head_dim * itemsize
-        tokens = [prompt + new] * self.full
+        total = prompt + new
+        tokens = [total] * self.full
         if self.budgets:
             window = min(self.selection.window, prompt)
             tokens += [min(budget, prompt - window) + window + new for budget in self.budgets]
-        streaming = self.streaming * self.streaming_slots(prompt + new, margin) * token
-        if self.quantisation is None:
+        streaming = self.streaming * self.streaming_slots(total, margin) * token
+        how = self.quantisation
+        if how is None:
             return streaming + sum(tokens) * token
-        tile = self.quantisation.tile_bytes(head_dim, itemsize)
-        return streaming + sum(
-            self.quantisation.tiles(count) * tile + self.quantisation.tail(count, margin) * token for count in tokens
-        )
+        tile = how.tile_bytes(head_dim, itemsize)
+        if self.quantised_window:
+            ring = max(total - self.sink, 0)
+            tiles = min(how.tiles(ring), how.window_tiles(self.recent))
+            slots = min(total, self.sink) + how.tail(ring, margin)
+            streaming = self.streaming * (tiles * tile + slots * token)
+        return streaming + sum(how.tiles(count) * tile + how.tail(count, margin) * token for count in tokens)
 
 
 def setting(config, name: str):
@@ -299,7 +318,8 @@ def _selection(entry: dict) -> Selection:
 
 
 def _quantisation(entry: dict, head_dim: int) -> Quantisation:
-    quantisation = Quantisation(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"])
+    streaming = entry.get("streaming", False)
+    quantisation = Quantisation(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"], streaming)
     quantisation.check(head_dim)
     return quantisation
 

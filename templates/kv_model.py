@@ -189,6 +189,7 @@ def requested_quantisation(cache_config: dict, config) -> Quantisation:
         scheme=scheme,
         group_size=cache_config.get("q_group_size", default.group_size),
         residual=cache_config.get("residual_length", default.residual),
+        streaming=default.streaming,
     )
 
 

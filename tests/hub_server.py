@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -27,23 +28,55 @@ from tests.hub_repo import Blob, Repo, is_lfs
 
 TOKEN = "hf_loopback"
 USER = "surgeon"
+COMMAND = """
+import time
+from kvsurgery.cli import main
+from kvsurgery.hub import ranges
+time.sleep = lambda seconds: None
+ranges.LONGEST_WAIT = 0
+main()
+"""
 
 
 @dataclass
 class Fault:
-    """For requests whose "METHOD path" matches: answer `status`, or drop the connection after `drop` body bytes."""
+    """For requests whose "METHOD path" matches, `times` of them after the first `skip`.
+
+    The answer is `status`, or the connection drops after `drop` bytes of the request's body; with `cut` the answer is
+    right, but the connection ends, or with `reset` breaks, after so much of its body, once `then` was called; with
+    `short` its length says so. `ignore` leaves the Range header out of account, `shift` the first byte it asks for.
+    """
 
     pattern: str
     status: int = 500
     drop: int | None = None
     times: float = 1
+    skip: int = 0
+    cut: float | None = None
+    reset: bool = False
+    then: Callable[[], None] | None = None
+    short: bool = False
+    ignore: bool = False
+    shift: bool = False
+
+    def strikes(self, request: str) -> bool:
+        """Whether this request is one of those, which counts it."""
+        if not self.times or not re.search(self.pattern, request):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.times -= 1
+        return True
 
 
 class Hub(ThreadingHTTPServer):
     """The server and everything it stores and has seen.
 
     Attributes:
+        cdn: whether LFS files lie elsewhere, where a signed URL leads, as they do on the Hub.
         requests: "METHOD path" of every request, in order.
+        ranges: path, first and last byte of every range that was asked for, in order.
         received: SHA-256 of every LFS object that was sent whole, in order.
         served: bytes of bodies sent per path.
     """
@@ -55,7 +88,9 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
+        self.cdn = False
         self.requests: list[str] = []
+        self.ranges: list[tuple[str, int, int]] = []
         self.received: list[str] = []
         self.served: dict[str, int] = {}
         self.lock = threading.RLock()
@@ -79,10 +114,9 @@ class Hub(ThreadingHTTPServer):
         }
 
     def run(self, home: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run `kvsurgery` as a user of this Hub does, but without the pauses of huggingface_hub between retries."""
-        code = "import time; time.sleep = lambda seconds: None; from kvsurgery.cli import main; main()"
+        """Run `kvsurgery` as a user of this Hub does, but without pauses between retries."""
         return subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [sys.executable, "-c", COMMAND, *map(str, arguments)],
             env={**self.client_environment(home), **environment},
             capture_output=True,
             text=True,
@@ -146,17 +180,17 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.lock:
                 self.server.requests.append(request)
-                fault = next((f for f in self.server.faults if f.times > 0 and re.search(f.pattern, request)), None)
-                if fault:
-                    fault.times -= 1
+                self.fault = fault = next((f for f in self.server.faults if f.strikes(request)), None)
             self.read_body(fault)
-            if fault:
+            if fault and fault.cut is None and not (fault.ignore or fault.shift):
                 raise Refusal(fault.status, f"fault {fault.status}")
             for method, pattern, handle in ROUTES:
                 if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, url.path)):
                     with self.server.lock:
                         answer = handle(self, *map(unquote, match.groups()))
-                    if answer is not None:
+                    if callable(answer):  # a body that may take its time, while others are served
+                        answer()
+                    elif answer is not None:
                         self.reply(200, json.dumps(answer).encode())
                     return
             raise Refusal(404, f"no route for {request}")
@@ -172,22 +206,35 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         if fault and fault.drop is not None:
             self.rfile.read(min(fault.drop, length))
-            # linger 0: close sends RST, as a lost link does, rather than an orderly end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            raise Dropped
+            self.reset()
         self.body = self.rfile.read(length)
 
+    def reset(self) -> None:
+        """Break the connection: linger 0 sends RST, as a lost link does, rather than an orderly end."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        raise Dropped
+
     def reply(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        cut = self.fault is not None and self.fault.cut is not None
+        sent = content[: int(self.fault.cut * len(content))] if cut else content
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(len(sent if cut and self.fault.short else content)))
         self.end_headers()
-        if self.command != "HEAD":
-            path = urlsplit(self.path).path
-            self.server.served[path] = self.server.served.get(path, 0) + len(content)
-            self.wfile.write(content)
+        if self.command == "HEAD":
+            return
+        path = urlsplit(self.path).path
+        with self.server.lock:
+            self.server.served[path] = self.server.served.get(path, 0) + len(sent)
+        self.wfile.write(sent)
+        if cut and not self.fault.short:
+            if self.fault.then:
+                self.fault.then()
+            if self.fault.reset:
+                self.reset()
+            raise Dropped
 
     @property
     def logged_in(self) -> bool:
@@ -296,7 +343,7 @@ class Handler(BaseHTTPRequestHandler):
         _, files = self.snapshot(self.repo(repo_id), revision)
         return [blob.entry(path) for path, blob in sorted(files.items())]
 
-    def resolve(self, repo_id: str, revision: str, path: str) -> None:
+    def resolve(self, repo_id: str, revision: str, path: str) -> Callable[[], None]:
         repo = self.repo(repo_id)
         if repo.gated and path != "README.md":
             raise Refusal(403, f"Access to model {repo_id} is restricted", "GatedRepo")
@@ -304,18 +351,37 @@ class Handler(BaseHTTPRequestHandler):
         if path not in files:
             raise Refusal(404, "Entry not found", "EntryNotFound")
         blob = files[path]
-        content = blob.content
         headers = {"ETag": f'"{blob.lfs or blob.git_oid}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
-        headers["Content-Type"] = "application/octet-stream"
         if blob.lfs:
-            headers |= {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(len(content))}
-        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
-            if start >= len(content):
-                raise Refusal(416, "Range Not Satisfiable")
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-            return self.reply(206, content[start:stop], headers)
-        return self.reply(200, content, headers)
+            headers |= {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(len(blob.content))}
+        if blob.lfs and self.server.cdn:
+            self.server.objects[blob.lfs] = blob.content
+            # another host, as browsers and HTTP clients see it
+            elsewhere = self.server.url.replace("127.0.0.1", "localhost")
+            return partial(
+                self.reply, 302, b"", {**headers, "Location": f"{elsewhere}/cdn/{repo_id}/{path}?oid={blob.lfs}"}
+            )
+        return self.content(blob.content, headers)
+
+    def storage(self, path: str) -> Callable[[], None]:
+        if "Authorization" in self.headers:
+            raise Refusal(400, "Only one auth mechanism allowed")
+        [oid] = self.query["oid"]
+        return self.content(self.server.objects[oid], {"ETag": '"of the storage"'})
+
+    def content(self, content: bytes, headers: dict[str, str]) -> Callable[[], None]:
+        headers = {**headers, "Content-Type": "application/octet-stream"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not wanted or (self.fault and self.fault.ignore):
+            return partial(self.reply, 200, content, headers)
+        start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        if start >= len(content):
+            raise Refusal(416, "Range Not Satisfiable")
+        if self.fault and self.fault.shift:
+            start += 1
+        self.server.ranges.append((urlsplit(self.path).path, start, stop))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        return partial(self.reply, 206, content[start:stop], headers)
 
 
 NAME = r"([\w.-]+/[\w.-]+)"
@@ -332,4 +398,5 @@ ROUTES: list[tuple[str, str, Callable]] = [
     ("PUT", "/lfs/([0-9a-f]{64})", Handler.lfs_put),
     ("POST", "/lfs-verify", Handler.lfs_verify),
     ("GET", f"/{NAME}/resolve/([^/]+)/(.+)", Handler.resolve),
+    ("GET", "/cdn/(.+)", Handler.storage),
 ]

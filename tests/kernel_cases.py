@@ -51,7 +51,10 @@ DECODE = [
 
 
 class Packed(NamedTuple):
-    """A decode step over heads with packed tiles, a third shorter from one to the next, and 16-bit ones (`others`)."""
+    """A decode step over heads with packed tiles, a third shorter from one to the next, and 16-bit ones (`others`).
+
+    With a `window`, sink and recent, the first head with tiles streams.
+    """
 
     quantisation: Quantisation
     heads: int
@@ -61,11 +64,13 @@ class Packed(NamedTuple):
     lengths: list[int]
     programs: int
     softcap: float | None = None
+    window: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        bits, scheme, size, residual = dataclasses.astuple(self.quantisation)
+        bits, scheme, size, residual, _ = dataclasses.astuple(self.quantisation)
         kinds = f"{self.heads}{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}+{len(self.others)}"
         cap = "" if self.softcap is None else "-capped"
+        cap += "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
         return f"{kinds}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
 
 
@@ -83,6 +88,9 @@ PACKED = [
     Packed(Quantisation(4, residual=64), 1, [], 2, 256, [450], 9, softcap=30.0),
     Packed(Quantisation(8), 1, [], 4, 16, [450], 4),
     Packed(Quantisation(2), 3, [], 2, 16, [450, 200], 8),
+    Packed(Quantisation(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
+    Packed(Quantisation(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
+    Packed(Quantisation(2, group_size=32, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
 ]
 
 
@@ -156,26 +164,32 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     quantisation, head_dim = case.quantisation, case.head_dim
     tail = quantisation.tail(EVERY, margin=3)
     kinds = [(0, tail, EVERY)] * case.heads + case.others
+    counts = torch.full((len(kinds),), quantisation.tiles(max(case.lengths)) + 1, dtype=torch.int32)
+    if case.window:
+        kinds[0] = case.window[0], tail, case.window[1]
+        counts[0] = quantisation.window_tiles(case.window[1])
     lengths = torch.tensor([[length * 3 // (3 + head) for head in range(len(kinds))] for length in case.lengths])
     slots = [min(max(case.lengths), sink + ring) for sink, ring, _ in kinds]
     offsets = torch.tensor(slots).cumsum(0) - torch.tensor(slots)
     keys, values = torch.full((2, len(lengths), sum(slots), head_dim), torch.nan, dtype=dtype)
-    room = quantisation.tiles(max(case.lengths)) + 1
-    tiles = empty_tiles(keys, case.heads * room + 1, quantisation)
+    ends = 1 + counts[: case.heads].cumsum(0)
+    tiles = empty_tiles(keys, int(ends[-1]), quantisation)
     for part in tiles:
         part.fill_(torch.nan if part.is_floating_point() else 255)
     packed = torch.zeros(len(lengths), len(kinds), dtype=torch.int32)
     first_tiles = torch.full((len(kinds),), -1, dtype=torch.int32)
-    first_tiles[: case.heads] = 1 + room * torch.arange(case.heads)
+    first_tiles[: case.heads] = ends - counts[: case.heads]
     for row, of_heads in enumerate(lengths.tolist()):
         for head, ((sink, ring, _), length) in enumerate(zip(kinds, of_heads, strict=True)):
             states = torch.randn(2, length, head_dim).to(dtype)
             if head < case.heads:
-                packed[row, head] = TILE * quantisation.tiles(length)
-                whole = states[:, : packed[row, head]].view(2, -1, TILE, head_dim)
+                packed[row, head] = TILE * quantisation.tiles(length - sink)
+                whole = states[:, sink : sink + packed[row, head]].reshape(2, -1, TILE, head_dim)
                 for part, own in zip(tiles, quantise(*whole, quantisation), strict=True):
-                    part[row, first_tiles[head] : first_tiles[head] + len(own)] = own
-            position = torch.arange(packed[row, head], length)
+                    for number, tile in enumerate(own):
+                        part[row, first_tiles[head] + number % counts[head]] = tile
+            position = torch.arange(length)
+            position = position[(position < sink) | (position >= sink + packed[row, head])]
             slot = offsets[head] + torch.where(position < sink, position, sink + (position - sink) % ring)
             keys[row, slot], values[row, slot] = states[:, position]
     query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
@@ -184,6 +198,7 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     layout = [part.to(device) for part in (offsets, lengths, sinks, rings, recents)]
     options = {"tiles": tiles.map(lambda part: part.to(device)), "packed": packed.to(device)}
     options |= {"first_tiles": first_tiles.to(device), "quantisation": quantisation, "softcap": case.softcap}
+    options["counts"] = counts.to(device) if case.window else None
     out = decode(*states, *layout, programs=case.programs, **options)
     check(out, decode_reference, states, *layout, **options)
     assert not out[torch.tensor(case.lengths) == 0].any()
@@ -200,12 +215,17 @@ FLUSH = [
 
 
 def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """Heads that grow by other steps end with the tiles that `kv_quant` makes, to the bit; 16-bit heads with none."""
+    """Heads that grow by other steps end with the tiles that `kv_quant` makes, to the bit; 16-bit heads with none.
+
+    The first one's tiles go round a ring of one, after sinks.
+    """
     torch.manual_seed(0)
-    batch, heads, steps, ring = 2, 3, 3, quantisation.tail(EVERY, margin=5)
-    rings = torch.full((heads,), ring, dtype=torch.int32)
+    batch, heads, steps, ring, sink = 2, 3, 3, quantisation.tail(EVERY, margin=5), 7
+    rings, sinks = torch.full((heads,), ring, dtype=torch.int32), torch.tensor([sink, 0, 0], dtype=torch.int32)
+    counts = torch.tensor([1, 1, steps], dtype=torch.int32)
     offsets, first_tiles = torch.arange(heads) * ring, torch.tensor([3, -1, 0], dtype=torch.int32)
-    keys, values = torch.randn(2, batch, heads * ring, head_dim).to(dtype)
+    offsets[1:] += sink
+    keys, values = torch.randn(2, batch, heads * ring + sink, head_dim).to(dtype)
     tiles = empty_tiles(keys, 3 + steps, quantisation)
     packed, confirmed = torch.zeros(batch, heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
     found = [part.to(device, copy=True) for part in (*tiles, packed)]
@@ -213,9 +233,10 @@ def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, d
     for grown in [[least, least - 1], [TILE + 3, 1], [0, TILE]]:
         confirmed += torch.tensor(grown)[:, None]
         keys[:, :: steps + 1] += 0.5
-        args = [part.to(device) for part in (keys, values, offsets, rings, confirmed)]
-        flush(*args, type(tiles)(*found[:4]), found[4], first_tiles.to(device), quantisation)
-        flush_reference(keys, values, offsets, rings, confirmed, tiles, packed, first_tiles, quantisation)
+        args = [part.to(device) for part in (keys, values, offsets, sinks, rings, confirmed + sinks)]
+        flush(*args, type(tiles)(*found[:4]), found[4], first_tiles.to(device), quantisation, counts.to(device))
+        args = keys, values, offsets, sinks, rings, confirmed + sinks
+        flush_reference(*args, tiles, packed, first_tiles, quantisation, counts)
         for part, expected in zip(found, (*tiles, packed), strict=True):
             torch.testing.assert_close(part.cpu(), expected, rtol=0, atol=0)
     assert packed.tolist() == [[2 * TILE, 0, 2 * TILE]] * batch
@@ -232,8 +253,8 @@ class Compact(NamedTuple):
     new: int = 9
 
     def __str__(self) -> str:
-        bits, scheme, size, residual = (
-            (None,) * 4 if self.quantisation is None else dataclasses.astuple(self.quantisation)
+        bits, scheme, size, residual, _ = (
+            (None,) * 5 if self.quantisation is None else dataclasses.astuple(self.quantisation)
         )
         kind = "" if bits is None else f"-{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}"
         budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))

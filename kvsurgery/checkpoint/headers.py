@@ -1,4 +1,4 @@
-"""Safetensors headers, read strictly: every byte of a shard belongs to exactly one tensor, or the file is refused.
+"""Safetensors files, headers read strictly: every byte belongs to exactly one tensor, or the file is refused.
 
 The format: 8 bytes little-endian header size, a JSON object, the tensors' bytes. The raw header is kept, since writing
 it back is what makes a rewritten shard byte-identical.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from kvsurgery.errors import CheckpointError
 
 # the reference implementation's own limit
 MAX_HEADER_BYTES = 100_000_000
+
+# fill a buffer with the bytes from a place on, counted from the file's first byte
+Read = Callable[[memoryview, int], None]
 
 # bits per element
 DTYPES = {
@@ -63,17 +68,85 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order."""
+    """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order.
+
+    `read_at_once` is how many bytes of neighbouring tensors are best read in one go, and `slow` says that no finished
+    tensor should be read twice.
+    """
 
     name: str
     path: Path
     header: bytes
     tensors: tuple[Tensor, ...]
 
+    read_at_once: ClassVar[int] = 0
+    slow: ClassVar[bool] = False
+
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
         return self.tensors[-1].end if self.tensors else len(self.header)
+
+    @property
+    def state(self) -> tuple[int | str | None, ...]:
+        """What is another when the bytes are.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        status = file_status(self.path)
+        return status.st_size, status.st_mtime_ns
+
+    def changed_after(self, moment: int) -> bool:
+        """Whether the file was written after a moment, in nanoseconds of the epoch.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        # ctime, since a copied file may bring an old mtime along
+        return file_status(self.path).st_ctime_ns > moment
+
+    def stop(self) -> None:
+        """Let go of whatever bytes are waited for; the run has failed."""
+
+    @contextmanager
+    def open(self, start: int, end: int) -> Iterator[Read]:
+        """Open the bytes from `start` to `end`, which are best read in order.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends early; also what is yielded raises it.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+
+        def read(into: memoryview, place: int) -> None:
+            try:
+                while into:
+                    count = os.preadv(descriptor, [into], place)
+                    if count == 0:
+                        raise CheckpointError(f"{self.path} ends early; it changed while it was read")
+                    into, place = into[count:], place + count
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+
+        try:
+            yield read
+        finally:
+            os.close(descriptor)
+
+
+def file_status(path: Path) -> os.stat_result:
+    """Size and times of a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_shard(path: Path) -> Shard:

@@ -12,14 +12,17 @@ import click
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError
 
-# name -> (module, one line for --help); the module holds a click command of the same name
+# name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
+    "bench": ("bench", "Measure time and memory, beside the original."),
     "convert": ("convert", "Rewrite a checkpoint after a head profile."),
+    "eval": ("evaluate", "Measure what a converted checkpoint keeps, beside the original."),
     "fit": ("fit", "Find the least harmful policy that fits a memory."),
     "inspect": ("inspect", "Say what a checkpoint is and whether it can be converted."),
     "profile": ("profile", "Measure, import, show, compare and merge head profiles."),
     "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
     "revert": ("revert", "Give the original checkpoint back, byte for byte."),
+    "sweep": ("sweep", "Evaluate many policies, and plot quality against KV bytes."),
     "verify": ("verify", "Check a converted checkpoint against its provenance."),
 }
 
@@ -33,7 +36,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"kvsurgery.cli.{COMMANDS[name][0]}"), name)
+        module = COMMANDS[name][0]
+        return getattr(importlib.import_module(f"kvsurgery.cli.{module}"), module)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

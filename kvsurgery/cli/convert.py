@@ -12,7 +12,7 @@ import click
 from kvsurgery.cli.options import REFORM_SIZES, Size, Tokens, decided, policy_options, reform_options
 
 if TYPE_CHECKING:
-    from kvsurgery.decide.fit import Fit
+    from kvsurgery.hub.stream import Streamed
     from kvsurgery.operation import Operation
     from kvsurgery.score.profile import HeadProfile
 
@@ -65,7 +65,14 @@ if TYPE_CHECKING:
 @click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]")
 @policy_options
 @reform_options
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="Convert a Hub id while its weights are fetched, without a copy of them in the Hub's cache.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Threads that move bytes, or connections.  [default: 4, 8 with --stream]"
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
 def convert(
@@ -77,6 +84,7 @@ def convert(
     memory: int | None,
     context: int | None,
     batch: int | None,
+    stream: bool,
     jobs: int | None,
     dry_run: bool,
     as_json: bool,
@@ -89,10 +97,11 @@ def convert(
     quantised (KIVI), and shared by the processes of tensor parallelism. With a reform profile, prompts far beyond the
     context are read too (REFORM). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
 
-    A killed run continues when the same command is given again.
+    A killed run continues when the same command is given again. With --stream it fetches no finished tensor twice.
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
+    kvsurgery convert meta-llama/Llama-3.1-70B --stream --profile duo.safetensors --out ./llama3-duo
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
@@ -102,6 +111,7 @@ def convert(
     """
     from kvsurgery import console
     from kvsurgery.cli import plan
+    from kvsurgery.cli.source import prepare, streamed
     from kvsurgery.emit.config import auto_class
 
     options = _options(memory, context, batch, method=method, **options)
@@ -117,8 +127,12 @@ def convert(
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
         return
 
-    operation = prepare(source, revision, profile, options, weights=True)
-    result = _convert(operation, out, jobs)
+    if stream:
+        with streamed(source, revision, profile, options) as (operation, remote):
+            result = _convert(operation, out, jobs, remote)
+    else:
+        operation = prepare(source, revision, profile, options, weights=True)
+        result = _convert(operation, out, jobs)
     facts = plan.plan_facts(operation, profile)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
@@ -189,83 +203,25 @@ def _profiles(
     return (scored or reform)[0], {**options, "reform": reform[0]}
 
 
-def prepare(
-    source: str | None, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool
-) -> Operation:
-    """Prepare a folder or a Hub id, whose weights are downloaded only if asked for, and only after its headers.
-
-    Without a source, it is the profile's model.
-    """
-    if source is None:
-        source, revision = profile.base_model, revision or profile.base_revision
-    elif revision is not None and Path(source).is_dir():
-        raise click.UsageError(f"--revision goes with a Hub id, and {source} is a folder")
-    operation = _open(source, revision, profile, options, weights)
-    if operation.fit:
-        _warn(operation.fit, operation.checkpoint.text_config.get("max_position_embeddings"))
-    return operation
-
-
-def _warn(fit: Fit, positions: Any) -> None:
-    """Say what a choice does not see to."""
-    from kvsurgery import console
-
-    demand = fit.demand
-    if type(positions) is int and positions < demand.context:
-        console.stderr.print(
-            f"--context {demand.context} is beyond the {positions} positions that the model was made for"
-        )
-    if fit.choice.budget and not demand.new_tokens:
-        console.stderr.print(
-            "budgeted heads keep every generated token; `kvsurgery fit --new-tokens` makes room for these"
-        )
-
-
-def _open(source: str, revision: str | None, profile: HeadProfile, options: dict[str, Any], weights: bool) -> Operation:
-    from kvsurgery.operation import Operation
-
-    if Path(source).is_dir():
-        return Operation.prepare(Path(source), profile, **options)
-    from kvsurgery import hub
-    from kvsurgery.errors import CheckpointError, HubError
-
-    if not hub.is_repo_id(source):
-        raise CheckpointError(f"{source} is no folder and no Hub id; give the checkpoint as the first argument")
-    if Path(source).exists():
-        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
-
-    def plan(folder: Path, commit: str | None = None) -> Operation:
-        return Operation.prepare(folder, profile, name=source, revision=commit, **options)
-
-    try:
-        if weights:
-            return plan(*hub.fetch_checkpoint(source, revision, check=plan))
-        with hub.headers(source, revision) as remote:
-            return plan(remote.folder, remote.commit)
-    except HubError as error:
-        # a mistyped path looks like a Hub id
-        hint = f" (no folder {source} is here)" if Path(source).parent.is_dir() else ""
-        raise HubError(f"{error}{hint}") from error
-
-
-def _convert(operation: Operation, out: Path, jobs: int | None) -> dict[str, Any]:
+def _convert(operation: Operation, out: Path, jobs: int | None, remote: Streamed | None = None) -> dict[str, Any]:
     from kvsurgery import console
     from kvsurgery.convert.convert import convert
     from kvsurgery.convert.engine import JOBS
     from kvsurgery.errors import Interrupted
     from kvsurgery.memory import peak_memory
 
+    if jobs is None:
+        jobs = JOBS if remote is None else remote.connections
     try:
         with console.byte_progress("converting", operation.checkpoint.size) as advance:
-            report = convert(
-                operation.checkpoint, operation.plan, out, operation.files, jobs=jobs or JOBS, progress=advance
-            )
+            report = convert(operation.checkpoint, operation.plan, out, operation.files, jobs=jobs, progress=advance)
     except KeyboardInterrupt:
         raise Interrupted from None
     return {
         "out": str(out),
         "bytes": report.size,
         "resumed": report.resumed,
+        **({} if remote is None else {"fetched": remote.fetched, "requests": remote.requests}),
         "seconds": report.seconds,
         "peak_memory": peak_memory(),
         "left_out": report.left_out,

@@ -78,7 +78,7 @@ def fit(
     """
     from kvsurgery import console
     from kvsurgery.cli import plan
-    from kvsurgery.cli.convert import prepare
+    from kvsurgery.cli.source import prepare
     from kvsurgery.decide.fit import Demand
     from kvsurgery.score.profile import HeadProfile
 
@@ -115,7 +115,7 @@ def _flags(policy: Policy) -> list[str]:
         word
         for name, value in policy.options.items()
         if name != "method" and value != usual[name]
-        for word in ("--" + name.replace("_", "-"), str(value))
+        for word in ("--" + name.replace("_", "-"), *([] if value is True else [str(value)]))
     ]
 
 

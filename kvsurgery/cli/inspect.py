@@ -118,9 +118,9 @@ def _show_surgery(surgery: Surgery, family: str) -> None:
     if quantised := surgery.quantisation:
         groups = f", groups of {quantised['group_size']}" if quantised["group_size"] else ""
         scheme = f"{quantised['scheme']}{groups}"
-        lines.append(
-            f"KV cache in {quantised['bits']} bits ({scheme}), the newest {quantised['residual']} tokens as they are"
-        )
+        windows = ", long windows of streaming heads too" if quantised["streaming"] else ""
+        kept = f"the newest {quantised['residual']} tokens as they are"
+        lines.append(f"KV cache in {quantised['bits']} bits ({scheme}), {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")

@@ -34,6 +34,20 @@ class Tokens(click.ParamType):
         return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 
+class Several(click.ParamType):
+    """Numbers with commas between them."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType):
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
 def policy_options(command: Any) -> Any:
     """Add the options that say what heads become, but for how much of them is kept."""
     for option in reversed(_POLICY):
@@ -102,6 +116,13 @@ _POLICY = (
     ),
     click.option("--kv-residual", type=int, help="Newest tokens that stay as they are, at least.  [default: 128]"),
     click.option(
+        "--kv-streaming",
+        is_flag=True,
+        flag_value=True,
+        default=None,
+        help="Streaming heads too, and the model's own windows, where they are at least twice what stays as it is.",
+    ),
+    click.option(
         "--group-reduce",
         type=click.Choice(["mean", "max"]),
         default="mean",
@@ -120,7 +141,7 @@ def decided(
     implied = {"duo": "streaming", "headkv": "budgeted"}.get(method)
     if rest and implied and rest != implied:
         raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
-    names = ("scheme", "group_size", "residual")
+    names = ("scheme", "group_size", "residual", "streaming")
     given = {name: value for name in names if (value := options.pop(f"kv_{name}")) is not None}
     if given and bits is None:
         flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)

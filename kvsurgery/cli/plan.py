@@ -150,9 +150,12 @@ def print_result(result: Mapping[str, Any]) -> None:
         line = f"{out} is this conversion already; nothing to do"
     else:
         before = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        fetched = ""
+        if "fetched" in result:
+            fetched = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
         rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
         line = (
-            f"wrote {out}: {console.size(result['bytes'])} of weights{before}, in {seconds:.1f} s, {rate}, "
+            f"wrote {out}: {console.size(result['bytes'])} of weights{before}{fetched}, in {seconds:.1f} s, {rate}, "
             f"peak memory {console.size(result['peak_memory'])}"
         )
     console.stdout.print(line, markup=False)

@@ -29,7 +29,7 @@ def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_
     from kvsurgery.convert.engine import JOBS
     from kvsurgery.verify import verify
 
-    original = None if source is None else _folder(source, folder)
+    original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     total = sum(path.stat().st_size for place in folders for path in place.glob("*.safetensors"))
     with console.byte_progress("verifying", total) as advance:
@@ -79,7 +79,7 @@ def _compare_logits(folder: Path) -> dict[str, Any]:
         return asdict(compare_logits(folder))
 
 
-def _folder(source: str, converted: Path) -> Path:
+def source_folder(source: str, converted: Path) -> Path:
     """The source's folder; a Hub id is downloaded at the revision that was converted."""
     if Path(source).is_dir():
         return Path(source)

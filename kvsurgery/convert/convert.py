@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
 
 from kvsurgery import __version__
-from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.headers import Shard, file_status
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.convert.engine import JOBS
 from kvsurgery.convert.journal import JOURNAL
@@ -78,7 +79,6 @@ def convert(
         return replace(report, already_done=True, seconds=time.monotonic() - begin)
 
     copied: dict[str, str | None] = {}
-    tensors: dict[str, str] = {}
     size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
     size += sum((checkpoint.folder / name).stat().st_size for name in sides.copied)
     with Output.open(out, checkpoint.folder, size, _fingerprint(checkpoint, provenance)) as output:
@@ -87,17 +87,60 @@ def convert(
                 output.write(name, content)
         for name in sides.copied:
             copied[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
-        for shard in checkpoint.shards:
-            before = _state(shard)
-            tensors |= output.shard(shard, plan.moves, jobs=jobs, progress=progress)
-            if _state(shard) != before:
-                raise CheckpointError(f"{shard.path} changed while it was read; convert again")
+        tensors = _move(output, checkpoint, plan, jobs, progress)
         if checkpoint.index is not None:
             output.write(INDEX, checkpoint.index)
             copied[INDEX] = blake3(checkpoint.index).hexdigest()
         output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialise())
         output.write(CONFIG, files[CONFIG])
     return replace(report, resumed=output.resumed, seconds=time.monotonic() - begin)
+
+
+def _move(
+    output: Output, checkpoint: Checkpoint, plan: SurgeryPlan, jobs: int, progress: Callable[[int], None] | None
+) -> dict[str, str]:
+    """Write all shards, slow ones side by side, so that no thread waits for the last tensor of a shard.
+
+    Returns:
+        By tensor name, the BLAKE3 of the source's bytes.
+    """
+    at_once = min(jobs, len(checkpoint.shards)) if any(shard.slow for shard in checkpoint.shards) else 1
+    failures: list[BaseException] = []
+
+    def fail(reason: BaseException) -> None:
+        failures.append(reason)
+        for shard in checkpoint.shards:
+            shard.stop()
+
+    def advance(count: int) -> None:
+        if failures:
+            raise failures[0]
+        if progress is not None:
+            progress(count)
+
+    def move(shard: Shard) -> dict[str, str]:
+        if failures:
+            raise failures[0]
+        try:
+            before = shard.state
+            hashes = output.shard(shard, plan.moves, jobs=jobs // at_once, progress=advance)
+            if shard.state != before:
+                raise CheckpointError(f"{shard.path} changed while it was read; convert again")
+        except BaseException as failure:
+            fail(failure)
+            raise
+        return hashes
+
+    tensors: dict[str, str] = {}
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for hashes in pool.map(move, checkpoint.shards):
+                tensors |= hashes
+        except BaseException as failure:
+            fail(failure)
+    if failures:
+        raise failures[0]
+    return tensors
 
 
 def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
@@ -133,8 +176,7 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
         raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
     finished = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
-        # ctime, since a copied file may bring an old mtime along
-        if shard.path.stat().st_ctime_ns > finished:
+        if shard.changed_after(finished):
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
                 f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"
@@ -144,8 +186,10 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
 
 def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, str]:
     """All that decides the output, in parts that a message can name."""
-    sources = [(shard.name, *_state(shard)) for shard in checkpoint.shards]
-    sources += [(name, *_times(checkpoint.folder / name)) for name in provenance.copied]
+    sources = [(shard.name, *shard.state) for shard in checkpoint.shards]
+    if checkpoint.revision is None:  # side files of a commit do not change
+        states = {name: file_status(checkpoint.folder / name) for name in provenance.copied}
+        sources += [(name, status.st_size, status.st_mtime_ns) for name, status in states.items()]
     parts = {
         "source": [sources, dict(provenance.headers), provenance.source, provenance.revision],
         "policy": [provenance.permutation, provenance.policy, dict(provenance.options), provenance.profile],
@@ -153,15 +197,3 @@ def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, st
         "tool version": provenance.tool,
     }
     return {part: blake3(json.dumps(value, sort_keys=True).encode()).hexdigest() for part, value in parts.items()}
-
-
-def _state(shard: Shard) -> tuple[int, int]:
-    return _times(shard.path)
-
-
-def _times(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    return status.st_size, status.st_mtime_ns

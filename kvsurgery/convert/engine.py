@@ -1,8 +1,9 @@
 """One loop for converting, reverting and verifying: read, hash and write a shard's tensors window by window.
 
-Tensors are independent, so threads take them in file order: while one waits for the disk, another hashes or shuffles
-(pread, pwrite, BLAKE3 and numpy's take all release the GIL). A tensor is always walked, and hashed, in the order of the
-original checkpoint; going back, a window is gathered from the places where the plan sent its bytes.
+Tensors are independent, so threads take them in file order: while one waits for the disk or the network, another hashes
+or shuffles (pread, pwrite, BLAKE3 and numpy's take all release the GIL). A tensor is always walked, and hashed, in the
+order of the original checkpoint, so its bytes can come from a stream; going back, a window is gathered from the places
+where the plan sent them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from blake3 import blake3
 
-from kvsurgery.checkpoint.headers import Shard, Tensor
-from kvsurgery.errors import CheckpointError, Mismatch
+from kvsurgery.checkpoint.headers import Read, Shard, Tensor
+from kvsurgery.errors import Mismatch
 from kvsurgery.plan.surgery import Move
 
 JOBS = 4
@@ -33,6 +34,8 @@ def move_bytes(
     *,
     inverse: bool = False,
     expected: Mapping[str, str] | None = None,
+    finished: Mapping[str, str] | None = None,
+    record: Callable[[str, str], None] | None = None,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
@@ -43,6 +46,8 @@ def move_bytes(
         moves: by tensor name, from the original to the converted checkpoint.
         target: descriptor of the file that is written, header included; None only hashes.
         expected: hashes that the tensors must have.
+        finished: hashes of tensors that the target has already.
+        record: called with the name and the hash of every tensor that is written, from any thread.
         jobs: threads; more than `MAX_JOBS` gain nothing.
         progress: called with bytes done, from any thread.
 
@@ -54,52 +59,72 @@ def move_bytes(
         Mismatch: a tensor does not have its expected hash.
         OSError: the target cannot be written.
     """
-    digests: dict[str, str] = {}
+    digests = dict(finished or {})
     failures: list[BaseException] = []
-    pending = iter(shard.tensors)
-    source = _open(shard)
+    pending = iter(_neighbours(shard, digests))
 
     def work() -> None:
         buffers = np.empty((2, WINDOW), np.uint8)
-        for tensor in pending:
+        for tensors in pending:
             try:
-                hasher = blake3()
-                for count in _windows(shard, tensor, moves[tensor.name], source, target, inverse, buffers, hasher):
-                    if failures:
-                        return
-                    if progress is not None:
-                        progress(count)
-                digests[tensor.name] = hasher.hexdigest()
-                if expected is not None and expected.get(tensor.name) != digests[tensor.name]:
-                    raise Mismatch(f"{tensor.name} in {shard.path} does not have the bytes that were recorded")
+                with shard.open(tensors[0].start, tensors[-1].end) as read:
+                    for tensor in tensors:
+                        move(tensor, read, buffers)
             except BaseException as failure:
-                failures.append(failure)
+                fail(failure)
+            if failures:
                 return
 
-    try:
-        if target is not None:
-            os.ftruncate(target, shard.size)
-            _write(target, memoryview(shard.header), 0)
-        if progress is not None:
-            progress(len(shard.header))
-        with ThreadPoolExecutor(MAX_JOBS) as pool:
-            try:
-                for worker in [pool.submit(work) for _ in range(min(jobs, MAX_JOBS))]:
-                    worker.result()
-            except BaseException as interrupt:
-                failures.append(interrupt)
-    finally:
-        os.close(source)
+    def fail(reason: BaseException) -> None:
+        failures.append(reason)
+        shard.stop()
+
+    def move(tensor: Tensor, read: Read, buffers: np.ndarray) -> None:
+        hasher = blake3()
+        for count in _windows(tensor, moves[tensor.name], read, target, inverse, buffers, hasher):
+            if failures:
+                raise failures[0]
+            if progress is not None:
+                progress(count)
+        digests[tensor.name] = hasher.hexdigest()
+        if expected is not None and expected.get(tensor.name) != digests[tensor.name]:
+            raise Mismatch(f"{tensor.name} in {shard.path} does not have the bytes that were recorded")
+        if record is not None:
+            record(tensor.name, digests[tensor.name])
+
+    if target is not None:
+        os.ftruncate(target, shard.size)
+        _write(target, memoryview(shard.header), 0)
+    if progress is not None:
+        progress(len(shard.header) + sum(tensor.size for tensor in shard.tensors if tensor.name in digests))
+    with ThreadPoolExecutor(MAX_JOBS) as pool:
+        try:
+            for worker in [pool.submit(work) for _ in range(min(jobs, MAX_JOBS))]:
+                worker.result()
+        except BaseException as interrupt:
+            fail(interrupt)
     if failures:
         raise failures[0]
     return {tensor.name: digests[tensor.name] for tensor in shard.tensors}
 
 
+def _neighbours(shard: Shard, finished: Mapping[str, str]) -> list[list[Tensor]]:
+    """What is left of a shard, in file order: neighbouring tensors together until they are worth reading at once."""
+    groups: list[list[Tensor]] = []
+    for tensor in shard.tensors:
+        if tensor.name in finished:
+            continue
+        if groups and groups[-1][-1].end == tensor.start and tensor.end - groups[-1][0].start <= shard.read_at_once:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    return groups
+
+
 def _windows(
-    shard: Shard,
     tensor: Tensor,
     move: Move,
-    source: int,
+    read: Read,
     target: int | None,
     inverse: bool,
     buffers: np.ndarray,
@@ -115,7 +140,7 @@ def _windows(
         origin, destination = (scattered, straight) if inverse else (straight, scattered)
         window, spare = buffers[0][:length], buffers[1][:length]
         for place, offset, count in origin:
-            _read(shard, source, memoryview(window[offset : offset + count]), tensor.start + place)
+            read(memoryview(window[offset : offset + count]), tensor.start + place)
         if columns is not None and inverse:
             window = _shuffle(window, spare, columns.block, np.argsort(columns.order))
         hasher.update(window)
@@ -141,24 +166,6 @@ def _shuffle(rows: np.ndarray, out: np.ndarray, block: int, order: np.ndarray) -
     # with mode "raise", take goes through a buffer of its own
     np.take(rows.reshape(shape), order, axis=1, out=out.reshape(shape), mode="clip")
     return out
-
-
-def _open(shard: Shard) -> int:
-    try:
-        return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {shard.path}: {error.strerror}") from error
-
-
-def _read(shard: Shard, source: int, into: memoryview, place: int) -> None:
-    try:
-        while into:
-            count = os.preadv(source, [into], place)
-            if count == 0:
-                raise CheckpointError(f"{shard.path} ends early; it changed while it was read")
-            into, place = into[count:], place + count
-    except OSError as error:
-        raise CheckpointError(f"cannot read {shard.path}: {error.strerror}") from error
 
 
 def _write(target: int, data: memoryview, place: int) -> None:

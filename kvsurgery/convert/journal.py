@@ -1,6 +1,7 @@
-"""The journal of an unfinished output folder: what it is going to be, and which shards are finished.
+"""The journal of an unfinished output folder: what it is going to be, and which tensors are finished.
 
-One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped.
+One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped. The others add
+tensors of one shard each; one without any says that the shard begins anew.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,12 +20,13 @@ PART = ".part"
 
 
 class Journal:
-    """Which shards of an output folder are finished, with their tensors' hashes."""
+    """Which tensors of an output folder's shards are finished, with their hashes."""
 
-    def __init__(self, folder: Path, descriptor: int, finished: dict[str, dict[str, str]]) -> None:
+    def __init__(self, folder: Path, descriptor: int) -> None:
         self.path = folder / JOURNAL
-        self.finished = finished
+        self.finished: dict[str, dict[str, str]] = {}
         self._descriptor = descriptor
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, folder: Path, fingerprint: Mapping[str, str]) -> Journal:
@@ -46,16 +49,26 @@ class Journal:
         except BaseException:
             os.close(descriptor)
             raise
-        finished = {line["shard"]: line["tensors"] for line in lines[1:] if line.keys() == {"shard", "tensors"}}
-        return cls(folder, descriptor, finished)
+        journal = cls(folder, descriptor)
+        for line in lines[1:]:
+            if line.keys() == {"shard", "tensors"} and isinstance(line["tensors"], dict):
+                journal._add(**line)
+        return journal
 
     def record(self, shard: str, tensors: dict[str, str]) -> None:
-        """Note that a shard lies in the folder for good."""
+        """Note that tensors of a shard lie in the folder for good; without any, that none does."""
         line = json.dumps({"shard": shard, "tensors": tensors}) + "\n"
-        with os.fdopen(os.dup(self._descriptor), "ab") as file:
-            file.write(line.encode())
-        os.fsync(self._descriptor)
-        self.finished[shard] = tensors
+        with self._lock:
+            with os.fdopen(os.dup(self._descriptor), "ab") as file:
+                file.write(line.encode())
+            os.fsync(self._descriptor)
+            self._add(shard, tensors)
+
+    def _add(self, shard: str, tensors: dict[str, str]) -> None:
+        if tensors:
+            self.finished.setdefault(shard, {}).update(tensors)
+        else:
+            self.finished.pop(shard, None)
 
     def close(self) -> None:
         """Let another process go on with it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ class Output:
         self.folder = folder
         self._journal = journal
         self.resumed = 0
+        self._lock = threading.Lock()
         self._created = created
         self._written: list[Path] = []
 
@@ -86,20 +88,46 @@ class Output:
         jobs: int = JOBS,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, str]:
-        """Move a shard's bytes, or find it finished; returns its tensors' hashes. Arguments as in `move_bytes`."""
-        finished = self._journal.finished.get(shard.name, {})
+        """Move a shard's bytes, or what is left of them; returns its tensors' hashes. Arguments as in `move_bytes`.
+
+        Several threads may move a shard each.
+        """
+        path = self.folder / shard.name
+        finished = dict(self._journal.finished.get(shard.name, {}))
         names = [tensor.name for tensor in shard.tensors]
-        if list(finished) == names and _size(self.folder / shard.name) == shard.size:
-            self.resumed += shard.size
+        if finished.keys() == set(names) and _size(path) == shard.size:
+            self._resume(shard.size)
             if progress is not None:
                 progress(shard.size)
-            return finished
-        with self._file(shard.name) as file:
+            return {name: finished[name] for name in names}
+        if finished and not (shard.slow and _size(_part(path)) == shard.size):
+            self._journal.record(shard.name, {})
+            finished = {}
+        self._resume(sum(tensor.size for tensor in shard.tensors if tensor.name in finished))
+        with self._file(shard.name, keep=shard.slow) as file:
+
+            def record(name: str, digest: str) -> None:
+                os.fsync(file.fileno())
+                self._journal.record(shard.name, {name: digest})
+
             hashes = move_bytes(
-                shard, moves, file.fileno(), inverse=inverse, expected=expected, jobs=jobs, progress=progress
+                shard,
+                moves,
+                file.fileno(),
+                inverse=inverse,
+                expected=expected,
+                finished=finished,
+                record=record if shard.slow else None,
+                jobs=jobs,
+                progress=progress,
             )
-        self._journal.record(shard.name, hashes)
+        if not shard.slow:
+            self._journal.record(shard.name, hashes)
         return hashes
+
+    def _resume(self, size: int) -> None:
+        with self._lock:
+            self.resumed += size
 
     def __enter__(self) -> Output:
         return self
@@ -121,20 +149,24 @@ class Output:
             ) from error
 
     @contextmanager
-    def _file(self, name: str) -> Iterator[BinaryIO]:
-        """A file that gets its name once it is on disk, and is removed on an error; its mode is left to the umask."""
+    def _file(self, name: str, keep: bool = False) -> Iterator[BinaryIO]:
+        """A file that gets its name once it is on disk; its mode is left to the umask.
+
+        On an error it is removed, or with `keep` stays, and the next run opens it as it is.
+        """
         path = self.folder / name
-        part = path.with_name(path.name + PART)
+        part = _part(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(part, "wb") as file:
+            with open(part, "r+b" if keep and part.exists() else "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(part)
+            if not keep:
+                with suppress(OSError):
+                    os.unlink(part)
             raise
         self._written.append(path)
         _sync(path.parent)
@@ -178,6 +210,11 @@ def _existing(folder: Path) -> Path:
     while not place.exists():
         place = place.parent
     return place
+
+
+def _part(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(path.name + PART)
 
 
 def _size(path: Path) -> int:

@@ -167,7 +167,8 @@ def fit(
     rest = rest or usual_rest(profile)
     # raises what is wrong with the options before anything is priced
     least = {"budget": LEAST_BUDGET} if rest == "budgeted" else {}
-    example = decide(profile, windows, full_heads=0, rest=rest, **least, **options)
+    windowed = {"quantisation": replace(quantisation, bits=8)} if quantisation.streaming else {}
+    example = decide(profile, windows, full_heads=0, rest=rest, **least, **options, **windowed)
     scores = kv_scores(profile, example.options.get("group_reduce", "mean"))
     scores = scores[[window is None for window in windows]].ravel()
     if not scores.any():
@@ -175,11 +176,11 @@ def fit(
 
     prices = _Prices(footprint, demand, windows, scores, _bits(quantisation, footprint.model.head_dim))
     if rest == "streaming":
-        tokens = example.options["sink"] + example.options["recent"]
-        candidates = [*prices.streaming(range(prices.heads + 1), tokens)]
+        sizes = example.options["sink"], example.options["recent"]
+        candidates = [*prices.streaming(range(prices.heads + 1), *sizes)]
     else:
         budgeted = prices.budgeted(example.options["beta"], example.selection.window)
-        candidates = [*prices.streaming([prices.heads], 1), *budgeted]
+        candidates = [*prices.streaming([prices.heads], 0, 1), *budgeted]
     fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting:
         raise _nothing_fits(candidates, footprint, demand)
@@ -203,21 +204,29 @@ class _Prices:
         self.ranking = np.argsort(-scores, kind="stable")
         self.top = np.concatenate([[0.0], scores[self.ranking].cumsum(dtype=np.float64)])
         native = [window for window in windows if window is not None]
-        self.native = footprint.model.kv_heads * sum(self._bytes(min(window, demand.context)) for window in native)
+        self.native = {
+            how: sum(
+                self._one_bytes(kv_layout.LayerLayout(((0, footprint.model.kv_heads),), 0, window, quantisation=how))
+                for window in native
+            )
+            for how in quantisations
+        }
         chunks = min(demand.chunk, demand.prompt), demand.prompt
         self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
 
-    def streaming(self, counts: Sequence[int], tokens: int) -> Iterator[Candidate]:
-        """Candidates with so many full heads, whose others stream over so many tokens."""
+    def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
+        """Candidates with so many full heads, whose others stream."""
         context, total = self.demand.context, float(self.top[-1])
-        tokens = min(tokens, context)
-        one = self._bytes(tokens)
+        tokens = min(sink + recent, context)
         for quantisation in self.quantisations:
+            layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantisation=quantisation)
+            one = self._one_bytes(layout)
             full, fidelity = self._bytes(context, quantisation), _fidelity(quantisation)
+            of_others = tokens / context * (fidelity if layout.quantised_window else 1)
             for count in counts:
-                if count or quantisation is None:
+                if count or quantisation is None or quantisation.streaming:
                     top = float(self.top[count])
-                    kept = top * fidelity + (total - top) * tokens / context
+                    kept = top * fidelity + (total - top) * of_others
                     kv = count * full + (self.heads - count) * one
                     yield self._candidate(count, "streaming", None, quantisation, kv, kept)
 
@@ -240,7 +249,7 @@ class _Prices:
                     yield self._candidate(count, "budgeted", budget, quantisation, kv, kept)
 
     def _candidate(self, count, rest, budget, quantisation, kv: int, kept: float) -> Candidate:
-        kv = self.demand.batch * (kv + self.native)
+        kv = self.demand.batch * (kv + self.native[quantisation])
         budgeted = self.heads - count if rest == "budgeted" else 0
         workspace, chunk = min(
             (fixed[quantisation is not None] + budgeted * waiting, chunk)
@@ -249,6 +258,10 @@ class _Prices:
         # rounded, so that sums in another order tie
         kept = round(kept / float(self.top[-1]), 12)
         return Candidate(count, rest, budget, quantisation, kv, chunk, self.footprint.weights + kv + workspace, kept)
+
+    def _one_bytes(self, layout: Any) -> int:
+        """Bytes of one sequence in a layer."""
+        return layout.kv_bytes(self.demand.context, 0, 0, self.footprint.model.head_dim, self.footprint.itemsize)
 
     def _bytes(self, tokens: int | np.ndarray, quantisation: Quantisation | None = None) -> int:
         """Bytes of one sequence's heads that keep so many tokens each: `LayerLayout.kv_bytes` of many at once."""

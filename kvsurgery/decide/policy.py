@@ -25,7 +25,7 @@ MAX_WINDOW = 1 << 30
 
 # shared with the emitted code: how budgeted heads choose, how a cache is quantised, and how long prompts are read
 Selection = resources.template_module("kv_layout").Selection
-Quantisation = resources.template_module("kv_layout").Quantisation
+Quantisation, TILE = (getattr(resources.template_module("kv_layout"), name) for name in ("Quantisation", "TILE"))
 Reform = resources.template_module("kv_reform").Reform
 SNAPKV = Selection()
 
@@ -142,7 +142,7 @@ def decide(
         budget: tokens of the prompt that a budgeted head keeps, mean over the budgeted heads.
         beta: how the budget is spread by score, as `allocate_budgets` takes it.
         selection: how a budgeted head chooses.
-        quantisation: how full and budgeted heads store all but their newest tokens; None: in the model's dtype.
+        quantisation: how heads store all but their newest tokens; None: in the model's dtype.
         group_reduce: how query-head scores become a KV-head score.
         tp: blocks that a layer's heads are stored in, as `arrange` orders them, for so many processes of tensor
             parallelism or a divisor of that.
@@ -211,9 +211,17 @@ def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Pol
         quantisation.check(head_dim)
     except ValueError as error:
         raise PolicyError(f"--kv-bits: {error}") from error
-    if not policy.full + policy.budgeted:
+    least = 2 * (quantisation.residual + TILE)
+    windows = [layer.recent for layer in policy.layers if layer.budgets is None and layer.full < len(layer.order)]
+    if quantisation.streaming and windows and max(windows) < least:
+        raise PolicyError(
+            f"--kv-streaming is for windows of {least} tokens or more, twice what stays as it is, and the longest has "
+            f"{max(windows)}; leave it out"
+        )
+    if not policy.full + policy.budgeted and not quantisation.streaming:
         raise PolicyError("--kv-bits is for full and budgeted heads, and this policy has none; leave it out")
-    options = {f"kv_{name}": value for name, value in asdict(quantisation).items() if value is not None}
+    said = {name: value for name, value in asdict(quantisation).items() if value is not None and value is not False}
+    options = {f"kv_{name}": value for name, value in said.items()}
     return replace(policy, options=policy.options | options, quantisation=quantisation)
 
 

@@ -16,6 +16,8 @@ from kvsurgery.score.profile import HeadProfile
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
 # keys of the source's card that stay true after surgery
 KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# around what a report says, so that the next one takes its place
+BEGIN, END = "<!-- kvsurgery report -->", "<!-- end of kvsurgery report -->"
 
 
 def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -81,6 +83,14 @@ def model_card(
     )
 
 
+def with_section(card: str, section: str) -> str:
+    """A card that ends in what a report says, or has it where an earlier report's section was."""
+    marked = f"{BEGIN}\n{section}\n{END}"
+    before, begin, rest = card.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{marked}{after}" if begin and end else f"{card.rstrip()}\n\n{marked}\n".lstrip()
+
+
 def _others(policy: Policy) -> str:
     """What the heads that are not full keep, as the end of a sentence."""
     options = policy.options
@@ -100,7 +110,7 @@ def _quantised(quantisation: Any | None) -> str:
         return ""
     return (
         f". All but the newest {quantisation.residual} tokens or a few more are stored in {quantisation.bits} bits "
-        f"({quantisation.scheme}), but for streaming heads"
+        f"({quantisation.scheme}){'' if quantisation.streaming else ', but for streaming heads'}"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+SHORT = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +40,15 @@ class Sample:
         task: such as "needle" or "ruler/niah_single_1": what is averaged and shown together.
         name: its own within the task, the same in every run: "4096/0.50/2".
         tokens: int64 [tokens], all that is read.
-        metric: a key of `METRICS`, or "perplexity".
+        metric: a key of `METRICS`, "token_accuracy" or "perplexity".
         answers: what is right; what several mean is up to the metric.
+        choices: what there is to choose from, for metrics that look for more than what is right.
         limit: tokens of an answer at most.
         continuation: so many of the last tokens are what follows, not prompt.
         facts: by which results are shown: {"tokens": 4096, "depth": 0.5}. JSON values.
         stops: texts that end an answer, besides the model's end tokens.
+        also: keys of `METRICS` that the answer is measured by too; each gives a result of its own.
+        answer_tokens: for "token_accuracy", what is right token by token, int64 [limit].
     """
 
     task: str
@@ -51,7 +56,36 @@ class Sample:
     tokens: np.ndarray
     metric: str
     answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     limit: int = 0
     continuation: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    answer_tokens: np.ndarray | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What it is known by among all samples."""
+        return self.task, self.name
+
+    @property
+    def kind(self) -> tuple:
+        """Samples of one kind can be read as one batch."""
+        return self.task, self.continuation, self.limit <= SHORT, self.stops
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All that its answer is measured by."""
+        return self.metric, *self.also
+
+
+class Task(Protocol):
+    """What is asked: a frozen dataclass whose fields are its settings."""
+
+    def samples(self, reader: Reader) -> Iterator[Sample]:
+        """Its questions, the same for equal readers; those that come first are representative, since `--limit` cuts.
+
+        Raises:
+            TextError: a text, or what is asked about it, cannot be used.
+        """

@@ -6,22 +6,22 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
 from kvsurgery.convert.sidefiles import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained
+from kvsurgery.hub.ranges import RemoteFile
 
 # files that decide what conversion makes of a checkpoint
 WHOLE = {CONFIG, INDEX, "generation_config.json", "README.md", "adapter_config.json", "kvsurgery.json"}
@@ -36,11 +36,19 @@ class RemoteCheckpoint:
             reads the headers of a local checkpoint reads these. Offline, the cached snapshot itself.
         commit: the commit it shows.
         files: the names of all files of that commit.
+        shards: by name, the shards whose headers were fetched.
     """
 
     folder: Path
     commit: str
     files: tuple[str, ...]
+    shards: Mapping[str, RemoteFile] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> list[str]:
+        """The files that conversion has a use for."""
+        shards = {path.name for path in self.folder.glob("*.safetensors")}
+        return [name for name in self.files if name in shards or name == INDEX or _is_side_file(name)]
 
 
 def is_repo_id(source: str) -> bool:
@@ -86,10 +94,12 @@ def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpo
         folder = Path(temporary)
         with explained(repo_id, revision):
             files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings)
-            _fetch_headers(repo_id, commit, files, folder)
+            shards = _fetch_headers(repo_id, commit, files, folder)
         try:
-            yield RemoteCheckpoint(folder, commit, files)
+            yield RemoteCheckpoint(folder, commit, files, shards)
         except KVSurgeryError as error:
+            if temporary not in str(error):
+                raise
             raise type(error)(str(error).replace(temporary, repo_id)) from error
 
 
@@ -113,8 +123,7 @@ def fetch_checkpoint(
             check(remote.folder)
         if constants.HF_HUB_OFFLINE:
             return remote.folder, remote.commit
-        shards = {path.name for path in remote.folder.glob("*.safetensors")}
-    wanted = [name for name in remote.files if name in shards or name == INDEX or _is_side_file(name)]
+        wanted = remote.wanted
     with explained(repo_id, revision):
         folder = Path(snapshot_download(repo_id, revision=remote.commit, allow_patterns=[*map(escape, wanted)]))
     # huggingface_hub 0.x returns what the cache holds when the Hub is gone in between
@@ -123,7 +132,7 @@ def fetch_checkpoint(
     return folder, remote.commit
 
 
-def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path) -> None:
+def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path) -> dict[str, RemoteFile]:
     for name in WHOLE.intersection(files):
         shutil.copyfile(hf_hub_download(repo_id, name, revision=commit), folder / name)
     for name in files:
@@ -134,32 +143,23 @@ def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path
         indexed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         indexed = set()  # `Checkpoint.open` says what is wrong with an index
-    shards = [name for name in files if (name in indexed or name == SINGLE) and Path(name).name == name]
+    names = [name for name in files if (name in indexed or name == SINGLE) and Path(name).name == name]
+    shards = {name: RemoteFile(repo_id, commit, name) for name in names}
     with ThreadPoolExecutor(max_workers=8) as pool:
-        list(pool.map(lambda name: _fetch_header(repo_id, commit, name, folder / name), shards))
+        list(pool.map(lambda shard: _fetch_header(shard, folder / shard.name), shards.values()))
+    return shards
 
 
-def _fetch_header(repo_id: str, commit: str, name: str, path: Path) -> None:
+def _fetch_header(shard: RemoteFile, path: Path) -> None:
     """Write a shard's header by ranged requests, and a hole as large as its tensors."""
-
-    def get(first: int, last: int) -> tuple[bytes, int]:
-        ask = {**build_hf_headers(), "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
-        response = http_backoff("GET", hf_hub_url(repo_id, name, revision=commit), headers=ask)
-        if response.status_code == 416:  # an empty file has no range at all
-            return b"", 0
-        hf_raise_for_status(response)
-        if response.status_code != 206:
-            raise HubError(f"{constants.ENDPOINT} ignores Range requests, so headers cannot be read before weights")
-        return response.content, int(response.headers["Content-Range"].rpartition("/")[2])
-
-    content, size = get(0, 7)
+    content = b"".join(shard.chunks(0, 8))
     length = int.from_bytes(content, "little")
     # an impossible length is left to whoever reads the file
-    if 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-        content += get(8, 7 + length)[0]
+    if 0 < length <= min(MAX_HEADER_BYTES, shard.size - 8):
+        content += b"".join(shard.chunks(8, 8 + length))
     with open(path, "wb") as file:
         file.write(content)
-        file.truncate(size)
+        file.truncate(shard.size)
 
 
 def _is_side_file(name: str) -> bool:

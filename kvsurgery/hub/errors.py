@@ -73,10 +73,14 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str:
         return f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set: unset it"
     if any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in chain):
         return f"no disk space for {repo_id} in {constants.HF_HUB_CACHE}: free some, or set HF_HOME to another disk"
-    # whichever HTTP client this version uses: requests, httpx or httpx2
-    if status is None and any(type(link).__module__.startswith(("requests", "urllib3", "http")) for link in chain):
+    if status is None and any(map(in_transport, chain)):
         return f"cannot reach {constants.ENDPOINT} for {repo_id} ({_line(chain[-1])}): check the network and run again"
     return f"{repo_id}: {reason}"
+
+
+def in_transport(error: BaseException) -> bool:
+    """Whether it comes from the HTTP client that the Hub's library uses: requests, httpx or httpx2."""
+    return type(error).__module__.startswith(("requests", "urllib3", "http"))
 
 
 def _line(said: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -28,7 +29,14 @@ def check_login(repo_id: str) -> None:
         HfApi().whoami()
 
 
-def push(folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False) -> str:
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    create_pr: bool = False,
+    beside: Mapping[str, Path | bytes] | None = None,
+) -> str:
     """Upload a folder as one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
 
     Weights go up before the commit and stay there, so a second call after a failure sends only what is missing. Weights
@@ -39,6 +47,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, create_pr: bool =
         repo_id: created if it does not exist.
         private: create it private; an existing public one is refused.
         create_pr: open a pull request and leave main as it is.
+        beside: more files by their names in the repository, in place of those of the folder that are called so.
 
     Returns:
         The URL of the repository, or of the pull request.
@@ -54,9 +63,10 @@ def push(folder: Path, repo_id: str, *, private: bool = False, create_pr: bool =
         info = api.model_info(repo_id)
         if private and not info.private:
             raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or drop --private")
-        additions = [CommitOperationAdd(name, folder / name) for name in pushed_files(folder)]
-        names = {addition.path_in_repo for addition in additions}
-        stale = {sibling.rfilename for sibling in info.siblings if matches(sibling.rfilename, WEIGHTS)} - names
+        files = {name: folder / name for name in pushed_files(folder)} | dict(beside or {})
+        additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+        there = {sibling.rfilename for sibling in info.siblings}
+        stale = {name for name in there if matches(name, WEIGHTS)} - files.keys()
         deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale)]
         # create_commit makes one commit; upload_folder of huggingface_hub 2 makes several
         commit = api.create_commit(
@@ -88,4 +98,5 @@ def _same_content(addition: CommitOperationAdd, remote: RepoFile | None) -> bool
         return False
     if remote.lfs is not None:
         return remote.lfs.sha256 == addition.upload_info.sha256.hex()
-    return remote.blob_id == hashlib.sha1(b"blob %d\0" % size + Path(addition.path_or_fileobj).read_bytes()).hexdigest()
+    with addition.as_file() as file:
+        return remote.blob_id == hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest()

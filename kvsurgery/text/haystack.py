@@ -76,16 +76,20 @@ class Haystack:
             parts, name = _dataset(source), source
         else:
             raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
-        special, read, count = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0
+        special, read, count, unknown, seen = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
         for part in parts:
             read.append(np.array(token_ids(tokenizer, part), dtype=np.int64))
             count += (~np.isin(read[-1], special)).sum()
-            if count >= length:
+            unknown += (read[-1] == tokenizer.unk_token_id).sum()
+            seen += len(read[-1])
+            # of a language that the tokenizer does not know, no more has to be read to tell
+            if count >= length or (seen >= length and unknown > MAX_UNKNOWN * seen):
                 break
         tokens = np.concatenate(read)
-        unknown = (tokens == tokenizer.unk_token_id).sum() / max(1, len(tokens))
-        if unknown > MAX_UNKNOWN:
-            raise TextError(f"{unknown:.0%} of {name} is unknown to the tokenizer; give a text that the model can read")
+        if unknown > MAX_UNKNOWN * seen:
+            raise TextError(
+                f"{unknown / seen:.0%} of {name} is unknown to the tokenizer; give a text that it knows (--text)"
+            )
         haystack = cls(tokens[~np.isin(tokens, special)], name)
         haystack.require(length)
         return haystack

@@ -5,16 +5,33 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+
+from kvsurgery.errors import KVSurgeryError
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
+FULL_WIDTH = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"
+    "–—‘’‛“”„‟…‧﹏"
+)
+CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + FULL_WIDTH)
+
+
+def exact_match(said: str, right: str) -> float:
+    """1 if an answer is the right one but for case, punctuation, articles and space, as SQuAD counts."""
+    return float(_qa_words(said) == _qa_words(right))
 
 
 def qa_f1(said: str, right: str) -> float:
     """Word F1 of an answer, 0 to 1, as LongBench and SQuAD count: without case, punctuation and articles."""
-    said_words, right_words = _qa_words(said), _qa_words(right)
-    common = (said_words & right_words).total()
-    return 2 * common / (said_words.total() + right_words.total()) if common else 0.0
+    return _f1(_qa_words(said), _qa_words(right))
+
+
+def qa_f1_zh(said: str, right: str) -> float:
+    """The same of Chinese, in the words that jieba finds; articles count."""
+    return _f1(_qa_words_zh(said), _qa_words_zh(right))
 
 
 def rouge1_recall(said: str, right: str) -> float:
@@ -23,5 +40,152 @@ def rouge1_recall(said: str, right: str) -> float:
     return (said_words & right_words).total() / max(1, right_words.total())
 
 
-def _qa_words(text: str) -> Counter[str]:
-    return Counter(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+def rouge_l(said: str, right: str) -> float:
+    """ROUGE-L F1 of summaries (Lin 2004, section 3.2), as LongBench counts with the `rouge` package.
+
+    There a sentence ends with a period, words are what is between spaces, and each counts once: of the different words
+    of either text, those that are in the longest common subsequence of some two sentences.
+    """
+    said_sentences, right_sentences = (
+        [" ".join(part.split()).split(" ") for part in text.split(".") if part] for text in (said, right)
+    )
+    said_words, right_words = (set().union(*sentences) for sentences in (said_sentences, right_sentences))
+    common = set().union(*(_common(one, other) for one in right_sentences for other in said_sentences))
+    return 2 * len(common) / (len(said_words) + len(right_words)) if common else 0.0
+
+
+def rouge_l_zh(said: str, right: str) -> float:
+    """The same of Chinese, in the words that jieba finds."""
+    return rouge_l(" ".join(chinese_words(said)), " ".join(chinese_words(right)))
+
+
+def code_similarity(said: str, right: str) -> float:
+    """How alike a line of code is, in steps of 0.01 (LongBench): of the first line without backticks or a comment."""
+    lines = said.lstrip("\n").split("\n")
+    line = next((line for line in lines if not re.search("`|#|//", line)), "")
+    return round(100 * SequenceMatcher(None, line, right).ratio()) / 100
+
+
+def number_share(said: str, right: str) -> float:
+    """Share of the numbers said that are the one in `right`: LongBench's count and retrieval scores."""
+    numbers = re.findall(r"\d+", said)
+    return sum([number] == re.findall(r"\d+", right)[:1] for number in numbers) / max(1, len(numbers))
+
+
+def classification(said: str, answers: Sequence[str], choices: Sequence[str]) -> float:
+    """1 / the classes that the first line names if the right one is among them (LongBench).
+
+    A class that is a part of the right one's name is not counted.
+
+    Args:
+        answers: right classes; the best counts.
+        choices: all classes.
+    """
+    named = [choice for choice in choices if choice in _first_line(said)]
+    shares = (1 / sum(right == name or name not in right for name in named) for right in answers if right in named)
+    return max(shares, default=0.0)
+
+
+def string_match_all(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """Share of the answers that are said somewhere, without case (RULER)."""
+    return sum(answer.lower() in said.lower() for answer in answers) / len(answers)
+
+
+def string_match_part(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """1 if one of the answers is said somewhere, without case (RULER)."""
+    return float(any(answer.lower() in said.lower() for answer in answers))
+
+
+def babilong(said: str, answers: Sequence[str], choices: Sequence[str]) -> float:
+    """1 if the first sentence names the answers and none of the other labels, without case (BABILong).
+
+    A label in another word counts, as it does there.
+
+    Args:
+        answers: the right labels, all of which must be named.
+        choices: all labels that the question does not name.
+    """
+    sentence = re.split(r"\.|<context>|<example>", said.lower())[0]
+    return float({choice for choice in choices if choice in sentence} == {*answers})
+
+
+def chinese_words(text: str) -> list[str]:
+    """Words of Chinese text.
+
+    Raises:
+        KVSurgeryError: jieba is not installed.
+    """
+    try:
+        import jieba
+    except ImportError as error:
+        raise KVSurgeryError("answers in Chinese need jieba: pip install 'kvsurgery[eval]'") from error
+    jieba.setLogLevel("WARNING")
+    return jieba.lcut(text)
+
+
+def _qa_words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+
+
+def _qa_words_zh(text: str) -> list[str]:
+    words = ("".join(word.lower().translate(CHINESE_PUNCTUATION).split()) for word in chinese_words(text))
+    return [word for word in words if word]
+
+
+def _f1(said: list[str], right: list[str]) -> float:
+    common = (Counter(said) & Counter(right)).total()
+    return 2 * common / (len(said) + len(right)) if common else 0.0
+
+
+def _common(one: list[str], other: list[str]) -> set[str]:
+    """The words of the longest common subsequence of two sentences; of several the one that `rouge` finds."""
+    longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, word in enumerate(one):
+        for j, against in enumerate(other):
+            longest[i + 1][j + 1] = longest[i][j] + 1 if word == against else max(longest[i][j + 1], longest[i + 1][j])
+    found, i, j = set(), len(one), len(other)
+    while i and j:
+        if one[i - 1] == other[j - 1]:
+            found.add(one[i - 1])
+            i, j = i - 1, j - 1
+        elif longest[i - 1][j] > longest[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def _first_line(said: str) -> str:
+    return said.lstrip("\n").split("\n")[0]
+
+
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
+
+
+def _best(metric: Callable[[str, str], float], *, first_line: bool = False) -> Metric:
+    """The best over several answers, any of which is right."""
+
+    def best(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+        said = _first_line(said) if first_line else said
+        return max((metric(said, answer) for answer in answers), default=0.0)
+
+    return best
+
+
+# what is said, what is right, what there is to choose from -> 0 to 1
+METRICS: Mapping[str, Metric] = {
+    "exact_match": _best(exact_match),
+    "qa_f1": _best(qa_f1),
+    "qa_f1_first_line": _best(qa_f1, first_line=True),
+    "qa_f1_zh": _best(qa_f1_zh),
+    "rouge1_recall": _best(rouge1_recall),
+    "rouge_l": _best(rouge_l),
+    "rouge_l_first_line": _best(rouge_l, first_line=True),
+    "rouge_l_zh": _best(rouge_l_zh),
+    "classification": classification,
+    "code_similarity": _best(code_similarity),
+    "number_share": _best(number_share),
+    "string_match_all": string_match_all,
+    "string_match_part": string_match_part,
+    "babilong": babilong,
+}

@@ -90,16 +90,6 @@ def test_reform_is_what_generate_of_a_converted_checkpoint_does(
         assert recurrent.answer(Gathered(SMALL), prompt[None]) == row[prompts.shape[1] :].tolist()
 
 
-def test_live_bytes() -> None:
-    given = torch.ones(1000)
-    with recurrent.LiveBytes() as live:
-        first = given + 1
-        del first
-        second = torch.cat([given, given])
-        second[10:20].add_(1)
-    assert live.peak == second.nbytes
-
-
 def rows(length: int, **changes: dict) -> list[dict]:
     """Results of which all claims hold, but for changes of single methods."""
     found = {OURS: 1.0, ABOVE: 1.0, WORST: 0.3, f"{RANDOM} 1": 0.9, f"{RANDOM} 2": 0.4, H2O[0]: 0.1, H2O[1]: 0.1}

@@ -264,6 +264,7 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantised cache does not divide"),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
         (("--kv-bits", 4, "--kv-residual", -1), "--kv-bits: the residual"),
+        (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of 512 tokens or more"),
         (("--kv-bits", 8, "--sparsity", 1), "--kv-bits is for full and budgeted heads, and this policy has none"),
     ],
     ids=str,

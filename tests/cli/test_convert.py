@@ -305,13 +305,32 @@ class TestOptions:
         assert all(one["after"] > other["after"] for one, other in zip(*rows, strict=True))
         done(*command, "--out", "out", "--kv-scheme", "per-token", "--kv-group-size", 2, "--kv-residual", 64)
         section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
-        assert section["quantisation"] == {"bits": 4, "scheme": "per-token", "group_size": 2, "residual": 64}
+        assert section["quantisation"] == {
+            "bits": 4,
+            "scheme": "per-token",
+            "group_size": 2,
+            "residual": 64,
+            "streaming": False,
+        }
         assert "newest 64 tokens or a few more are stored in 4 bits" in Path("out/README.md").read_text()
         assert (
             "KV cache in 4 bits (per-token, groups of 2), the newest 64 tokens as they are"
             in done("inspect", "out").out
         )
         assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantisation"] == section["quantisation"]
+
+    def test_quantised_windows(self, here: Path) -> None:
+        command = ("convert", "llama", "--profile", PROFILE, "--recent", 512, "--kv-bits", 4)
+        sizes = [
+            json.loads(done(*command, *more, "--dry-run", "--json").out)["kv_bytes"][0]["after"]
+            for more in ((), ("--kv-streaming",))
+        ]
+        # of three streaming heads, window and sinks of 4 channels in 2 bytes become 4 tiles, 256 tokens and the sinks
+        tile = 2 * 128 * 2 + 2 * 4 * 2 + 2 * 128 * 2
+        assert sizes[0] - sizes[1] == 3 * ((512 - 256) * 2 * 4 * 2 - 4 * tile)
+        done(*command, "--kv-streaming", "--out", "out")
+        assert json.loads(Path("out/config.json").read_text())["kv_surgery"]["quantisation"]["streaming"] is True
+        assert "long windows of streaming heads too" in done("inspect", "out").out
 
     def test_details_of_bits_without_bits(self, here: Path) -> None:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--kv-group-size", 2, "--kv-residual", 1)

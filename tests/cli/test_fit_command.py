@@ -84,10 +84,11 @@ class TestTheCommandThatIsPrinted:
                 ("--sink", 4, "--recent", 16, "--kv-scheme", "per-token", "--kv-group-size", 8, "--kv-residual", 9),
             ),
             ("duo", ("--rest", "budgeted", "--beta", 3, "--window", 5, "--kernel-size", 3, "--pool", "avg")),
+            ("duo", ("--recent", 300, "--kv-residual", 0, "--kv-streaming")),
             ("headkv-r2", ("--new-tokens", 100)),
             ("headkv-r2", ("--method", "duo")),
         ],
-        ids=["duo", "streaming", "budgets", "headkv", "headkv streaming"],
+        ids=["duo", "streaming", "budgets", "windows", "headkv", "headkv streaming"],
     )
     def test_takes_the_bytes_that_were_printed(self, deep: Path, method: str, options: tuple) -> None:
         for memory in memories(*typed(deep, method), *options):

@@ -68,6 +68,11 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
     assert surgery["streaming"] == sum(
         len(full) - sum(full) for own, full in zip(native, converted.full, strict=True) if not own
     )
+    kinds = [
+        ["window" if own else "full" if kept else "streaming" for kept in layer]
+        for own, layer in zip(native, converted.full, strict=True)
+    ]
+    assert surgery["heads"] == kinds
     assert surgery["base_model"] == converted.source.name
     assert surgery["options"]["sparsity"] == 0.5
     assert surgery["revertible"]
@@ -81,6 +86,13 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
         "after": head * (full * tokens + streaming * (SINK + RECENT) + own),
     }
     assert f"{full} KV heads full, {streaming} streaming" in text(converted.folder)
+
+
+def test_heads_are_told_in_the_originals_order(mixed):
+    converted = mixed("qwen2")
+    assert any(layer.order != tuple(sorted(layer.order)) for layer in converted.policy.layers)
+    heads = inspect(converted.folder)["surgery"]["heads"]
+    assert [[kind == "full" for kind in layer] for layer in heads] == converted.full
 
 
 def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):

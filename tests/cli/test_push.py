@@ -1,14 +1,18 @@
 """`kvsurgery push` against a Hub on the loopback, with the faults that networks have."""
 
 import hashlib
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from kvsurgery.inspection import inspect_checkpoint
+from kvsurgery.report import write_report
 from tests.families import make
 from tests.hub_repo import Blob
 from tests.hub_server import Fault, Hub, serve
+from tests.report import builders
 from tests.surgery import convert_folder
 
 FOREVER = float("inf")
@@ -19,6 +23,19 @@ def converted(tmp_path_factory) -> Path:
     """A converted checkpoint in several shards; tests must not change it."""
     place = tmp_path_factory.mktemp("shards")
     return convert_folder(make("llama", place / "stock", shard="100KB"), place / "duo").folder
+
+
+@pytest.fixture(scope="module")
+def report(converted, tmp_path_factory):
+    """What `eval` writes of the converted checkpoint; tests must not change it."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("report")
+    task = builders.task("needle|[x](y) <b>", 0.97, 0.94, cells=builders.needle().cells)
+    facts = inspect_checkpoint(converted, "duo").to_json()
+    builders.results(checkpoint=facts, tasks=(task,)).save(folder)
+    write_report(folder)
+    (folder / "samples.jsonl").write_text("what the user asked")
+    return folder
 
 
 @pytest.fixture
@@ -177,3 +194,44 @@ def test_only_a_sound_converted_checkpoint_is_pushed(hub, converted, tmp_path):
     assert foreign.returncode == 1
     assert "kvsurgery.json" in the_line(foreign)
     assert hub.repos == {}
+
+
+class TestReport:
+    def test_the_card_shows_what_lies_beside_it(self, hub, converted, report, tmp_path):
+        before = contents(converted)
+        result = hub.run(tmp_path, "push", converted, "duo", "--report", report)
+        assert result.returncode == 0, result.stderr
+        files = on_hub(hub)
+        beside = {name: content for name, content in files.items() if name.startswith("report/")}
+        pictures = {f"report/{name}.png" for name in ("heads", "kv-memory", "tasks", "needle")}
+        assert beside.keys() == {"report/index.html", *pictures}
+        assert all(content == (report / name.partition("/")[2]).read_bytes() for name, content in beside.items())
+        card = files["README.md"].decode()
+        assert card.startswith(before["README.md"].decode().rstrip())
+        assert set(re.findall('src="([^"]*)"', card)) == pictures
+        assert r"| needle\|\[x\](y) \<b\> | string_match_all | 200 | 97.0% (95.0–99.0%) | 94.0% (92.0–96.0%) |" in card
+        assert "−3.0, worse |" in card
+        assert len(hub.repos["surgeon/duo"].commits) == 2
+        assert {**files, "README.md": before["README.md"]} == before | beside
+        assert contents(converted) == before
+
+    def test_again_changes_nothing(self, hub, converted, report, tmp_path):
+        folder = Path(shutil.copytree(converted, tmp_path / "duo"))
+        for _ in range(2):
+            assert hub.run(tmp_path, "push", folder, "duo", "--report", report).returncode == 0
+            # as after a download
+            (folder / "README.md").write_bytes(on_hub(hub)["README.md"])
+        assert len(hub.repos["surgeon/duo"].commits) == 2
+
+    @pytest.mark.parametrize("fault", ["other", "page"])
+    def test_what_is_no_report_of_it_is_refused_at_once(self, hub, converted, report, tmp_path, fault):
+        folder = Path(shutil.copytree(report, tmp_path / "report"))
+        if fault == "other":
+            builders.results().save(folder)
+        else:
+            (folder / "index.html").unlink()
+        words = {"other": "of another checkpoint", "page": "no index.html"}[fault]
+        result = hub.run(tmp_path, "push", converted, "duo", "--report", folder)
+        assert result.returncode == 1
+        assert words in the_line(result)
+        assert hub.requests == []

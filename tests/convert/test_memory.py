@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.score.profile import HeadProfile
+from tests.hub_repo import Blob
+from tests.hub_server import serve
 from tests.shards import raw_shard
 
 MIB = 1 << 20
@@ -41,25 +44,51 @@ CONFIG = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("jobs", ["4", "32"])
-def test_peak_memory_does_not_follow_the_size(tmp_path: Path, jobs: str) -> None:
+@pytest.fixture
+def sparse(tmp_path: Path) -> Path:
+    """A checkpoint of 470 MiB and its profile; the weights are a hole, which takes no room but reads like any bytes."""
     source = tmp_path / "source"
     source.mkdir()
     header, end = {}, 0
     for name, shape in SHAPES.items():
         begin, end = end, end + math.prod(shape) * 2
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [begin, end]}
+    assert end > 400 * MIB
     weights = raw_shard(source / "model.safetensors", header)
-    # a hole, which takes no room but is read like any bytes
     os.truncate(weights, weights.stat().st_size + end)
     (source / "config.json").write_text(json.dumps(CONFIG))
     scores = np.random.default_rng(0).random((1, 16))
     HeadProfile(scores, "duo", "kv", "m", ModelDimensions(1, 64, 16, 128)).save(tmp_path / "p")
+    return source
 
-    arguments = ["convert", str(source), "--profile", str(tmp_path / "p"), "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-c", RUN, *arguments, "--jobs", jobs]
-    result = subprocess.run(command, capture_output=True, text=True)
+
+def peak(folder: Path, source: str | Path, *options: str, **environment: str) -> int:
+    """Bytes of memory that a conversion took at most."""
+    arguments = ["convert", str(source), "--profile", str(folder / "p"), "--out", str(folder / "out"), *options]
+    command = [sys.executable, "-c", RUN, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
-    assert end > 400 * MIB
-    assert int(result.stdout.split()[-2]) * 1024 < 160 * MIB
+    return int(result.stdout.split()[-2]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["4", "32"])
+def test_peak_memory_does_not_follow_the_size(tmp_path: Path, sparse: Path, jobs: str) -> None:
+    assert peak(tmp_path, sparse, "--jobs", jobs) < 160 * MIB
+
+
+@pytest.mark.slow
+def test_nor_does_it_when_streaming(tmp_path: Path, sparse: Path) -> None:
+    with serve() as hub, open(sparse / "model.safetensors", "rb") as file:
+        repo = hub.create("surgeon/sparse")
+        weights = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        repo.commit(
+            {"config.json": Blob((sparse / "config.json").read_bytes()), "model.safetensors": Blob(weights, "0" * 64)},
+            "main",
+        )
+        options = hub.client_environment(tmp_path)
+        assert peak(tmp_path, "surgeon/sparse", "--stream", "--jobs", "16", **options) < 160 * MIB
+    # seven tensors, of which norms would be fetched with their neighbours
+    assert sum(path.endswith("model.safetensors") for path, _, _ in hub.ranges) <= 2 + len(SHAPES)
+    # nothing of the weights lies in the cache
+    assert sum(path.stat().st_size for path in (tmp_path / "hf").rglob("*") if path.is_file()) < MIB

@@ -56,17 +56,20 @@ def cases(draw):
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     scores = draw(st.lists(st.sampled_from([0.0, 0.25, 0.3, 1.0]), min_size=layers * heads, max_size=layers * heads))
     scores[0] = 1.0
-    windows = [None, *draw(st.lists(st.sampled_from([None, 30]), min_size=layers - 1, max_size=layers - 1))]
+    windows = [None, *draw(st.lists(st.sampled_from([None, 30, 400]), min_size=layers - 1, max_size=layers - 1))]
     profile, footprint = model(np.reshape(scores, (layers, heads)), draw(st.sampled_from([2, 8, 10])))
     footprint = replace(footprint, itemsize=draw(st.sampled_from([2, 4])))
     context = draw(st.integers(1, 2000))
     new_tokens = draw(st.integers(0, context - 1))
     demand = Demand(PLENTY, context, draw(st.integers(1, 3)), new_tokens, draw(st.integers(1, 2000)))
     options = {"rest": draw(st.sampled_from(["streaming", "budgeted"]))}
-    options |= {"sink": draw(st.integers(0, 9)), "recent": draw(st.integers(1, 300))}
+    options |= {"sink": draw(st.integers(0, 9)), "recent": draw(st.integers(1, 600))}
     options["selection"] = Selection(draw(st.integers(1, 40)))
     options["beta"] = draw(st.sampled_from([1.005, 1.2, 5.0]))
-    options["quantisation"] = draw(st.sampled_from([Quantisation(8), Quantisation(8, "per-token", residual=7)]))
+    quantisations = [Quantisation(8), Quantisation(8, "per-token", residual=7)]
+    if 400 in windows or (options["rest"] == "streaming" and options["recent"] >= 256):
+        quantisations.append(Quantisation(8, residual=0, streaming=True))
+    options["quantisation"] = draw(st.sampled_from(quantisations))
     return profile, windows, footprint, demand, options
 
 
@@ -83,7 +86,9 @@ def share(profile, windows, policy, demand):
             if place < layer.full:
                 part = fidelity
             elif layer.budgets is None:
-                part = min(layer.sink + layer.recent, context) / context
+                how = policy.quantisation
+                quantised = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
+                part = min(layer.sink + layer.recent, context) / context * (fidelity if quantised else 1)
             else:
                 window = min(policy.selection.window, prompt)
                 tokens = min(layer.budgets[place - layer.full], prompt - window) + window + demand.new_tokens
@@ -119,7 +124,9 @@ class TestCandidates:
         found = fit(profile, windows, footprint, demand, **{**options, "rest": "streaming"})
         heads = windows.count(None) * profile.model.kv_heads
         widths = [bits for bits in (8, 4, 2) if profile.model.head_dim * bits % 16 == 0]
-        expected = {(count, bits) for bits in (None, *widths) for count in range(heads + 1) if count or bits is None}
+        least = 0 if options["quantisation"].streaming else 1  # what has a width
+        expected = {(count, bits) for bits in widths for count in range(least, heads + 1)}
+        expected |= {(count, None) for count in range(heads + 1)}
         listed = [(one.full_heads, one.quantisation and one.quantisation.bits) for one in found.candidates]
         assert len(listed) == len(expected)
         assert set(listed) == expected

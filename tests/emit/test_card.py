@@ -6,7 +6,7 @@ import yaml
 
 from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.emit.card import kv_table, model_card
+from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
 from kvsurgery.score.profile import HeadProfile
 
@@ -77,3 +77,23 @@ def test_kv_table_by_hand(decided):
     rows = {name: (before, after) for name, before, after in kv_table(json.loads(json.dumps(config)))}
     # two layers of 4 heads of 16 elements; keys and values of 2 bytes; half of the heads keep 64 + 256 tokens
     assert rows["8k"] == (2 * 2 * 4 * 8192 * 16 * 2, 2 * (4 * 8192 + 4 * 320) * 16 * 2)
+
+
+def test_a_report_has_one_section_wherever_its_owner_moves_it(decided):
+    profile, policy, config = decided
+    card = model_card("org/base", config, profile, policy)
+    once = with_section(card, "## Evaluation\n\nthe first")
+    assert once.startswith(card.rstrip())
+    moved = once[len(card.rstrip()) :].strip() + "\n\n" + card
+    twice = with_section(moved, "## Evaluation\n\nnew")
+    assert "the first" not in twice
+    assert twice.count("## Evaluation") == 1
+    assert twice.endswith(card)
+    assert with_section(twice, "## Evaluation\n\nnew") == twice
+
+
+@pytest.mark.parametrize("card", ["", "# Mine", "# Mine\n<!-- kvsurgery report -->\nan end that is missing"])
+def test_other_cards_keep_all_of_their_text(card):
+    with_report = with_section(card, "scores")
+    assert with_report.startswith(card)
+    assert with_report.count("scores") == 1

@@ -106,7 +106,7 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
     layout = offsets, lengths, sinks, rings, recents
 
     def step() -> torch.Tensor:
-        kv_append.flush(keys, values, offsets, rings, confirmed, **stored)
+        kv_append.flush(keys, values, offsets, sinks, rings, confirmed, **stored)
         return kv_decode.decode(query, keys, values, *layout, **stored)
 
     step()

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from templates import kv_attention, kv_cuda
 from templates.kv_kernels import _softmax
-from tests.emitted import BUDGETED, LOSSLESS, emitted, in_parts
+from tests.emitted import BUDGETED, LOSSLESS, WINDOWS, emitted, in_parts
 from tests.families import largest, tokens
 
 
@@ -75,8 +75,14 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
 
 @pytest.mark.parametrize(
     ("section", "quantisation"),
-    [({}, LOSSLESS), (BUDGETED, None), (BUDGETED, LOSSLESS), ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None})],
-    ids=["quantised", "budgeted", "budgeted, quantised", "kivi"],
+    [
+        ({}, LOSSLESS),
+        (BUDGETED, None),
+        (BUDGETED, LOSSLESS),
+        ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}),
+        (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}),
+    ],
+    ids=["quantised", "budgeted", "budgeted, quantised", "kivi", "quantised windows"],
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_chunks_and_steps_over_tiles_and_budgets(
@@ -84,7 +90,8 @@ def test_chunks_and_steps_over_tiles_and_budgets(
 ) -> None:
     """Prompt, chunks that read tiles, and steps that pack some: what torch does, kernels do."""
     model = emitted("llama", 2, **section, **({"quantisation": quantisation} if quantisation else {}))
-    sizes = [200, 57, 3, *[1] * 4]
+    # a tile that goes round its ring is packed in a step
+    sizes = [200, 186, *[1] * 4] if section is WINDOWS else [200, 57, 3, *[1] * 4]
     ids, mask = tokens(2, sum(sizes)), torch.ones(2, sum(sizes), dtype=torch.long)
     if padded:
         mask[1, :127] = 0

@@ -95,24 +95,29 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
 
 
 PACKED = [
-    *((bits, "kivi", None, torch.bfloat16, head_dim, 4) for bits in (8, 4, 2) for head_dim in (64, 128)),
-    *((bits, "kivi", None, torch.float16, 128, 1) for bits in (4, 2)),
-    (8, "kivi", 16, torch.bfloat16, 64, 7),
-    (4, "kivi", 32, torch.bfloat16, 128, 4),
-    (4, "kivi", None, torch.bfloat16, 80, 1),
-    (4, "kivi", None, torch.float16, 256, 4),
-    (4, "per-token", None, torch.bfloat16, 128, 4),
-    (4, "per-token", 64, torch.float16, 128, 4),
+    *((bits, "kivi", None, torch.bfloat16, head_dim, 4, False) for bits in (8, 4, 2) for head_dim in (64, 128)),
+    *((bits, "kivi", None, torch.float16, 128, 1, False) for bits in (4, 2)),
+    (8, "kivi", 16, torch.bfloat16, 64, 7, False),
+    (4, "kivi", 32, torch.bfloat16, 128, 4, False),
+    (4, "kivi", None, torch.bfloat16, 80, 1, False),
+    (4, "kivi", None, torch.float16, 256, 4, False),
+    (4, "per-token", None, torch.bfloat16, 128, 4, False),
+    (4, "per-token", 64, torch.float16, 128, 4, False),
+    *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 4, 2)),
+    (4, "per-token", None, torch.bfloat16, 64, 1, True),
 ]
 
 
-@pytest.mark.parametrize(("bits", "scheme", "size", "dtype", "head_dim", "group"), PACKED, ids=str)
-def test_decode_of_tiles(compiled: dict, bits, scheme, size, dtype, head_dim: int, group: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "scheme", "size", "dtype", "head_dim", "group", "windows"), PACKED, ids=str)
+def test_decode_of_tiles(
+    compiled: dict, bits, scheme, size, dtype, head_dim: int, group: int, windows: bool, tmp_path: Path
+) -> None:
     batch, heads, quantisation = 2, 8, Quantisation(bits, scheme, size)
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
     states, packed = torch.zeros(batch, 4096, head_dim, dtype=dtype), row.int()
     query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantisation)
-    options = {"tiles": tiles, "packed": packed, "first_tiles": each, "quantisation": quantisation}
+    counts = each if windows else None
+    options = {"tiles": tiles, "packed": packed, "first_tiles": each, "quantisation": quantisation, "counts": counts}
     kv_decode.decode(
         query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8, **options
     )
@@ -123,7 +128,7 @@ def test_decode_of_tiles(compiled: dict, bits, scheme, size, dtype, head_dim: in
     loads = 2 + (8 // bits if scheme == "kivi" else size is None) + (size is None), 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * 5  # four ahead
     check(compiled["_combine_kernel"], tmp_path, 8)
-    kv_append.flush(states, states, each, each, row, tiles, packed, each, quantisation)
+    kv_append.flush(states, states, each, each, each, row, tiles, packed, each, quantisation, counts)
     check(compiled["_flush_kernel"], tmp_path, 1)
 
 
@@ -208,7 +213,7 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     tiles = empty_tiles(states[0], 1, quantisation)
     options = {"tiles": tiles, "packed": row, "first_tiles": one, "quantisation": quantisation}
     kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1, **options)
-    kv_append.flush(states[0], states[0], one, one, row, tiles, row, one, quantisation)
+    kv_append.flush(states[0], states[0], one, one, one, row, tiles, row, one, quantisation)
     prompt = states[:, :, 1:]
     kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row)
     kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row, **options)

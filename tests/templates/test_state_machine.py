@@ -3,6 +3,7 @@
 import copy
 import pickle
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,23 +25,40 @@ from tests.emitted import CLASSES, LOSSLESS
 from tests.families import largest, stock, tokens
 from tests.reference import reference_logits
 
-SINK, RECENT, WINDOW = 2, 4, 6
+SINK = 2
 LENGTH = 56  # tokens of the longest row
 FULL = {"llama": [1, 3], "gemma2": [0, 2]}  # full heads of each layer; the first of Gemma 2 has its own window
 
 
+class Storage(NamedTuple):
+    """How heads store their tokens: windows of streaming heads and of the model's own, tiles, and how they are made."""
+
+    recent: int = 4
+    window: int = 6
+    tile: int = 8
+    quantisation: dict | None = None
+
+
+STORED = {
+    "16 bit": Storage(),
+    "quantised": Storage(quantisation=LOSSLESS),
+    "quantised windows": Storage(13, 15, 4, {**LOSSLESS, "residual": 2, "streaming": True}),
+}
+
+
 @cache
-def models(family: str, quantised: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+def models(family: str, stored: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock model, and the same weights under the emitted code."""
-    changes = {"sliding_window": WINDOW, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
+    storage = STORED[stored]
+    changes = {"sliding_window": storage.window, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
     original = stock(family, num_hidden_layers=2, **changes)
-    layers = [{"blocks": [[full, 4 - full]], "sink": SINK, "recent": RECENT} for full in FULL[family]]
+    layers = [{"blocks": [[full, 4 - full]], "sink": SINK, "recent": storage.recent} for full in FULL[family]]
     if family == "gemma2":
-        layers[0] |= {"sink": 0, "recent": WINDOW, "native": True}
+        layers[0] |= {"sink": 0, "recent": storage.window, "native": True}
     config = copy.deepcopy(original.config)
     config.kv_surgery = {"version": 1, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
-    if quantised:
-        config.kv_surgery["quantisation"] = LOSSLESS
+    if storage.quantisation:
+        config.kv_surgery["quantisation"] = storage.quantisation
     emitted = CLASSES[family](config).eval()
     emitted.load_state_dict(original.state_dict())
     return original, emitted
@@ -50,11 +68,11 @@ class CacheMachine(RuleBasedStateMachine):
     """`rows` are the real tokens of each row, `pads` its left padding, in columns that may be yet to come."""
 
     family: str
-    quantised: bool
+    stored: str
 
     def __init__(self):
         super().__init__()
-        self.stock, self.model = models(self.family, self.quantised)
+        self.stock, self.model = models(self.family, self.stored)
         self.cache = KVSurgeryCache(self.model.config)
         self.layout = KVLayout.from_config(self.model.config)
         self.seen, self.safe, self.recording, self.seed = 0, 0, False, 0
@@ -109,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         for row, ids in enumerate(self.rows):
             batch[row, : len(ids)] = ids
         full = [[head < count for head in range(4)] for count in FULL[self.family]]
-        logits = reference_logits(self.stock, full, SINK, RECENT, batch)
+        logits = reference_logits(self.stock, full, SINK, STORED[self.stored].recent, batch)
         return [part[: len(ids)] for part, ids in zip(logits, self.rows, strict=True)]
 
     def keep(self, rows: list[int]):
@@ -196,12 +214,12 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.allocated_bytes() == predicted
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["16 bit", "quantised"])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", CLASSES)
-def test_any_operations_on_a_cache(family, quantised, monkeypatch):
+def test_any_operations_on_a_cache(family, stored, monkeypatch):
     for module in (kv_heads, kv_layout, kv_quant):
-        monkeypatch.setattr(module, "TILE", 8)
-    machine = type("CacheMachine", (CacheMachine,), {"family": family, "quantised": quantised})
+        monkeypatch.setattr(module, "TILE", STORED[stored].tile)
+    machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
         machine,
         settings=settings(

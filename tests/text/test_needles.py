@@ -1,4 +1,4 @@
-"""Needles in their file, hidden in text and asked for; and whether an answer is right."""
+"""Needles in their file, hidden in text and asked for."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.haystack import Haystack, special_ids
-from kvsurgery.text.metrics import qa_f1, rouge1_recall
+from kvsurgery.text.metrics import qa_f1
 from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
 from tests.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
 
@@ -271,32 +271,3 @@ class TestPlace:
         text[299] = end
         assert needle_place(text, 0.34, WORDS) == 300
         assert needle_place(text, 0.36, WORDS) == 360
-
-
-@pytest.mark.parametrize(
-    ("said", "right", "f1", "recall"),
-    [
-        ("in the third room", "in the third room", 1, 1),
-        ("The Third room!", "a third room", 1, 2 / 3),
-        ("room", "third room", 2 * (1 * 1 / 2) / (1 + 1 / 2), 1 / 2),
-        # 3 of 7 words are right, and all that are asked for
-        ("Sir, it is in my third room", "in third room", 2 * (3 / 7 * 1) / (3 / 7 + 1), 1),
-        # a word that is said once counts once
-        ("room", "room room room", 2 * (1 * 1 / 3) / (1 + 1 / 3), 1 / 3),
-        ("room room room", "room", 2 * (1 / 3 * 1) / (1 / 3 + 1), 1),
-        ("kitchen", "third room", 0, 0),
-        ("", "third room", 0, 0),
-        ("the", "the", 0, 1),
-        ("well-known", "wellknown", 1, 0),
-    ],
-)
-def test_answers_are_measured_by_hand(said, right, f1, recall):
-    assert qa_f1(said, right) == pytest.approx(f1)
-    assert rouge1_recall(said, right) == pytest.approx(recall)
-
-
-@given(st.text("abc .", max_size=30), st.text("abc .", max_size=30))
-def test_f1_is_symmetric_and_both_lie_between_0_and_1(said, right):
-    assert qa_f1(said, right) == pytest.approx(qa_f1(right, said))
-    assert 0 <= qa_f1(said, right) <= 1
-    assert 0 <= rouge1_recall(said, right) <= 1

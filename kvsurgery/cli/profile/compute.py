@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Tokens
+from kvsurgery.cli.options import Several, Tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,20 +36,6 @@ OPTIONS = {
     "headkv-r2": NEEDLES,
     "reform": ("samples", "context", "chunk"),
 }
-
-
-class Several(click.ParamType):
-    """Numbers with commas between them."""
-
-    name = "list"
-
-    def __init__(self, item: click.ParamType):
-        self.item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
 
 @click.command()

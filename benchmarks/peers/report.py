@@ -1,0 +1,104 @@
+"""What `run.py` found, for people: a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from contenders import CONTENDERS, STOCK, Contender
+from matplotlib import colormaps
+
+from kvsurgery import console
+from kvsurgery.figure import new_figure, save_figure
+
+PANELS = {
+    "recall_asked": "answers right, the question in the prompt",
+    "recall_later": "answers right, the question after the prompt",
+    "perplexity": "perplexity",
+}
+
+Row = Mapping[str, Any]
+
+
+def measured(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
+    """Contenders in their order, with what was measured of them."""
+    rows = report["contenders"]
+    return [(contender, rows[contender.name]) for contender in CONTENDERS if contender.name in rows]
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the table, and what was refused or left out."""
+    found = measured(report)
+    stock = report["contenders"].get(STOCK.name, {})
+
+    def cell(row: Row, name: str, form: str) -> str:
+        return format(row[name], form) if name in row else "-"
+
+    def times(row: Row, name: str) -> str:
+        return f"{row[name] / stock[name]:.2f}" if name in row and name in stock else "-"
+
+    def size(row: Row, name: str) -> str:
+        return console.size(row[name]) if name in row else "-"
+
+    rows = [
+        (
+            contender.name,
+            size(row, "kv_bytes"),
+            cell(row, "of_full", ".1%"),
+            cell(row, "said", ".1%"),
+            size(row, "kv_bytes_at_end"),
+            *(cell(row, name, ".1%") for name in ("recall_asked", "recall_later")),
+            *(cell(row, name, ".0%") for name in ("long_recall_asked", "long_recall_later")),
+            cell(row, "perplexity", ".2f"),
+            *(times(row, name) for name in ("prefill_ms", "decode_ms")),
+        )
+        for contender, row in found
+    ]
+    following, long = (f"{report[name]:,}" for name in ("following_tokens", "long_tokens"))
+    columns = ["contender", "KV bytes", "of full", "says", f"{following} later", "asked", "later"]
+    columns += [f"{long}: asked", "later", "perplexity", "prefill x", "decode x"]
+    title = (
+        f"Recall after {report['tokens']:,} tokens ({report['queries']} prompts) and {long} ({report['long_queries']})"
+    )
+    console.stdout.width = max(console.stdout.width, 150)
+    console.stdout.print(console.table(title, columns, rows))
+    for contender, row in found:
+        for part, reason in row["refused"].items():
+            console.stdout.print(f"{contender.name} refused {part}: {reason}", markup=False)
+    for name, reason in report["left_out"].items():
+        console.stdout.print(f"left out: {name} ({reason})", markup=False)
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """Recall and perplexity against the bytes that are really held, a line for each series.
+
+    Raises:
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    found = measured(report)
+    series = list(dict.fromkeys(contender.series for contender, _ in found if contender != STOCK))
+    converted = {contender.series for contender, _ in found if contender.kind == "converted"}
+    colours = dict(zip(series, colormaps["tab10"].colors + colormaps["Dark2"].colors, strict=False))
+    figure = new_figure(14, 4.5)
+    grid = figure.subplots(1, len(PANELS))
+    for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
+        for each in series:
+            points = [
+                (row["kv_bytes"] / 2**10, row[name])
+                for contender, row in found
+                if contender.series == each and {name, "kv_bytes"} <= row.keys()
+            ]
+            style = {"linewidth": 2.2, "marker": "o"} if each in converted else {"linestyle": "--", "marker": "x"}
+            axes.plot(*zip(*sorted(points), strict=True), label=each, color=colours[each], **style)
+        if name in report["contenders"].get(STOCK.name, {}):
+            axes.axhline(report["contenders"][STOCK.name][name], color="0.6", linestyle=":", label="stock")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("KiB that the cache of a prompt holds")
+        axes.grid(alpha=0.3)
+    for axes in grid[:2]:
+        axes.set_ylim(-0.03, 1.03)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", fontsize="small", frameon=False)
+    save_figure(figure, path)

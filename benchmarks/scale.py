@@ -1,0 +1,291 @@
+"""KV bytes a rank, balance and context of models that need several devices: arithmetic from published shapes.
+
+    python benchmarks/scale.py --plot scale.png --json scale.json
+    python benchmarks/scale.py --models llama-3-8b --profile llama-3-8b=Llama-3-8B-Instruct-Gradient-1048k
+
+No weights are read and nothing runs. Heads of a tensor-parallel model are stored as one block a rank, each [full |
+streaming]. `strict` gives every block of a layer as many full heads, which makes every layer's number a multiple of the
+ranks: those of the highest scores stay, and as many in all as come nearest to what was asked for. `uneven` keeps the
+heads as they were asked for and deals the odd ones out, to whoever has the least. `one block` is what becomes of an
+ordinary layout, full heads first, when it is cut into ranks.
+
+With more ranks than KV heads, several store the same head, as vLLM does it; transformers' plan has no such thing.
+Matrices are cut by the ranks, the embedding and norms are whole on each. Activations come on top. Scores are those of a
+profile where one is given (`kvsurgery profile`, or DuoAttention's folder), otherwise random, which is harder on
+`strict`: good heads then are as likely in one layer as in another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvsurgery import console, figure, resources
+from kvsurgery.decide.policy import Quantisation, decide, kv_scores
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.score.importers import import_duo
+from kvsurgery.score.profile import HeadProfile
+
+LAYOUT = resources.template_module("kv_layout")
+SINK, RECENT = 64, 256
+SPARSITIES, BITS, RANKS = (0.25, 0.5, 0.75), (16, 8, 4), (1, 2, 4, 8, 16)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama as its config.json has it."""
+
+    attention: ModelDimensions
+    hidden: int
+    intermediate: int
+    vocabulary: int
+
+    def weights(self, ranks: int, itemsize: float) -> float:
+        """Bytes of weights on each of so many ranks."""
+        model, kv_ranks = self.attention, min(ranks, self.attention.kv_heads)
+        width = self.hidden * model.head_dim
+        cut = 2 * width * model.query_heads + 3 * self.hidden * self.intermediate
+        layer = cut / ranks + 2 * width * model.kv_heads / kv_ranks + 2 * self.hidden
+        return itemsize * (model.layers * layer + self.hidden * (self.vocabulary * (1 + 1 / ranks) + 1))
+
+
+SHAPES = {
+    "llama-2-7b": Shape(ModelDimensions(32, 32, 32, 128), 4096, 11008, 32000),
+    "llama-3-8b": Shape(ModelDimensions(32, 32, 8, 128), 4096, 14336, 128256),
+    "llama-3-70b": Shape(ModelDimensions(80, 64, 8, 128), 8192, 28672, 128256),
+    "llama-3.1-405b": Shape(ModelDimensions(126, 128, 8, 128), 16384, 53248, 128256),
+}
+
+
+def load_profile(name: str, path: str | None, seed: int) -> HeadProfile:
+    """The profile at a path, or random scores."""
+    model = SHAPES[name].attention
+    if path is None:
+        scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
+        return HeadProfile(scores, "duo", "kv", f"random scores, seed {seed}", model)
+    profile = HeadProfile.load(path) if path.endswith(".safetensors") else import_duo(path, model, Path(path).name)
+    if profile.model != model:
+        raise KVSurgeryError(f"{path} is of {profile.model}, but {name} has {model}")
+    return profile
+
+
+def strict(scores: np.ndarray, full: int, blocks: int) -> np.ndarray:
+    """Full heads of every block [layers, blocks], equal within a layer.
+
+    A layer's next best `blocks` heads are worth less than its best, so taking the best sets over the model is optimal.
+    """
+    layers, heads = scores.shape
+    sets = np.sort(scores)[:, ::-1].reshape(layers, heads // blocks, blocks).sum(2)
+    best = np.argsort(-sets, axis=None, kind="stable")[: round(full / blocks)]
+    return np.repeat(np.bincount(best // sets.shape[1], minlength=layers)[:, None], blocks, 1)
+
+
+def uneven(full: np.ndarray, blocks: int) -> np.ndarray:
+    """The same with each layer's full heads as they are; odd ones go to the blocks with the least so far."""
+    counts = np.repeat(full[:, None] // blocks, blocks, 1)
+    for layer, odd in enumerate(full % blocks):
+        counts[layer, np.argsort(counts[: layer + 1].sum(0), kind="stable")[:odd]] += 1
+    return counts
+
+
+def one_block(full: np.ndarray, blocks: int, heads: int) -> np.ndarray:
+    """The same of layers whose full heads come first, cut into blocks."""
+    held = heads // blocks
+    return np.clip(full[:, None] - held * np.arange(blocks), 0, held)
+
+
+def block_layouts(counts: np.ndarray, model: ModelDimensions, bits: int) -> list[Any]:
+    """The layout of what each block's rank stores."""
+    held = model.kv_heads // counts.shape[1]
+    quantisation = None if bits == 16 else Quantisation(bits)
+    return [
+        LAYOUT.KVLayout(
+            tuple(
+                LAYOUT.LayerLayout(((int(full), held - int(full)),), SINK, RECENT, quantisation=quantisation)
+                for full in block
+            ),
+            model.head_dim,
+        )
+        for block in counts.T
+    ]
+
+
+def balance(counts: np.ndarray, model: ModelDimensions, tokens: int) -> dict[str, float]:
+    """How much more the fullest rank stores than the mean, and how much longer the fullest of each layer reads.
+
+    Ranks wait for each other in every layer, so that the second is what unequal heads cost a decode step.
+    """
+    layouts = block_layouts(counts, model, 16)
+    layers = np.array(
+        [[layer.kv_bytes(tokens, 0, 0, model.head_dim, 2) for layer in layout.layers] for layout in layouts]
+    )
+    whole = layers.sum(1)
+    return {"bytes": float(whole.max() / whole.mean()), "by_layer": float(layers.max(0).sum() / layers.mean(0).sum())}
+
+
+def context(layout: Any, room: float) -> int:
+    """Tokens of one sequence whose keys and values fit so many bytes."""
+    if room < layout.kv_bytes(1, 1):
+        return 0
+    fits, beyond = 1, 2
+    while layout.kv_bytes(1, beyond) <= room:
+        fits, beyond = beyond, 2 * beyond
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if layout.kv_bytes(1, middle) <= room else (fits, middle)
+    return fits
+
+
+def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for every sparsity and number of ranks of a model."""
+    shape, tokens = SHAPES[name], arguments.context
+    model, scores = shape.attention, kv_scores(profile, "mean")
+    rows = []
+    for sparsity in (0.0, *SPARSITIES):
+        policy = decide(profile, [None] * model.layers, sparsity=sparsity, sink=SINK, recent=RECENT)
+        full = np.array([layer.full for layer in policy.layers])
+        asked = -np.sort(-scores, axis=None)[: policy.full].sum()
+        for ranks in RANKS:
+            blocks = min(ranks, model.kv_heads)
+            equal = strict(scores, policy.full, blocks)
+            kept = sum(
+                np.sort(row)[::-1][: count * blocks].sum() for row, count in zip(scores, equal[:, 0], strict=True)
+            )
+            weights = shape.weights(ranks, arguments.weight_bits / 8)
+            layouts = {bits: block_layouts(equal, model, bits)[0] for bits in BITS}
+            ways = {
+                "strict": equal,
+                "uneven": uneven(full, blocks),
+                "one block": one_block(full, blocks, model.kv_heads),
+            }
+            rows.append(
+                {
+                    "model": name,
+                    "sparsity": sparsity,
+                    "ranks": ranks,
+                    "full_heads": policy.full,
+                    "strict_full_heads": int(equal.sum()),
+                    "strict_score_kept": float(kept / asked),
+                    "weights": round(weights),
+                    "kv_bytes": {bits: layout.kv_bytes(1, tokens) for bits, layout in layouts.items()},
+                    "context": {
+                        bits: context(layout, arguments.memory * 1e9 - weights) for bits, layout in layouts.items()
+                    },
+                    "balance": {way: balance(counts, model, tokens) for way, counts in ways.items()},
+                }
+            )
+    return rows
+
+
+def print_tables(name: str, rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Bytes and contexts, then balance."""
+    cells = [
+        (
+            f"{row['sparsity']:.0%}",
+            row["ranks"],
+            f"{row['weights'] / GIB:.1f}",
+            *(f"{row['kv_bytes'][bits] / GIB:.2f}" for bits in BITS),
+            *(f"{row['context'][bits] // 1000:,}k" if row["context"][bits] else "-" for bits in BITS),
+        )
+        for row in rows
+    ]
+    title = (
+        f"{name}, a rank, in 16, 8 and 4 bits: GiB of weights and of {arguments.context:,} tokens,\n"
+        f"and tokens that fit {arguments.memory:g} GB with the weights"
+    )
+    columns = ["stream", "TP", "weights", *(f"KV {bits}" for bits in BITS), *(f"fit {bits}" for bits in BITS)]
+    console.stdout.print(console.table(title, columns, cells, left=0))
+    cells = [
+        (
+            f"{row['sparsity']:.0%}",
+            row["ranks"],
+            row["full_heads"],
+            row["strict_full_heads"],
+            f"{row['strict_score_kept']:.1%}",
+            *(f"{row['balance'][way][what]:.2f}" for way in ("uneven", "one block") for what in ("bytes", "by_layer")),
+        )
+        for row in rows
+        if row["sparsity"] and row["ranks"] > 1
+    ]
+    title = (
+        f"{name}: full heads asked for, those of strict blocks and their score;\n"
+        "the fullest rank over the mean, in bytes and layer by layer, of uneven blocks and of one block that is cut"
+    )
+    columns = ["stream", "TP", "full", "strict", "score", "uneven", "layers", "one block", "layers"]
+    console.stdout.print(console.table(title, columns, cells, left=0))
+
+
+def plot(rows: list[dict[str, Any]], names: list[str], arguments: argparse.Namespace) -> None:
+    """KV bytes a rank, and tokens that fit, over the ranks; a column for each model."""
+    picture = figure.new_figure(5 * len(names), 7.5)
+    axes = picture.subplots(2, len(names), sharex=True, squeeze=False)
+    lines = [(0.0, 16), *((sparsity, bits) for sparsity in SPARSITIES[1:] for bits in (16, 4))]
+    for column, name in enumerate(names):
+        for sparsity, bits in lines:
+            shown = [row for row in rows if (row["model"], row["sparsity"]) == (name, sparsity)]
+            style = {
+                "color": {0.0: "black", 0.5: "tab:blue", 0.75: "tab:orange"}[sparsity],
+                "linestyle": {16: "-", 4: "--"}[bits],
+                "marker": "o",
+                "markersize": 3,
+                "label": f"{sparsity:.0%} streaming, {bits} bit",
+            }
+            for place, values in enumerate(
+                ([row["kv_bytes"][bits] / GIB for row in shown], [row["context"][bits] or np.nan for row in shown])
+            ):
+                axes[place, column].plot([row["ranks"] for row in shown], values, **style)
+        top, bottom = axes[:, column]
+        top.set(title=name, yscale="log", xscale="log")
+        bottom.set(yscale="log", xlabel="ranks (TP)", xticks=RANKS, xticklabels=RANKS)
+        top.yaxis.set_major_formatter("{x:g}")
+        bottom.yaxis.set_major_formatter(lambda count, _: f"{count / 1e6:g} M")
+        for axis in (top, bottom):
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(f"KV cache of {arguments.context:,} tokens, GiB a rank")
+    axes[1, 0].set_ylabel(f"tokens that fit {arguments.memory:g} GB a rank")
+    axes[0, 0].legend(fontsize=8)
+    figure.save_figure(picture, arguments.plot)
+    console.stderr.print(f"wrote {arguments.plot}", markup=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["llama-3-70b", "llama-3.1-405b"])
+    parser.add_argument("--profile", action="append", default=[], metavar="MODEL=PATH", help="a profile's scores")
+    parser.add_argument("--context", type=int, default=131072, help="tokens of one sequence")
+    parser.add_argument("--memory", type=float, default=80, help="GB of a device")
+    parser.add_argument("--weight-bits", type=int, choices=(16, 8, 4), default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of random scores")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--plot", type=Path, help="draw them")
+    arguments = parser.parse_args()
+    given = dict(entry.split("=", 1) for entry in arguments.profile if "=" in entry)
+    if len(given) < len(arguments.profile) or given.keys() - set(arguments.models):
+        parser.error("--profile is MODEL=PATH, of a model of --models")
+    profiles = {name: load_profile(name, given.get(name), arguments.seed) for name in arguments.models}
+    results = []
+    for name, profile in profiles.items():
+        console.stdout.print(f"{name}: {profile.model}; {profile.base_model}", markup=False)
+        rows = simulate(name, profile, arguments)
+        print_tables(name, rows, arguments)
+        results += rows
+    if arguments.json:
+        facts = {name: getattr(arguments, name) for name in ("context", "memory", "weight_bits", "seed")}
+        scores = {name: profile.base_model for name, profile in profiles.items()}
+        shapes = {name: asdict(SHAPES[name]) for name in profiles}
+        content = {**facts, "sink": SINK, "recent": RECENT, "shapes": shapes, "scores": scores, "rows": results}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    if arguments.plot:
+        plot(results, arguments.models, arguments)
+
+
+if __name__ == "__main__":
+    main()

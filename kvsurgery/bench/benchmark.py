@@ -1,0 +1,97 @@
+"""A benchmark from a folder: what is measured where nothing is said, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvsurgery.bench.contenders import contenders, load_models, positions_of, usable
+from kvsurgery.bench.measure import Workload, measure
+from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.timing import read_bandwidth
+from kvsurgery.errors import CheckpointError, KVSurgeryError
+from kvsurgery.evaluate.records import versions
+from kvsurgery.inspection import inspect_checkpoint
+
+# on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
+LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
+CHUNK = {"cpu": 512, "cuda": 2048}
+
+
+def benchmark(
+    folder: Path,
+    source: Path | None = None,
+    *,
+    device: str | None = None,
+    lengths: tuple[int, ...] | None = None,
+    chunk: int | None = None,
+    command: str = "",
+    progress: Callable[[int, int, str], None] = lambda done, of, note: None,
+    **options: Any,
+) -> Bench:
+    """Measure a converted checkpoint beside the original.
+
+    Args:
+        folder: the converted checkpoint; its code is executed.
+        source: the original's folder; by default the stock class over the converted one's weights.
+        device: default is CUDA where there is one.
+        lengths, chunk: of `Workload`; by default what suits the device and the model's context.
+        command: what was typed, for the results.
+        progress: as `measure` calls it.
+        options: what else `Workload` has.
+
+    Raises:
+        CheckpointError: `folder` was not converted, or a model cannot be loaded.
+        KVSurgeryError: numbers that make no sense, a device that is not there, weights that do not fit, or prompts
+            beyond the context.
+    """
+    facts = inspect_checkpoint(folder, str(folder))
+    if facts.surgery is None:
+        raise CheckpointError(f"{folder} is no converted checkpoint; give a folder that `kvsurgery convert` wrote")
+    where, new, positions = _device(device), options.get("new", Workload.new), positions_of(folder)
+    budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
+    lengths = lengths or default_lengths(where, positions - new, budget)
+    for length in lengths:
+        if length + new > positions and (budget is None or length <= budget):
+            raise KVSurgeryError(
+                f"{length:,} and {new:,} new tokens are beyond the {positions:,} positions of {folder}; "
+                "measure shorter prompts"
+            )
+    work = Workload(lengths, chunk=chunk or CHUNK[where.type], **options)
+    converted, original = load_models(folder, source, where)
+    found, left_out = usable(contenders(converted, original))
+    bandwidth = read_bandwidth(where)
+    return Bench(
+        models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
+        command=command,
+        settings={
+            **asdict(work),
+            "device": where.type,
+            "attention": original.get_decoder().config._attn_implementation,
+        },
+        versions={**versions(str(where)), "threads": str(torch.get_num_threads())},
+        checkpoint=facts.to_json(),
+        weights=sum(part.nbytes for part in original.parameters()),
+        bandwidth=bandwidth,
+        contenders=tuple(contender.name for contender in found),
+        left_out=left_out,
+        rows=measure(found, work, bandwidth, progress),
+    )
+
+
+def default_lengths(device: torch.device, room: int, budget: int | None) -> tuple[int, ...]:
+    """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
+    within = {min(length, room) for length in LENGTHS[device.type]}
+    return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

@@ -1,0 +1,42 @@
+"""The caches of transformers that a converted model's is compared with, and the bytes that any cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import QuantizedCache
+
+WIDTHS = {"quanto": (4, 2), "hqq": (8, 4, 2)}  # bits that the backends of QuantizedCache have
+STEP = 64  # tokens; what they ask of a prompt whose keys they scale per channel
+
+
+def stored_bytes(thing: Any) -> int:
+    """Bytes of all tensors in nested containers; a tensor that wraps others counts as what it is made of."""
+    if hasattr(thing, "__tensor_flatten__"):
+        return sum(stored_bytes(getattr(thing, name)) for name in thing.__tensor_flatten__()[0])
+    if isinstance(thing, torch.Tensor):
+        return thing.nbytes
+    if isinstance(thing, dict):
+        return stored_bytes([*thing.values()])
+    return sum(map(stored_bytes, thing)) if isinstance(thing, (list, tuple)) else 0
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache holds."""
+    if hasattr(cache, "allocated_bytes"):
+        return cache.allocated_bytes()
+    return sum(stored_bytes(vars(layer)) for layer in cache.layers)
+
+
+def unusable(make: Callable[[], QuantizedCache]) -> str:
+    """Why a kind of cache does not run here, in one line; empty if it does."""
+    states = torch.ones(1, 1, STEP, STEP)
+    try:
+        cache = make()
+        cache.update(states, states, 0)
+        cache.update(states, states, 0)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return str(error).strip().splitlines()[0]
+    return ""

@@ -1,0 +1,177 @@
+"""Who takes part: the converted model, and the original with each of the caches that transformers has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
+
+from kvsurgery import console
+from kvsurgery.bench.caches import WIDTHS, unusable
+from kvsurgery.bench.memory import free_bytes
+from kvsurgery.bench.results import CONVERTED, ORIGINAL
+from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.errors import CheckpointError, KVSurgeryError
+from kvsurgery.evaluate.checkpoint import load
+from kvsurgery.plan.family import Family
+from kvsurgery.resources import template_module
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A model with one kind of cache.
+
+    Attributes:
+        name: by which results have it.
+        model: in evaluation mode.
+        make: an empty cache for a prompt of so many tokens and so many new ones.
+        layout: `KVLayout` of the model's heads, as the converted model keeps them.
+        reform: `Reform`, if the model gathers tokens of long prompts.
+    """
+
+    name: str
+    model: PreTrainedModel
+    make: Callable[[int, int], Any]
+    layout: Any
+    reform: Any = None
+
+    def reads_at_once(self, tokens: int) -> bool:
+        """Whether a prompt goes through the whole model; of others, `generate` gathers tokens first."""
+        return self.reform is None or tokens <= self.reform.recompute_budget
+
+    def predicted(self, batch: int, tokens: int, new: int) -> int | None:
+        """KV bytes of the converted model by its config's arithmetic; None of others."""
+        if self.name != CONVERTED:
+            return None
+        if not self.reads_at_once(tokens):
+            tokens = self.reform.recompute_budget
+        return self.layout.kv_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
+
+    def unreadable(self, batch: int, tokens: int, new: int) -> str | None:
+        """Why such prompts cannot be read here; None if they can. What is quantised is not foretold."""
+        positions = self.model.config.get_text_config().max_position_embeddings
+        if self.reads_at_once(tokens) and tokens + new > positions:
+            return f"{tokens:,} and {new:,} new tokens are beyond its {positions:,} positions"
+        needed, free = self.predicted(batch, tokens, new), free_bytes(self.model.device)
+        if self.name == ORIGINAL:
+            needed = self.layout.dense_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
+        if needed is not None and needed > free:
+            return f"its KV cache takes {console.size(needed)}, {console.size(free)} are free"
+        return None
+
+
+def positions_of(folder: Path) -> int:
+    """Tokens that a checkpoint has positions for.
+
+    Raises:
+        CheckpointError: transformers cannot read its config.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def load_models(folder: Path, source: Path | None, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The converted model and the original, both on a device and in the dtype that they are stored in.
+
+    The original runs with SDPA, eager where it has soft caps. Without a source, it is the stock class over the
+    converted model's own parameters, which take memory once: the folder is the original's checkpoint but for the order
+    of heads. With one, both lie in memory.
+
+    Raises:
+        CheckpointError: one of them cannot be loaded, or they are not of one shape.
+        KVSurgeryError: their weights do not fit.
+    """
+    config = read_config(folder)
+    weights = [Checkpoint.open(folder).size]
+    if source is not None:
+        shapes = [Family.of(own).dimensions(own) for own in (_stock(config), read_config(source))]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
+        weights.append(Checkpoint.open(source).size)
+    free = free_bytes(device)
+    if sum(weights) > free:
+        hint = "; leave --source out: the original is then measured over the same weights" if source else ""
+        raise KVSurgeryError(
+            f"weights take {console.size(sum(weights))}, {console.size(free)} are free on {device.type}{hint}"
+        )
+    converted = load(folder, device=str(device))
+    if source is None:
+        return converted, sharing(converted, AutoConfig.from_pretrained(folder))
+    return converted, load(source, device=str(device))
+
+
+def _stock(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in ("kv_surgery", "auto_map")}
+
+
+def sharing(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """The stock model of a config over the parameters and buffers of a converted one."""
+    stock = next(base for base in type(converted).__mro__ if base.__module__.startswith("transformers."))
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with torch.device("meta"):
+        model = stock._from_config(config, dtype=converted.dtype, attn_implementation=attention)
+    for name, module in model.named_modules():
+        twin = converted.get_submodule(name)
+        module._parameters, module._buffers = dict(twin._parameters), dict(twin._buffers)
+        # what rotary embeddings remember of their frequencies is an attribute in transformers 4
+        vars(module).update({key: value for key, value in vars(twin).items() if torch.is_tensor(value)})
+    return model.eval()
+
+
+def contenders(converted: PreTrainedModel, original: PreTrainedModel) -> Iterator[Contender]:
+    """The converted model, the original with its DynamicCache, and with every backend of QuantizedCache.
+
+    The latter have as many bits as the converted model's cache, where they can and it is quantised, else 4.
+    """
+    for model in (converted, original):
+        model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, without an end token
+    layout = template_module("kv_layout").KVLayout.from_config(converted.config)
+    reform = template_module("kv_reform").Reform.from_config(converted.config)
+    with torch.no_grad():
+        kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device)).past_key_values)
+
+    def head_level(prompt: int, new: int) -> Any:
+        cache = kind(converted.config, prompt + new)
+        cache.expect_prompt(prompt)
+        return cache
+
+    yield Contender(CONVERTED, converted, head_level, layout, reform)
+    yield Contender(ORIGINAL, original, lambda prompt, new: DynamicCache(config=original.config), layout)
+    for backend, widths in WIDTHS.items():
+        bits = layout.quantisation.bits if layout.quantisation and layout.quantisation.bits in widths else 4
+        make = partial(QuantizedCache, backend, original.config, nbits=bits)
+        yield Contender(f"{ORIGINAL}, {backend} int{bits}", original, lambda prompt, new, make=make: make(), layout)
+
+
+def usable(found: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
+    """Those that run here, and why the others do not."""
+    there, left_out = [], {}
+    for contender in found:
+        ours = contender.name in (CONVERTED, ORIGINAL)
+        reason = "" if ours else unusable(lambda own=contender: own.make(1, 1))
+        if reason:
+            left_out[contender.name] = reason
+        else:
+            there.append(contender)
+    return there, left_out
+
+
+def step_weights(model: PreTrainedModel, batch: int) -> int:
+    """Bytes of weights that a decode step reads.
+
+    All of the text model's and the output layer's; of an embedding that is not the output layer a row or so; of experts
+    as many as the tokens of a batch choose at most.
+    """
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    share = min(1.0, batch * config.num_experts_per_tok / experts) if experts else 1.0
+    embedding, head = decoder.get_input_embeddings().weight, model.get_output_embeddings().weight
+    own = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
+    return head.nbytes + round(sum(part.nbytes * (share if ".experts." in name else 1) for name, part in own.items()))

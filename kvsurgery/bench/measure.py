@@ -1,0 +1,206 @@
+"""Measuring: every contender reads the same prompts and goes on from them, all in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvsurgery.bench.caches import cache_bytes
+from kvsurgery.bench.contenders import Contender, step_weights
+from kvsurgery.bench.memory import peak_of
+from kvsurgery.bench.results import CONVERTED, ORIGINAL, Phase, Row
+from kvsurgery.bench.timing import Stopwatch, quartiles
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.answering import ran_out
+
+# decode steps that are not counted; on a GPU, the third captures the ones that follow
+WARM = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender does.
+
+    Attributes:
+        lengths: tokens of prompts.
+        batches: how many of them are read together.
+        new: decode steps after a prompt, the first `WARM` of which do not count. A CUDA graph is captured where there
+            are 36 and more.
+        chunk: tokens of a prompt that go through at a time, where it comes in chunks.
+        rounds: how often all of it is done, after one that warms up and shows the memory.
+        seed: of the prompts' tokens, which are random.
+
+    Raises:
+        KVSurgeryError: a number is out of range.
+    """
+
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
+    new: int = 48
+    chunk: int = 2048
+    rounds: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"lengths": 1, "batches": 1, "new": WARM + 1, "chunk": 1, "rounds": 1}.items():
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,), default=0) < least:
+                raise KVSurgeryError(f"{name} must be {least} or more, got {value}")
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """Every batch and length."""
+        return [(batch, length) for batch in self.batches for length in self.lengths]
+
+
+def measure(
+    found: list[Contender], work: Workload, bandwidth: float, progress: Callable[[int, int, str], None]
+) -> tuple[Row, ...]:
+    """Rows of all contenders at every batch and length.
+
+    Contenders take turns within a round, and a round begins with another one each time, so that what else the machine
+    does hits all alike. A turn holds one cache at a time.
+
+    Args:
+        bandwidth: bytes a second that the device reads.
+        progress: is told the turns done, of how many, and what they are about.
+    """
+    rows: list[Row] = []
+    done, of = 0, len(work.cells) * (1 + work.rounds) * len(found)
+    for batch, tokens in work.cells:
+        ids = prompts(found[0].model, batch, tokens, work.seed)
+        turns = [Turns(contender, ids, work) for contender in found]
+        for number in range(1 + work.rounds):
+            first = number % len(turns)
+            for turn in turns[first:] + turns[:first]:
+                progress(done, of, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
+                turn.take(warm=number > 0)
+                done += 1
+        rows += [turn.row(bandwidth) for turn in turns]
+    progress(done, of, "")
+    return tuple(rows)
+
+
+def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:
+    """Random token ids [batch, tokens]: what they are is all the same to time and memory."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return torch.randint(vocabulary, (batch, tokens), generator=generator).to(model.device)
+
+
+class Turns:
+    """What one contender does with the prompts `ids` [batch, tokens], again and again."""
+
+    def __init__(self, contender: Contender, ids: torch.Tensor, work: Workload):
+        self.contender, self.ids, self.work = contender, ids, work
+        self.batch, self.tokens = ids.shape
+        self.seconds: dict[str, list[float]] = {}
+        self.peaks: dict[str, int] = {}
+        self.held: list[int] = []  # KV bytes before the first decode step and after the last
+        self.skipped = contender.unreadable(self.batch, self.tokens, work.new)
+
+    @torch.no_grad()
+    def take(self, warm: bool) -> None:
+        """Do all of it once: for the memory, or warm, for the time. Whatever keeps it from working is noted."""
+        if self.skipped:
+            return
+        try:
+            if warm:
+                self._time()
+            else:
+                self._find_peaks()
+        except Exception as error:
+            if ran_out(error):
+                self.skipped = "out of memory"
+            elif self.contender.name in (CONVERTED, ORIGINAL):
+                raise
+            else:  # a backend of another library may not take every shape
+                self.skipped = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _time(self) -> None:
+        if self.contender.reads_at_once(self.tokens):
+            if self.tokens > self.work.chunk:
+                self._clock("chunked", lambda: self._prefill(self.work.chunk))
+            cache, token = self._clock("prefill", self._prefill)
+            self.seconds.setdefault("decode", []).extend(self._decode(cache, token)[WARM:])
+            del cache
+        self._clock("first_token", lambda: self._generate(1))
+
+    def _clock(self, phase: str, work: Callable[[], Any]) -> Any:
+        watch = Stopwatch(self.ids.device)
+        result = work()
+        watch.mark()
+        self.seconds.setdefault(phase, []).extend(watch.spans())
+        return result
+
+    def _find_peaks(self) -> None:
+        with peak_of(self.ids.device) as peak:
+            if self.contender.reads_at_once(self.tokens):
+                if self.tokens > self.work.chunk:
+                    self._prefill(self.work.chunk)
+                    self.peaks["chunked"] = peak.take()
+                cache, token = self._prefill()
+                self.peaks["prefill"] = peak.take()
+                self.held.append(cache_bytes(cache))
+                self._decode(cache, token)
+                self.peaks["decode"] = peak.take()
+                self.held.append(cache_bytes(cache))
+                del cache
+                peak.take()
+                self._generate(1)
+            else:
+                self.held.append(cache_bytes(self._generate(self.work.new)))
+            self.peaks["first_token"] = peak.take()
+
+    def _prefill(self, chunk: int | None = None) -> tuple[Any, torch.Tensor]:
+        """An empty cache filled with the prompt, in chunks or at once, and the token that follows, [batch, 1]."""
+        cache = self.contender.make(self.tokens, self.work.new)
+        for part in self.ids.split(chunk or self.tokens, 1):
+            output = self.contender.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache, output.logits[:, -1:].argmax(-1)
+
+    def _decode(self, cache: Any, token: torch.Tensor) -> list[float]:
+        """Seconds of each of the decode steps, all of which are greedy and none of which waits for the device."""
+        watch = Stopwatch(self.ids.device)
+        for _ in range(self.work.new):
+            token = self.contender.model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            watch.mark()
+        return watch.spans()
+
+    def _generate(self, new: int) -> Any:
+        """The cache after `generate` made so many tokens."""
+        options = {"max_new_tokens": new, "return_dict_in_generate": True, "attention_mask": torch.ones_like(self.ids)}
+        if self.contender.name != CONVERTED:  # which makes its own
+            options["past_key_values"] = self.contender.make(self.tokens, new)
+        return self.contender.model.generate(self.ids, **options).past_key_values
+
+    def row(self, bandwidth: float) -> Row:
+        """What was found."""
+        about = {"contender": self.contender.name, "tokens": self.tokens, "batch": self.batch}
+        if self.skipped:
+            return Row(**about, skipped=self.skipped)
+        phases = {
+            name: Phase(*quartiles(seconds), count=len(seconds), peak_bytes=self.peaks[name])
+            for name, seconds in self.seconds.items()
+        }
+        return Row(
+            **about,
+            **phases,
+            kv_bytes=self.held[-1],
+            predicted=self.contender.predicted(self.batch, self.tokens, self.work.new),
+            floor=self._step_bytes() / bandwidth if "decode" in phases else None,
+        )
+
+    def _step_bytes(self) -> float:
+        """The least that a decode step reads, in the middle of the steps: weights, and all keys and values.
+
+        Of a converted model those that its cache allocates for so many tokens, of others the mean of what the cache
+        held before and after.
+        """
+        half = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)
+        states = statistics.fmean(self.held) if half is None else half
+        return step_weights(self.contender.model, self.batch) + states

@@ -1,0 +1,86 @@
+"""The most that tensors hold at a time, and what there is room for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a tensor of several others: its own operations on those come here
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self._held() > self.peak:
+            self._forget()
+            self.peak = max(self.peak, self._held())
+        return result
+
+    def take(self) -> int:
+        """The peak since the last call; the next one begins with what is held."""
+        self._forget()
+        peak, self.peak = self.peak, self._held()
+        return peak
+
+    def _forget(self) -> None:
+        """Leave out what is gone."""
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+
+    def _held(self) -> int:
+        return sum(size for _, size in self.storages.values())
+
+
+class CudaBytes:
+    """The same of a CUDA device, by its allocator: beyond what it held when this was entered."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __enter__(self) -> CudaBytes:
+        self.before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def take(self) -> int:
+        """The peak since the last call; the next one begins with what is held."""
+        peak = torch.cuda.max_memory_allocated(self.device) - self.before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+def peak_of(device: torch.device) -> LiveBytes | CudaBytes:
+    """What finds the peak of the work inside."""
+    return CudaBytes(device) if device.type == "cuda" else LiveBytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that tensors can still take on a device."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

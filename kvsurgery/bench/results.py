@@ -1,0 +1,151 @@
+"""`Bench`: what a benchmark measured, as a file that the report and other programs read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.records import write_whole
+
+FILE, TABLE = "bench.json", "bench.csv"
+FORMAT, VERSION = "kvsurgery.bench", 1
+CONVERTED, ORIGINAL = "converted", "original"  # contenders that are always there
+PHASES = ("prefill", "chunked", "first_token", "decode")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a part of the work, and the memory that it takes.
+
+    Attributes:
+        seconds: the median; of decoding, of one step, which is a token of every sequence.
+        low, high: first and third quartile.
+        count: how often it was measured.
+        peak_bytes: the most that tensors held at a time, weights and the prompt's tokens aside.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    count: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one contender, at one length and batch.
+
+    Attributes:
+        contender: its name in `Bench.contenders`.
+        tokens: of each prompt.
+        batch: prompts that are read together.
+        prefill: the prompt's way into an empty cache, in one forward.
+        chunked: the same in chunks of `settings["chunk"]` tokens; None where the prompt is no longer than one.
+        first_token: `generate` with one new token, as a user waits for it.
+        decode: one step; None, as above, of what only `generate` reads, a prompt that REFORM gathers tokens of.
+        kv_bytes: that the cache has allocated for prompt and new tokens.
+        predicted: the same by the config's arithmetic, of the converted model; None of others.
+        floor: seconds that reading what a step needs takes at `Bench.bandwidth`: weights and keys and values.
+        skipped: why nothing was measured; None where something was.
+    """
+
+    contender: str
+    tokens: int
+    batch: int
+    prefill: Phase | None = None
+    chunked: Phase | None = None
+    first_token: Phase | None = None
+    decode: Phase | None = None
+    kv_bytes: int | None = None
+    predicted: int | None = None
+    floor: float | None = None
+    skipped: str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """How much of a decode step the floor is; 1 is as fast as memory."""
+        return self.floor / self.decode.seconds if self.decode and self.floor else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark of one converted checkpoint.
+
+    Attributes:
+        models: by name, "converted" and "original", where their weights were loaded from; the same folder where they
+            share them.
+        command: what was typed, to run it again.
+        settings: the options of the run, defaults among them, and the original's `attention` ("sdpa").
+        versions: of the packages that matter, and the device.
+        checkpoint: `inspection.Facts.to_json()` of the converted checkpoint.
+        weights: bytes of a model's parameters.
+        bandwidth: bytes a second that the device reads, measured in the same run.
+        contenders: names, the converted model's first and the original's second.
+        left_out: contenders that do not run here, and why.
+        rows: by batch, then length, then contender; none is missing, a skipped one says why.
+    """
+
+    models: Mapping[str, str]
+    command: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    checkpoint: Mapping[str, Any]
+    weights: int
+    bandwidth: float
+    contenders: tuple[str, ...]
+    left_out: Mapping[str, str]
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def save(self, folder: Path) -> None:
+        """Write `bench.json` and, for spreadsheets, its rows as `bench.csv`."""
+        write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
+        lines, file = [_flat(row) for row in self.rows], io.StringIO()
+        writer = csv.DictWriter(file, lines[0] if lines else (), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        write_whole(folder / TABLE, file.getvalue())
+
+    @classmethod
+    def load(cls, folder: Path) -> Bench:
+        """Read `bench.json`.
+
+        Raises:
+            KVSurgeryError: it is missing, or not what `save` writes.
+        """
+        path = folder / FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+                raise ValueError("another format or version")
+            rows, contenders = tuple(_row(fields) for fields in content.pop("rows")), tuple(content.pop("contenders"))
+            return cls(**content, contenders=contenders, rows=rows)
+        except OSError as error:
+            raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `kvsurgery bench` first") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise KVSurgeryError(f"{path} is no benchmark that this version wrote: {error}") from error
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    phases = {name: fields.pop(name) for name in PHASES}
+    return Row(**fields, **{name: phase and Phase(**phase) for name, phase in phases.items()})
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """A row of the CSV file: every phase has columns of its own, seconds end in _s; what was not measured is empty."""
+    flat = {"contender": row.contender, "tokens": row.tokens, "batch": row.batch}
+    for name in PHASES:
+        phase = getattr(row, name)
+        seconds = {"_s": "seconds", "_low_s": "low", "_high_s": "high", "_count": "count", "_peak_bytes": "peak_bytes"}
+        flat |= {name + ending: phase and getattr(phase, of) for ending, of in seconds.items()}
+    rest = {name: getattr(row, name) for name in ("kv_bytes", "predicted")}
+    return {**flat, **rest, "floor_s": row.floor, "share_of_floor": row.share, "skipped": row.skipped}

@@ -1,0 +1,195 @@
+"""`kvsurgery bench`: what a converted checkpoint takes of time and memory, beside the original."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvsurgery.cli.options import Several, Tokens
+
+if TYPE_CHECKING:
+    from kvsurgery.bench.results import Bench, Phase, Row
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    metavar="SRC",
+    help="Load the original from here: a folder or a Hub id.  [default: its class over DIR's weights, in memory once]",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run.  [default: cuda where there is one]")
+@click.option(
+    "--lengths",
+    type=Several(Tokens()),
+    help="Tokens of prompts.  [default: 512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, as far as the context goes]",
+)
+@click.option("--batches", type=Several(click.INT), default="1", show_default=True, help="Prompts read together.")
+@click.option(
+    "--new-tokens",
+    "new",
+    type=Tokens(),
+    default=48,
+    show_default=True,
+    help="Decode steps after a prompt; a CUDA graph needs 36.",
+)
+@click.option(
+    "--chunk",
+    type=Tokens(),
+    help="Tokens read at a time, the prefill_chunk_size of `generate`.  [default: 512 on a CPU, 2K on a GPU]",
+)
+@click.option("--rounds", type=int, default=3, show_default=True, help="How often all of it is done, after a warm-up.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write bench.json, bench.csv, bench.png and a page here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    folder: Path,
+    source: str | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure the converted checkpoint DIR beside the original: time, memory, KV bytes.
+
+    Contenders are the converted model, the original with SDPA (eager where it has soft caps) and its DynamicCache, and
+    the original with each backend of transformers' QuantizedCache that is installed (quanto, hqq). They take turns, on
+    prompts of random tokens.
+
+    Figures are medians; of a decode step the first and third quartile stand beside, and how many of them the contender
+    makes while the original makes one. The floor is the time that reading the weights and all keys and values once
+    takes, at the bandwidth that a sum over a large tensor has here. Memory is the most that tensors hold beside the
+    weights.
+
+    Prompts that a checkpoint with a reform profile gathers tokens of go through `generate` and have a time to the first
+    token only.
+
+    The code in DIR is executed: verify it first.
+
+    \b
+    kvsurgery bench ./llama3-duo
+    kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
+    """
+    from transformers.utils import logging
+
+    from kvsurgery import console
+    from kvsurgery.bench.benchmark import benchmark
+    from kvsurgery.cli.verify import source_folder
+    from kvsurgery.errors import Interrupted
+    from kvsurgery.report import write_report
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if out is not None:
+        _check_place(out)
+    original = None if source is None else source_folder(source, folder)
+    command = shlex.join(["kvsurgery", *sys.argv[1:]])
+    try:
+        with console.step_progress("measuring") as advance:
+            found = benchmark(folder, original, command=command, progress=advance, **options)
+    except KeyboardInterrupt:
+        raise Interrupted("nothing is kept") from None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        found.save(out)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _show(found)
+    if out is not None:
+        console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv", markup=False)
+
+
+def _check_place(out: Path) -> None:
+    """Raise OutputError where no folder can be, before anything is measured."""
+    from kvsurgery.errors import OutputError
+
+    there = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise OutputError(f"{there} is not a folder; give another --out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {out}: no permission in {there}")
+
+
+def _show(found: Bench) -> None:
+    """Time and memory as tables, what was left out, and how to measure more."""
+    from kvsurgery import console
+
+    times = {
+        "prefill": lambda row: _milliseconds(row.prefill),
+        "in chunks": lambda row: _milliseconds(row.chunked),
+        "first token": lambda row: _milliseconds(row.first_token),
+        "a step": lambda row: _milliseconds(row.decode),
+        "quartiles": lambda row: f"{1e3 * row.decode.low:.1f}–{1e3 * row.decode.high:.1f}" if row.decode else "-",
+        "x original": lambda row: _times_faster(found, row),
+        "of floor": lambda row: f"{row.share:.1%}" if row.share else "-",
+    }
+    bandwidth, weights = console.size(found.bandwidth), console.size(found.weights)
+    _print(found, f"Milliseconds on {found.versions['device']}, which reads {bandwidth} a second", times)
+    memory = {
+        "KV bytes": lambda row: console.size(row.kv_bytes),
+        "predicted": lambda row: console.size(row.predicted) if row.predicted else "-",
+        "prefill": lambda row: _peak(row.prefill),
+        "in chunks": lambda row: _peak(row.chunked),
+        "first token": lambda row: _peak(row.first_token),
+        "decode": lambda row: _peak(row.decode),
+    }
+    _print(found, f"KV cache, and the most that tensors hold beside {weights} of weights", memory)
+    for line in _notes(found):
+        console.stderr.print(line, markup=False)
+
+
+def _print(found: Bench, title: str, columns: dict[str, Callable[[Row], str]]) -> None:
+    """A table of the rows that were measured."""
+    from kvsurgery import console
+
+    batches = len(found.settings["batches"]) > 1
+    lines, last = [], None
+    for row in found.rows:
+        if row.skipped:
+            continue
+        place = (*[f"{row.batch}"] * batches, f"{row.tokens:,}")
+        said = [""] * len(place) if place == last else place
+        lines.append((*said, row.contender, *(cell(row) for cell in columns.values())))
+        last = place
+    names = [*["batch"] * batches, "tokens", "contender", *columns]
+    console.stdout.print(console.table(title, names, lines, left=2 + batches))
+
+
+def _notes(found: Bench) -> Iterator[str]:
+    """What was not measured, and how to measure more."""
+    for name, reason in found.left_out.items():
+        yield f"left out: {name}: {reason}"
+    for row in found.rows:
+        if row.skipped:
+            yield f"not measured: {row.contender} at {row.batch} x {row.tokens:,} tokens: {row.skipped}"
+    rounds, chunk = found.settings["rounds"], found.settings["chunk"]
+    counted = "one round" if rounds == 1 else f"{rounds} rounds"
+    yield f"medians of {counted}, chunks of {chunk:,} tokens; --lengths, --batches and --rounds measure more"
+
+
+def _times_faster(found: Bench, row: Row) -> str:
+    """How many steps this contender makes while the original makes one."""
+    from kvsurgery.bench.results import ORIGINAL
+
+    [original] = (
+        other.decode
+        for other in found.rows
+        if (other.contender, other.tokens, other.batch) == (ORIGINAL, row.tokens, row.batch)
+    )
+    return f"{original.seconds / row.decode.seconds:.2f}" if original and row.decode else "-"
+
+
+def _milliseconds(phase: Phase | None) -> str:
+    return f"{1e3 * phase.seconds:,.1f}" if phase else "-"
+
+
+def _peak(phase: Phase | None) -> str:
+    from kvsurgery import console
+
+    return console.size(phase.peak_bytes) if phase else "-"

@@ -1,0 +1,111 @@
+"""`kvsurgery eval`: what a converted checkpoint keeps of the original's answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvsurgery.cli.tasks import run_options, task_options, tasks_of
+
+if TYPE_CHECKING:
+    from kvsurgery.evaluate.results import Interval, Results, TaskResult
+
+
+@click.command("eval")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--source", metavar="SRC", help="The original, to compare with: a folder or a Hub id.  [default: none]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="report",
+    show_default=True,
+    help="Where everything is written; what was interrupted goes on there.",
+)
+@task_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as_json: bool, **options: Any) -> None:
+    """Ask the converted checkpoint DIR, and the original, the same questions, and compare the answers.
+
+    Everything is decoded through the KV cache: the prompt first, but for its last 50 tokens where answers are short,
+    then token by token. Perplexity is measured so too.
+
+    OUT then holds the prompts (samples.jsonl), each model's answers, results.json, and a page that shows them. The same
+    command goes on where it was interrupted. The code in DIR is executed: verify it first.
+
+    needle, passkey, perplexity and ruler are made here, in words that the tokenizer has to know; babilong and longbench
+    are read. Processes that torchrun starts share the samples.
+
+    \b
+    kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
+    kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
+    torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
+    """
+    from transformers.utils import logging
+
+    from kvsurgery import console
+    from kvsurgery.cli.verify import source_folder
+    from kvsurgery.evaluate.checkpoint import is_converted
+    from kvsurgery.evaluate.processes import is_first
+    from kvsurgery.evaluate.runner import CONVERTED, ORIGINAL, evaluate
+    from kvsurgery.report import write_report
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tasks, run = tasks_of(ctx), run_options(ctx)
+    if is_converted(folder):
+        models = {CONVERTED: folder}
+        if source is not None:
+            models = {ORIGINAL: source_folder(source, folder), **models}
+    elif source is None:
+        models = {ORIGINAL: folder}
+    else:
+        raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
+    command = shlex.join(["kvsurgery", *sys.argv[1:]])
+    with console.step_progress("evaluating") as advance:
+        results = evaluate(models, tasks, out, run, device=options["device"], command=command, progress=advance)
+    if not is_first():
+        return
+    if (ruler := tasks.get("ruler")) is not None and ruler.tasks is None:
+        for name, reason in ruler.left_out.items():
+            console.stderr.print(f"ruler/{name} is left out: {reason}", markup=False)
+    page = write_report(out)
+    console.stderr.print(f"wrote {page}, and results.json beside it", markup=False)
+    if as_json:
+        click.echo(json.dumps(asdict(results), indent=2))
+    else:
+        _show(results)
+
+
+def _show(results: Results) -> None:
+    """The scores as a table, and what was left out."""
+    from kvsurgery import console
+
+    names = [*results.models]
+    columns = ["task", "metric", "samples", *names, *(["difference [95%]"] if len(names) == 2 else [])]
+    rows = [(task.task, task.metric, task.count, *_cells(task, names)) for task in results.tasks]
+    console.stdout.print(console.table("Scores", columns, rows, left=2))
+    for task in {task.task: task for task in results.tasks}.values():
+        for reason, count in task.skipped.items():
+            console.stderr.print(f"{task.task}: {count} samples left out, {reason}", markup=False)
+
+
+def _cells(task: TaskResult, names: list[str]) -> Iterator[str]:
+    """Shares as percentages, and their differences as points of these."""
+    factor, digits, unit = (1, 3, "") if task.metric == "perplexity" else (100, 1, "%")
+    for name in names:
+        yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else "-"
+    if len(names) == 2:
+        yield _signed(task.difference, factor, digits) if task.difference else "-"
+
+
+def _signed(difference: Interval, factor: int, digits: int) -> str:
+    mean, low, high = (f"{factor * value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+    return f"{mean} [{low}, {high}]"

@@ -1,0 +1,117 @@
+"""A batch of samples and a model: what it says to each, how right that is, or why it says nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsurgery.evaluate import decoding
+from kvsurgery.evaluate.sample import Sample
+from kvsurgery.text.metrics import METRICS
+
+TOKEN_ACCURACY = "token_accuracy"
+
+
+@dataclass(frozen=True, eq=False)
+class Respondent:
+    """A model that is asked.
+
+    Attributes:
+        tokenizer: by which its answers are spelt.
+        chunk: tokens of a prompt that it reads at once. None: all.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chunk: int | None = None
+
+    def records(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
+        """A record of each sample, as a file of answers has it.
+
+        What is longer than the model's context is skipped. A batch that runs out of memory is read sample by sample,
+        and a sample that does so alone is skipped.
+
+        Args:
+            batch: of one task, read alike (`Sample.kind`).
+            report: called with what is under way, now and then.
+        """
+        records = [_skipped(sample, reason) for sample in batch if (reason := self.beyond(sample))]
+        fitting = [sample for sample in batch if not self.beyond(sample)]
+        if not fitting:
+            return records
+        try:
+            return records + self._responses(fitting, report)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+        # only here, where nothing holds the frames of the failure any longer
+        free()
+        if len(fitting) == 1:
+            return [*records, _skipped(fitting[0], "out of memory")]
+        return records + [record for sample in fitting for record in self.records([sample], report)]
+
+    def beyond(self, sample: Sample) -> str | None:
+        """Why a sample is too long, if it is. What REFORM reads may be longer than the context."""
+        positions = self.model.config.get_text_config().max_position_embeddings
+        prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
+        if budget is not None and not sample.continuation:
+            prompt = min(prompt, budget)
+        if prompt + sample.limit <= positions:
+            return None
+        return f"prompt and answer are beyond {positions} positions"
+
+    def _responses(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
+        first, rows = batch[0], [sample.tokens for sample in batch]
+        report(first.task)
+        if first.continuation:
+
+            def step(done: int) -> None:
+                report(f"{first.task}, token {done} of {first.continuation}")
+
+            losses = decoding.mean_nll(self.model, rows, first.continuation, chunk=self.chunk, progress=step)
+            return [{**_record(sample), "nll": nll} for sample, nll in zip(batch, losses, strict=True)]
+        limit = max(sample.limit for sample in batch)
+        said = decoding.answers(self.model, self.tokenizer, rows, limit, stops=first.stops, chunk=self.chunk)
+        return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
+
+    def _answered(self, sample: Sample, tokens: Sequence[int]) -> dict[str, Any]:
+        """An answer, cut at the sample's own limit and before what stops it, and its scores."""
+        tokens = tokens[: sample.limit]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True).lstrip("\n")
+        ends = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
+        text = text[: min(ends, default=len(text))].rstrip()
+        scores = {metric: score(metric, sample, text, tokens) for metric in sample.metrics}
+        return {**_record(sample), "answer": text, "tokens": tokens, "scores": scores}
+
+
+def score(metric: str, sample: Sample, text: str, tokens: Sequence[int]) -> float:
+    """How right an answer is, 0 to 1."""
+    if metric == TOKEN_ACCURACY:
+        right = sample.answer_tokens.tolist()
+        return sum(said == token for said, token in zip(tokens, right, strict=False)) / len(right)
+    return float(METRICS[metric](text, sample.answers, sample.choices))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on a device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def free() -> None:
+    """Give back what nothing refers to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _record(sample: Sample) -> dict[str, Any]:
+    return {"task": sample.task, "sample": sample.name}
+
+
+def _skipped(sample: Sample, reason: str) -> dict[str, Any]:
+    return {**_record(sample), "skipped": reason}

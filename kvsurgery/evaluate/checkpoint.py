@@ -1,0 +1,104 @@
+"""Checkpoints to evaluate, original or converted: who reads, what runs, and how one is known again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from blake3 import blake3
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
+from kvsurgery.emit.config import auto_class
+from kvsurgery.emit.provenance import PROVENANCE
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.evaluate.sample import Reader
+from kvsurgery.plan.family import Family
+
+GENERATION_CONFIG = "generation_config.json"
+SAMPLED = 256  # bytes of every tensor, by which a checkpoint is known again
+
+
+def is_converted(folder: str | Path) -> bool:
+    """Whether a folder's config.json says that its heads were converted.
+
+    Raises:
+        CheckpointError: there is no config.json.
+    """
+    return "kv_surgery" in read_config(folder)
+
+
+def reader_of(folder: str | Path, seed: int = 0) -> Reader:
+    """Whom questions to a checkpoint are written for.
+
+    Raises:
+        UnsupportedModel: it has no tokenizer.
+        CheckpointError: its config.json cannot be used.
+    """
+    read_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed)
+
+
+def load(folder: str | Path, *, device: str, dtype: str = "auto") -> PreTrainedModel:
+    """A model in evaluation mode that decodes greedily, whatever its checkpoint samples with, up to its end tokens.
+
+    Of a converted checkpoint the emitted code runs. Stock models with a soft cap run eager, since SDPA leaves it out.
+
+    Args:
+        dtype: of the weights; "auto" is the checkpoint's.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+        UnsupportedModel: a family without a patch.
+    """
+    config = read_config(folder)
+    converted = "kv_surgery" in config
+    options = {"trust_remote_code": True} if converted else {}
+    if not converted and config.get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"
+    name = auto_class(config) if converted else [*Family.of(config).classes][-1]
+    try:
+        model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(f"the weights of {folder} do not fit on {device}; try --dtype bfloat16") from error
+    stated = model.generation_config
+    ends = stated.eos_token_id if isinstance(stated.eos_token_id, list) else [stated.eos_token_id]
+    ends = [token for token in ends if token is not None]
+    pad = stated.pad_token_id if stated.pad_token_id is not None else [*ends, 0][0]
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad)
+    return model
+
+
+def fingerprint(folder: str | Path) -> str:
+    """A hash of a checkpoint's configs and provenance, its headers and the first bytes of every tensor.
+
+    Raises:
+        CheckpointError, UnsupportedModel: it is malformed, or has no safetensors weights.
+    """
+    folder, digest = Path(folder), blake3()
+    for name in (CONFIG, GENERATION_CONFIG, PROVENANCE):
+        if (folder / name).exists():
+            digest.update((folder / name).read_bytes())
+    for shard in read_weights(folder)[0]:
+        digest.update(shard.header)
+        with open(shard.path, "rb") as file:
+            for tensor in shard.tensors:
+                file.seek(tensor.start)
+                digest.update(file.read(min(SAMPLED, tensor.size)))
+    return digest.hexdigest()[:32]
+
+
+def _tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # what transformers raises where there is none differs by family and version
+        raise UnsupportedModel(
+            f"{folder} has no tokenizer that can be loaded; put the original's tokenizer files into it"
+        ) from error

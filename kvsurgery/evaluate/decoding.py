@@ -1,0 +1,184 @@
+"""Answers and likelihoods through the KV cache, as they are when a model is deployed.
+
+A single forward over all tokens would see no eviction, no budget and no quantised state. Here the prompt goes through
+the cache, and what follows token by token. Where answers are short, so do the last 50 tokens of the prompt, as in the
+appendix of DuoAttention (Xiao et al. 2024): else the first tokens of an answer, often all that there are, would come
+from the prefill alone. Budgeted heads choose at the end of the whole prompt, with the question in sight, as HeadKV (Fu
+et al. 2024) has it: the cache is told where that is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from kvsurgery.evaluate.sample import SHORT
+
+LAST = 50  # tokens of a prompt that come one by one before a short answer
+REPORTED = 16  # steps between two calls of `progress`
+
+
+class Reading:
+    """Sequences on their way through a model's KV cache.
+
+    Args:
+        rows: int64 [tokens] each; shorter ones are padded on the left.
+        prompt: columns of the prompt, padding included.
+        capacity: columns that there will be, answers included.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: Sequence[np.ndarray], prompt: int, capacity: int):
+        self.model = model
+        self.ids, self.mask = left_padded(rows, model)
+        self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        self.cache, self.seen = empty_cache(model, prompt, capacity), 0
+
+    def feed(self, tokens: int) -> torch.Tensor:
+        """Read so many more columns; logits of the last one, float32 [batch, vocabulary]."""
+        stop = self.seen + tokens
+        output = self.model(
+            self.ids[:, self.seen : stop],
+            attention_mask=self.mask[:, :stop],
+            position_ids=self.positions[:, self.seen : stop],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache, self.seen = output.past_key_values, stop
+        return output.logits[:, -1].float()
+
+    def prefill(self, tokens: int, chunk: int | None = None) -> torch.Tensor:
+        """The same of many columns, `chunk` of them at once."""
+        chunk = chunk or tokens
+        for start in range(0, tokens, chunk):
+            logits = self.feed(min(chunk, tokens - start))
+        return logits
+
+
+@torch.inference_mode()
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[np.ndarray],
+    limit: int,
+    *,
+    stops: Sequence[str] = (),
+    chunk: int | None = None,
+) -> list[list[int]]:
+    """Greedy answers to a batch of prompts, without the end token; a text that stops one is still in it.
+
+    A prompt that the checkpoint reads by REFORM goes to `generate` as it is.
+
+    Args:
+        prompts: int64 [tokens] each, two or more.
+        limit: tokens of an answer, at most; up to `SHORT`, the last tokens of the prompts come one by one.
+        stops: texts, any of which ends an answer.
+        chunk: tokens of a prompt that are read at once. Default: all.
+    """
+    longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+    gathered = recompute_budget(model) is not None and longest > recompute_budget(model)
+    if gathered:
+        ids, mask = left_padded(prompts, model)
+        begun = {}
+    else:
+        reading = Reading(model, prompts, longest, longest + limit)
+        ids, mask = reading.ids, reading.mask
+        # generate reads the last token; every row has one before those that come one by one
+        singly = min(LAST, shortest - 1) if limit <= SHORT else 1
+        reading.prefill(longest - singly, chunk)
+        for _ in range(singly - 1):
+            reading.feed(1)
+        begun = {"past_key_values": reading.cache}
+    stopping = StopsAtText(tokenizer, stops)
+    criteria = StoppingCriteriaList([stopping] if stops else [])
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=limit, stopping_criteria=criteria, **begun)
+    ends = set(model.generation_config.eos_token_id or ())
+    # what follows in a row that has ended is padding
+    said = (row[: stopping.lengths.get(number)] for number, row in enumerate(output[:, longest:].tolist()))
+    return [list(takewhile(lambda token: token not in ends, row)) for row in said]
+
+
+@torch.inference_mode()
+def mean_nll(
+    model: PreTrainedModel,
+    rows: Sequence[np.ndarray],
+    continuation: int,
+    *,
+    chunk: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Mean negative log-likelihood, in nats, of the last `continuation` tokens of each row.
+
+    The tokens before them are the prompt; they themselves are read one at a time.
+
+    Args:
+        rows: int64 [tokens] each, more than `continuation`.
+        chunk: tokens of the prompt that are read at once. Default: all.
+        progress: called with the steps done, now and then.
+    """
+    columns = max(map(len, rows))
+    prompt = columns - continuation
+    reading = Reading(model, rows, prompt, columns)
+    logits, losses = reading.prefill(prompt, chunk), []
+    for column in range(prompt, columns):
+        losses.append(F.cross_entropy(logits, reading.ids[:, column], reduction="none"))
+        if progress is not None and (column + 1 - prompt) % REPORTED == 0:
+            progress(column + 1 - prompt)
+        if column + 1 < columns:
+            logits = reading.feed(1)
+    return torch.stack(losses).double().mean(0).tolist()
+
+
+class StopsAtText(StoppingCriteria):
+    """Ends the rows whose answer holds one of some texts; space that an answer begins with does not count.
+
+    `lengths` has the tokens of each of those rows' answers.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]):
+        self.tokenizer, self.stops, self.start = tokenizer, stops, None
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.start is None:  # the prompt is what was there before the first token, gathered or not
+            self.start = input_ids.shape[1] - 1
+        said = self.tokenizer.batch_decode(input_ids[:, self.start :])
+        for row, text in enumerate(said):
+            if any(stop in text.lstrip() for stop in self.stops):
+                self.lengths.setdefault(row, input_ids.shape[1] - self.start)
+        return torch.tensor([row in self.lengths for row in range(len(said))], device=input_ids.device)
+
+
+def left_padded(rows: Sequence[np.ndarray], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and padding mask, int64 [batch, tokens], on the model's device."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), model.generation_config.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, width - len(tokens) :] = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        mask[row, width - len(tokens) :] = 1
+    return ids.to(model.device), mask.to(model.device)
+
+
+def empty_cache(model: PreTrainedModel, prompt: int, capacity: int) -> Any:
+    """The cache of an emitted model, told how long the prompt is and what follows. None: stock models make theirs."""
+    if getattr(model.config, "kv_surgery", None) is None:
+        return None
+    # the emitted files lie beside each other
+    module = importlib.import_module(f"{type(model).__module__.rpartition('.')[0]}.kv_cache")
+    cache = module.KVSurgeryCache(model.config, capacity)
+    cache.expect_prompt(prompt)
+    return cache
+
+
+def recompute_budget(model: PreTrainedModel) -> int | None:
+    """Tokens of a prompt up to which a REFORM checkpoint reads it as any other does; None: it is none."""
+    reform = (getattr(model.config, "kv_surgery", None) or {}).get("reform")
+    return reform and reform["recompute_budget"]

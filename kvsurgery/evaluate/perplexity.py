@@ -1,0 +1,66 @@
+"""Perplexity of text through the cache: a prefill, then every token of what follows read by itself.
+
+One forward over all tokens would see no eviction, no budget and no quantised state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsurgery.errors import TextError
+from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.score.retrieval import default_lengths
+from kvsurgery.text.haystack import Haystack, first_tokens
+
+TEXTS = 8  # of text without end, how many pieces are drawn from
+
+
+@dataclass(frozen=True)
+class PerplexityTask:
+    """Pieces of a text, of which the last tokens are measured.
+
+    Attributes:
+        lengths: of whole pieces, in tokens. None: as `NeedleTask` has them.
+        continuation: tokens at the end of a piece that are measured.
+        pieces: of each length, from anywhere in the text.
+        text: a file, a dataset's id such as WikiText's or PG-19's, or None for generated text.
+    """
+
+    lengths: tuple[int, ...] | None = None
+    continuation: int = 256
+    pieces: int = 10
+    text: str | None = None
+
+    def samples(self, reader: Reader) -> Iterator[Sample]:
+        """Piece by piece, of all lengths each; those of one number end at the same token, so that lengths compare.
+
+        Raises:
+            TextError: a number is out of range, or the text is unknown to the tokenizer or too short.
+        """
+        start, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        if self.continuation < 1 or self.pieces < 1:
+            raise TextError(
+                f"perplexity is of 1 token or more, in 1 piece or more; got {self.continuation} in {self.pieces}"
+            )
+        if min(lengths) <= self.continuation + len(start):
+            raise TextError(
+                f"a piece of {min(lengths)} tokens has none before the {self.continuation} that are measured; "
+                "give longer --lengths, or a shorter --continuation"
+            )
+        longest = max(lengths)
+        needed = longest * (TEXTS if self.text is None else 1)
+        haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
+        for number in range(self.pieces):
+            piece = haystack.piece(np.random.default_rng([reader.seed, number]), longest - len(start))
+            for length in lengths:
+                yield Sample(
+                    task="perplexity",
+                    name=f"{length}/{number}",
+                    tokens=np.concatenate([start, piece[len(piece) + len(start) - length :]]).astype(np.int64),
+                    metric="perplexity",
+                    continuation=self.continuation,
+                    facts={"tokens": length},
+                )

@@ -1,0 +1,149 @@
+"""Files of an evaluation: they outlive a kill, and say what they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from blake3 import blake3
+from transformers import PreTrainedTokenizerBase
+
+from kvsurgery import __version__
+from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.evaluate.sample import Sample
+
+SETTINGS = "settings.json"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file, none of an absent one. A torn last line is cut off the file.
+
+    Raises:
+        KVSurgeryError: a line before it is no JSON object.
+    """
+    if not path.exists():
+        return []
+    whole, end, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        os.truncate(path, len(whole) + len(end))
+    records = []
+    for number, line in enumerate(whole.split(b"\n") if end else [], 1):
+        try:
+            records.append(json.loads(line))
+            if not isinstance(records[-1], dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            raise KVSurgeryError(f"{path}, line {number} is damaged: {error}; remove the file to run anew") from error
+    return records
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append records to a JSONL file."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(lines(records))
+
+
+def lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as JSONL."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file that is there with all of its content, or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(content, encoding="utf-8")
+    os.replace(part, path)
+
+
+def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A sample as `samples.jsonl` has it: what is asked and what is right; token ids by their number and hash."""
+    tokens = np.ascontiguousarray(sample.tokens, dtype=np.int64)
+    right = {} if sample.answer_tokens is None else {"answer_tokens": sample.answer_tokens.tolist()}
+    return {
+        "task": sample.task,
+        "sample": sample.name,
+        "facts": dict(sample.facts),
+        "metrics": list(sample.metrics),
+        "answers": list(sample.answers),
+        **right,
+        "limit": sample.limit,
+        "continuation": sample.continuation,
+        "stops": list(sample.stops),
+        "tokens": len(tokens),
+        "tokens_hash": blake3(tokens.tobytes()).hexdigest()[:32],
+        "prompt": tokenizer.decode(tokens, clean_up_tokenization_spaces=False),
+    }
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of what answers depend on."""
+    kind = torch.device(device).type
+    return {
+        "kvsurgery": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+    }
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """`settings.json` of an evaluation.
+
+    Raises:
+        OutputError: it is no such file.
+    """
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings["models"], dict) or not isinstance(settings["versions"], dict):
+            raise ValueError("no models or no versions")
+    except (ValueError, TypeError, KeyError) as error:
+        raise OutputError(f"{path} is no settings of an evaluation: {error}; give another folder") from error
+    return settings
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write `settings.json`."""
+    write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Check that a folder holds an evaluation with these settings, models aside.
+
+    Raises:
+        OutputError: it does not; the line names what differs.
+    """
+    for name, old, new in _differences(read_settings(folder), {**settings, "models": ...}):
+        if name == "samples":
+            raise OutputError(
+                f"{folder} holds an evaluation of other samples by the same settings: the tokenizer, or a file that "
+                "they are made from, has changed; give another folder"
+            )
+        if not name.startswith("models"):
+            raise OutputError(
+                f"{folder} holds an evaluation with {name} {_short(old)}, this one has {_short(new)}; give another "
+                "folder, or the same settings"
+            )
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Names, old and new values of what differs, as far down as both are objects."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,150 @@
+"""Rows of a benchmark's data: of a local file or folder, or of a dataset on the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from kvsurgery import hub
+from kvsurgery.errors import TextError
+
+ENDINGS = (".jsonl", ".json")
+LONGEST_LINE = 1 << 26  # characters
+LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
+KINDS = {str: "text", int: "a whole number", list: "a list of texts"}
+
+Fields = Mapping[str, type]  # str, int or list (of texts) by name
+
+
+def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows, each with the fields that are asked for; they may have more. They are read as they are taken.
+
+    Args:
+        source: a JSONL file, a JSON file with a list, or a dataset's id.
+        fields: and their types.
+        config, split: of a dataset.
+
+    Raises:
+        TextError: it cannot be read, a field is missing or of another type, or there are no rows. The line says where.
+    """
+    path, number = Path(source), 0
+    if path.is_file():
+        rows = _json_rows(path) if _begins_with(path, "[") else _lines(path)
+    elif hub.is_repo_id(source) and not path.exists():
+        rows = _dataset_rows(source, config, split)
+    else:
+        raise TextError(f"cannot read rows of {source}: there is no such file, and it is no Hub id of a dataset")
+    for number, (place, row) in enumerate(rows, 1):  # noqa: B007  (counted)
+        _check(row, fields, place)
+        yield row
+    if not number:
+        raise TextError(f"{source} holds no rows")
+
+
+def in_folder(source: str, name: str) -> str:
+    """The file of a name in a folder, with either ending; a source that is no folder as it is.
+
+    Raises:
+        TextError: the folder has no such file.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return source
+    for ending in ENDINGS:
+        if (path := folder / f"{name}{ending}").is_file():
+            return str(path)
+    raise TextError(f"{folder} has no {' or '.join(name + ending for ending in ENDINGS)}")
+
+
+def read_json(path: str | Path) -> Any:
+    """Content of a JSON file of at most 256 MiB.
+
+    Raises:
+        TextError: it cannot be read, is larger, or is not JSON.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; give JSON lines, or fewer of them")
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise TextError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{path} is not JSON: {error}") from error
+
+
+def _begins_with(path: Path, character: str) -> bool:
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            return file.read(1 << 10).lstrip()[:1] == character
+    except OSError as error:
+        raise TextError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json_rows(path: Path) -> Iterable[tuple[str, Any]]:
+    return ((f"{path}, row {number}", row) for number, row in enumerate(read_json(path), 1))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
+            for number in count(1):
+                line, place = file.readline(LONGEST_LINE), f"{path}, line {number}"
+                if not line:
+                    return
+                if len(line) == LONGEST_LINE:
+                    raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is no row")
+                if line.strip():
+                    yield place, _parsed(line, place)
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise TextError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parsed(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{place}: not JSON: {error}") from error
+
+
+def _dataset_rows(source: str, config: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Only the rows that are taken are downloaded."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise TextError(
+            f"{source} is no file, and to read a dataset `datasets` is needed: pip install 'kvsurgery[eval]'"
+        ) from error
+    try:
+        rows = iter(load_dataset(source, config, split=split, streaming=True))
+        for number in count(1):
+            if (row := next(rows, None)) is None:
+                return
+            yield f"{source} {config}/{split}, row {number}", row
+    except Exception as error:  # whatever the library or the network raises
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TextError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
+
+
+def _check(row: Any, fields: Fields, place: str) -> None:
+    if not isinstance(row, dict):
+        raise TextError(f"{place}: not a JSON object with the fields {', '.join(fields)}")
+    for name, kind in fields.items():
+        if name not in row:
+            raise TextError(f"{place}: `{name}` is missing; the fields are {', '.join(fields)}")
+        value = row[name]
+        texts = kind is not list or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        if not isinstance(value, kind) or isinstance(value, bool) or not texts:
+            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

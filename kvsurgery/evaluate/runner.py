@@ -1,0 +1,310 @@
+"""Run tasks on checkpoints: the same tokens for each, answers kept as they come, scores compared by sample."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
+from kvsurgery.evaluate.answering import Respondent, free
+from kvsurgery.evaluate.checkpoint import fingerprint, load, reader_of
+from kvsurgery.evaluate.processes import Processes, started_processes
+from kvsurgery.evaluate.records import (
+    SETTINGS,
+    append_lines,
+    check_settings,
+    lines,
+    prompt_record,
+    read_lines,
+    read_settings,
+    versions,
+    write_settings,
+    write_whole,
+)
+from kvsurgery.evaluate.results import Results
+from kvsurgery.evaluate.sample import Reader, Sample, Task
+from kvsurgery.evaluate.statistics import task_result
+from kvsurgery.inspection import inspect_checkpoint
+
+SAMPLES = "samples.jsonl"
+ORIGINAL, CONVERTED = "original", "converted"
+
+Progress = Callable[[int, int | None, str], None]  # samples done, of how many if known, and what is under way
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an evaluation runs.
+
+    Attributes:
+        limit: samples of a task at most, the first ones. None: all.
+        batch: samples that are read at once, padded on the left; those of a task that are alike in length.
+        chunk: tokens of a prompt that are read at once. None: all.
+        seed: of all that is drawn.
+        dtype: of the weights; "auto" is the checkpoint's.
+
+    Raises:
+        KVSurgeryError: a number is out of range.
+    """
+
+    limit: int | None = None
+    batch: int = 1
+    chunk: int | None = None
+    seed: int = 0
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "batch", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise KVSurgeryError(f"{name} must be 1 or more, got {value}")
+        if self.seed < 0:
+            raise KVSurgeryError(f"seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Samples, and the answers of any number of models to them, in a folder. What is there is not computed again.
+
+    The folder holds `settings.json`, `samples.jsonl` (the prompts), and `answers-NAME.jsonl` of each model, to which a
+    batch's answers are appended once all of them are there. Batches depend on samples and options alone, so that a run
+    that was killed and goes on gives what one run gives. Several processes call the same methods and share the batches;
+    the first one writes.
+    """
+
+    folder: Path
+    samples: tuple[Sample, ...]
+    reader: Reader
+    options: Options
+    tasks: Mapping[str, Any]
+    processes: Processes
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        checkpoint: str | Path,
+        tasks: Mapping[str, Task],
+        options: Options = Options(),
+        processes: Processes = Processes(),  # noqa: B008  (frozen)
+        progress: Progress | None = None,
+    ) -> Evaluation:
+        """Make the samples, and begin or go on in a folder.
+
+        Args:
+            checkpoint: whose tokenizer and context the samples are made for.
+            tasks: by name.
+
+        Raises:
+            KVSurgeryError: a task has no samples or cannot make them; the folder cannot be used, or holds an evaluation
+                with other settings.
+        """
+        with processes.first():
+            reader = reader_of(checkpoint, options.seed)
+            samples = []
+            for sample in taken(tasks, reader, options.limit):
+                samples.append(sample)
+                if progress is not None and processes.rank == 0:
+                    progress(len(samples), None, f"prompts of {sample.task}")
+        described = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
+        made = cls(Path(folder), tuple(samples), reader, options, described, processes)
+        with processes.first():
+            if processes.rank == 0:
+                made._begin()
+        return made
+
+    def answer(self, name: str, checkpoint: str | Path, progress: Progress | None = None) -> None:
+        """Let a model answer what it has not answered yet.
+
+        A sample that is longer than the model's context, or that runs out of memory by itself, is skipped, and the
+        reason is kept.
+
+        Args:
+            name: of its answers.
+
+        Raises:
+            KVSurgeryError: it cannot be loaded, has another vocabulary, or the folder has answers of another model by
+                this name.
+        """
+        with self.processes.first():
+            if self.processes.rank == 0:
+                self._enter(name, checkpoint)
+            done = self._answers(name).keys()
+        batches = [batch for batch in self.batches if not all(sample.key in done for sample in batch)]
+        if not batches:
+            return
+        with self.processes.first():
+            model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype)
+        if (rows := model.config.get_text_config().vocab_size) != self.reader.vocabulary:
+            raise KVSurgeryError(
+                f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
+                "it is of another model"
+            )
+        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk)
+        count = sum(sample.key in done for sample in self.samples)
+        rank, world = self.processes.rank, self.processes.world
+
+        def report(note: str) -> None:
+            if progress is not None and rank == 0:
+                progress(count, len(self.samples), f"{name}: {note}")
+
+        for start in range(0, len(batches), world):
+            mine = batches[start + rank] if start + rank < len(batches) else []
+            gathered = self.processes.gather(respondent.records(mine, report))
+            fresh = [record for record in gathered if (record["task"], record["sample"]) not in done]
+            if rank == 0:
+                append_lines(self._path(name), fresh)
+            count += len(fresh)
+            report(batches[start][0].task)
+        del respondent, model
+        free()
+
+    def results(self, models: Mapping[str, str], command: str = "") -> Results:
+        """What the answers come to.
+
+        Args:
+            models: the names of answers that are the "original" and the "converted" ones, or of one of them.
+            command: what was typed.
+
+        Raises:
+            KVSurgeryError: a model has not answered all samples.
+        """
+        settings = read_settings(self.folder)
+        answers = {role: self._answers(name) for role, name in models.items()}
+        for name, records in zip(models.values(), answers.values(), strict=True):
+            if missing := sum(sample.key not in records for sample in self.samples):
+                raise KVSurgeryError(f"{self.folder}: {name} has not answered {missing} of {len(self.samples)} samples")
+        known = {role: settings["models"][name] for role, name in models.items()}
+        by_metric: dict[tuple[str, str], list[Sample]] = {}
+        for sample in self.samples:
+            for metric in sample.metrics:
+                by_metric.setdefault((sample.task, metric), []).append(sample)
+        return Results(
+            models={role: facts["path"] for role, facts in known.items()},
+            command=command,
+            settings={**asdict(self.options), "tasks": self.tasks},
+            versions=settings["versions"],
+            checkpoint=known[[*known][-1]]["checkpoint"],
+            tasks=tuple(
+                task_result(task, metric, samples, answers, self.options.seed)
+                for (task, metric), samples in by_metric.items()
+            ),
+        )
+
+    @property
+    def batches(self) -> list[list[Sample]]:
+        """Samples that are read at once: of one task, read alike, and next to each other in length."""
+        kinds: dict[tuple, list[Sample]] = {}
+        for sample in sorted(self.samples, key=lambda sample: len(sample.tokens)):
+            kinds.setdefault(sample.kind, []).append(sample)
+        order = dict.fromkeys(sample.kind for sample in self.samples)
+        size = self.options.batch
+        return [kinds[kind][start : start + size] for kind in order for start in range(0, len(kinds[kind]), size)]
+
+    def _answers(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(record["task"], record["sample"]): record for record in read_lines(self._path(name))}
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"answers-{name}.jsonl"
+
+    def _begin(self) -> None:
+        """Write settings and samples, or check that they are these."""
+        content = lines(prompt_record(sample, self.reader.tokenizer) for sample in self.samples)
+        settings = {
+            "tasks": self.tasks,
+            "options": asdict(self.options),
+            "versions": versions(self.processes.device),
+            "samples": blake3(content.encode()).hexdigest()[:32],
+        }
+        try:
+            if (self.folder / SETTINGS).exists():
+                check_settings(self.folder, settings)
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / SAMPLES, content)
+            write_settings(self.folder, {**settings, "models": {}})
+        except OSError as error:
+            raise OutputError(f"cannot write {self.folder}: {error.strerror}") from error
+
+    def _enter(self, name: str, checkpoint: str | Path) -> None:
+        """Note which model a name stands for, or check that it is this one."""
+        settings, known = read_settings(self.folder), fingerprint(checkpoint)
+        found = settings["models"].get(name)
+        if found is None:
+            facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()
+            settings["models"][name] = {"path": str(checkpoint), "fingerprint": known, "checkpoint": facts}
+            write_settings(self.folder, settings)
+        elif found["fingerprint"] != known:
+            raise OutputError(
+                f"{self.folder} holds answers of another {name} model, {found['path']}: {checkpoint} has other "
+                "weights, configs or heads; give another folder"
+            )
+
+
+def evaluate(
+    models: Mapping[str, str | Path],
+    tasks: Mapping[str, Task],
+    folder: str | Path,
+    options: Options = Options(),
+    *,
+    device: str | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Results:
+    """Run tasks on one or two models, "original" and "converted", and write `results.json`.
+
+    For many converted models with the same samples, use an `Evaluation`: it lets the original answer once.
+
+    Args:
+        models: folders by name.
+        tasks: by name.
+        folder: where everything is written; an evaluation that was interrupted there goes on.
+        device: default is CUDA where there is one.
+        command: what was typed, for the results.
+
+    Raises:
+        KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
+        Interrupted: Ctrl-C.
+    """
+    with started_processes(device) as processes:
+        try:
+            evaluation = Evaluation.open(folder, next(iter(models.values())), tasks, options, processes, progress)
+            for name, checkpoint in models.items():
+                evaluation.answer(name, checkpoint, progress)
+        except KeyboardInterrupt:
+            raise Interrupted() from None
+        with processes.first():
+            results = evaluation.results({name: name for name in models}, command)
+            if processes.rank == 0:
+                results.save(evaluation.folder)
+        return results
+
+
+def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
+    """The samples of all tasks; of each `Sample.task`, the first ones up to a limit.
+
+    Raises:
+        KVSurgeryError: there is no task, one has no samples, or two samples have one name.
+    """
+    if not tasks:
+        raise KVSurgeryError("there is no task to run; name some, such as needle")
+    counts: Counter[str] = Counter()
+    seen: set[tuple[str, str]] = set()
+    for name, task in tasks.items():
+        before = len(seen)
+        for sample in task.samples(reader):
+            if counts[sample.task] == limit:
+                continue
+            if sample.key in seen:
+                raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
+            seen.add(sample.key)
+            counts[sample.task] += 1
+            yield sample
+        if len(seen) == before:
+            raise KVSurgeryError(f"{name} has no samples; check its options and files")

@@ -1,0 +1,98 @@
+"""What answers come to: means over samples with bootstrap intervals (Efron 1979), and by the facts of samples."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvsurgery.evaluate.results import Cell, Interval, TaskResult
+from kvsurgery.evaluate.sample import Sample
+
+PERPLEXITY = "perplexity"
+RESAMPLES = 2000
+BOUNDS = (0.025, 0.975)  # of a 95% percentile interval
+
+Records = Mapping[tuple[str, str], Mapping[str, Any]]  # by a sample's key, as a file of answers has them
+
+
+def task_result(
+    task: str, metric: str, samples: Sequence[Sample], answers: Mapping[str, Records], seed: int
+) -> TaskResult:
+    """Scores of the samples that every model answered.
+
+    Args:
+        samples: all of the task that have this metric.
+        answers: records by model and sample; each has `skipped`, or `nll`, or `scores` by metric.
+        seed: of the bootstrap.
+    """
+    values = {
+        model: {
+            sample.key: records[sample.key]["nll"] if metric == PERPLEXITY else records[sample.key]["scores"][metric]
+            for sample in samples
+            if "skipped" not in records[sample.key]
+        }
+        for model, records in answers.items()
+    }
+    common = [sample.key for sample in samples if all(sample.key in own for own in values.values())]
+    why = (
+        next(f"{model}: {reason}" for model, records in answers.items() if (reason := records[key].get("skipped")))
+        for key in dict.fromkeys(sample.key for sample in samples) - dict.fromkeys(common).keys()
+    )
+    scores: dict[str, Interval] = {}
+    difference = None
+    if common:
+        table = np.array([[own[key] for key in common] for own in values.values()], dtype=np.float64)
+        means, resampled = (_scaled(part, metric) for part in (table.mean(1), resampled_means(table, seed)))
+        scores = {model: interval(means[place], resampled[place]) for place, model in enumerate(values)}
+        if len(values) == 2:
+            difference = interval(means[1] - means[0], resampled[1] - resampled[0])
+    skipped = dict(sorted(Counter(why).items()))
+    return TaskResult(task, metric, len(common), skipped, scores, difference, tuple(_cells(samples, values, metric)))
+
+
+def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
+    """Means over samples drawn with replacement, the same ones for every series: that makes differences paired.
+
+    Args:
+        values: float64 [series, samples].
+
+    Returns:
+        float64 [series, RESAMPLES].
+    """
+    samples = values.shape[1]
+    counts = np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=RESAMPLES)
+    return values @ counts.T / samples
+
+
+def interval(mean: float, resampled: np.ndarray) -> Interval:
+    """A value, and where the middle 95% of its resampled ones, float64 [RESAMPLES], lie."""
+    low, high = np.quantile(resampled, BOUNDS)
+    return Interval(float(mean), float(low), float(high))
+
+
+def _cells(
+    samples: Sequence[Sample], values: Mapping[str, Mapping[tuple[str, str], float]], metric: str
+) -> Iterator[Cell]:
+    """Means by facts, over what every model answered; where that is nothing, over what each did."""
+    cells: dict[str, list[Sample]] = {}
+    for sample in samples:
+        cells.setdefault(json.dumps(sample.facts), []).append(sample)
+    for alike in cells.values():
+        answered = {model: [sample.key for sample in alike if sample.key in own] for model, own in values.items()}
+        common = [sample.key for sample in alike if all(sample.key in own for own in values.values())]
+        used = {model: common or keys for model, keys in answered.items()}
+        scores = {
+            model: float(_scaled(np.mean([values[model][key] for key in keys]), metric))
+            for model, keys in used.items()
+            if keys
+        }
+        yield Cell(dict(alike[0].facts), max(map(len, used.values())), scores)
+
+
+def _scaled(means: np.ndarray, metric: str) -> np.ndarray:
+    """Means of log-likelihoods as perplexities."""
+    return np.exp(means) if metric == PERPLEXITY else means

@@ -1,0 +1,151 @@
+"""`RemoteFile`: a file of one commit by ranges, refused when it changes, read on where a connection breaks.
+
+Every request begins at the Hub's resolve URL, whose redirect to a CDN is signed for a while only, so that no request
+outlives its signature. Files in Xet storage are served through the same URL.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+from kvsurgery.errors import HubError
+from kvsurgery.hub.errors import in_transport
+
+# requests in a row that bring no byte
+RETRIES = 5
+# seconds
+LONGEST_WAIT = 300
+
+
+class RemoteFile:
+    """One file of a commit.
+
+    Attributes:
+        repo_id, commit, name: which.
+        size: bytes, known after the first request.
+        etag: the Hub's checksum of the content, None where it sends none.
+        fetched, requests: bytes of content that came so far, and how often some were asked for.
+        stopped: when set, nothing is tried again.
+    """
+
+    def __init__(self, repo_id: str, commit: str, name: str) -> None:
+        self.repo_id, self.commit, self.name = repo_id, commit, name
+        self.size: int | None = None
+        self.etag: str | None = None
+        self.fetched = self.requests = 0
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+
+    def chunks(self, start: int, end: int) -> Iterator[bytes]:
+        """The bytes from `start` to `end`, or to the end of the file, piece by piece.
+
+        Raises:
+            HubError: the file changed since the first request, or the server cannot send ranges.
+            Exception: whatever the Hub's library raises, once retrying does not help.
+        """
+        failures = 0
+        while start < (end if self.size is None else min(end, self.size)):
+            try:
+                with self._answer(start, end) as body:
+                    for chunk in body:
+                        self._count(fetched=len(chunk))
+                        if start == end:
+                            break  # more than was asked for
+                        chunk = chunk[: end - start]
+                        start, failures = start + len(chunk), 0
+                        yield chunk
+                if start < min(end, self.size):
+                    raise _Broken(f"{self.name} ended {min(end, self.size) - start} bytes early")
+            except _Empty:
+                self.size = 0
+            except Exception as error:
+                failures += 1
+                if failures > RETRIES or not _passes(error) or self.stopped.wait(wait(error, failures)):
+                    raise
+
+    @contextmanager
+    def _answer(self, start: int, end: int) -> Iterator[Iterator[bytes]]:
+        """The body of one request, its headers checked."""
+        url = hf_hub_url(self.repo_id, self.name, revision=self.commit)
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        options = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
+        self._count(requests=1)
+        session = get_session()
+        if callable(session.stream):
+            with session.stream("GET", url, follow_redirects=True, **options) as response:
+                self._check(response, start, end)
+                yield response.iter_raw()
+        else:  # requests, before huggingface_hub 1
+            with session.get(url, stream=True, **options) as response:
+                self._check(response, start, end)
+                # read, which urllib3 1 has alone, loses a piece that is not filled when the connection breaks
+                read = getattr(response.raw, "read1", response.raw.read)
+                yield iter(lambda: read(64 << 10), b"")
+
+    def _check(self, response: Any, start: int, end: int) -> None:
+        answers = [*response.history, response]
+        status = response.status_code
+        hosts = {urlsplit(str(answer.url)).netloc for answer in answers}
+        if status in (400, 401, 403) and len(hosts) > 1:
+            raise _Broken(f"the storage of {self.name} answers {status}")
+        if status == 416 and self.size is None:
+            raise _Empty
+        if status in (404, 416) and self.size is not None:
+            raise HubError(f"{self.repo_id}: {self.name} changed while it was read ({status}); convert again")
+        hf_raise_for_status(response)
+        if status != 206:
+            raise HubError(f"{constants.ENDPOINT} ignores Range requests, so {self.name} cannot be read in parts")
+        said = response.headers.get("Content-Range", "")
+        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said)
+        size = int(sent[3]) if sent else -1
+        etag = _first(answers, "X-Linked-Etag") or _first(answers, "ETag")
+        if self.size is None:
+            self.size, self.etag = size, etag
+        if (size, etag) != (self.size, self.etag) or _first(answers, "X-Repo-Commit") not in (None, self.commit):
+            raise HubError(f"{self.repo_id}: {self.name} changed while it was read; convert again")
+        if sent is None or (int(sent[1]), int(sent[2])) != (start, min(end, size) - 1):
+            raise HubError(f"{constants.ENDPOINT} sends {said!r} of {self.name}, not bytes {start} to {end - 1}")
+
+    def _count(self, fetched: int = 0, requests: int = 0) -> None:
+        with self._lock:
+            self.fetched += fetched
+            self.requests += requests
+
+
+class _Broken(Exception):
+    """A connection or a signature ended before its time."""
+
+
+class _Empty(Exception):
+    """An empty file has no range at all."""
+
+
+def _first(answers: list[Any], header: str) -> str | None:
+    """A header of the first of the answers that has it; storage behind a redirect knows neither commit nor checksum."""
+    return next((answer.headers[header].removeprefix("W/") for answer in answers if header in answer.headers), None)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether asking again may help."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code in (408, 429) or response.status_code >= 500
+    return isinstance(error, _Broken) or in_transport(error)
+
+
+def wait(error: Exception, failures: int) -> int:
+    """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
+    response, asked = getattr(error, "response", None), None
+    if response is not None:
+        asked = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
+        if response.status_code == 429:
+            asked = asked or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
+    return min(int(asked[1]) if asked else 2 ** (failures - 1), LONGEST_WAIT)

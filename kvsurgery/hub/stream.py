@@ -1,0 +1,142 @@
+"""Checkpoints of the Hub that are converted while they are fetched: room for one copy, memory for a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import ClassVar
+
+from huggingface_hub import constants, hf_hub_download
+
+from kvsurgery.checkpoint.headers import Read, Shard
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.errors import HubError
+from kvsurgery.hub.download import RemoteCheckpoint, headers
+from kvsurgery.hub.errors import explained
+from kvsurgery.hub.ranges import RemoteFile
+
+
+@dataclass(frozen=True)
+class RemoteShard(Shard):
+    """A shard whose header was fetched, and whose tensors are when they are read."""
+
+    file: RemoteFile
+
+    # at 64 MiB a request costs next to nothing, and a small model still has work for all connections
+    read_at_once: ClassVar[int] = 64 << 20
+    slow: ClassVar[bool] = True
+
+    @property
+    def state(self) -> tuple[int | str | None, ...]:
+        return self.file.size, self.file.etag
+
+    def changed_after(self, moment: int) -> bool:
+        """Never: what a commit holds does not change."""
+        return False
+
+    def stop(self) -> None:
+        self.file.stopped.set()
+
+    @contextmanager
+    def open(self, start: int, end: int) -> Iterator[Read]:
+        """Ask for the bytes from `start` to `end`, which have to be read in order.
+
+        Raises:
+            HubError: they cannot be had; the line says why and what to do.
+        """
+        left, position = memoryview(b""), start
+
+        def read(into: memoryview, place: int) -> None:
+            nonlocal left, position
+            if place != position:
+                raise ValueError(f"{self.name} is read in order, and {place} is not {position}")
+            while into:
+                if not left:
+                    with explained(self.file.repo_id, self.file.commit):
+                        left = memoryview(next(chunks))
+                count = min(len(into), len(left))
+                into[:count] = left[:count]
+                into, left, position = into[count:], left[count:], position + count
+
+        with closing(self.file.chunks(start, end)) as chunks:
+            yield read
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A checkpoint on the Hub, whole but for its weights.
+
+    Attributes:
+        folder: all files that conversion has a use for; each shard its header, then a hole.
+        commit: the commit it shows.
+        connections: how many are best used at a time.
+    """
+
+    folder: Path
+    commit: str
+    _files: tuple[RemoteFile, ...]
+
+    # as many as huggingface_hub has
+    connections: ClassVar[int] = 8
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of shards that came so far, headers included."""
+        return sum(file.fetched for file in self._files)
+
+    @property
+    def requests(self) -> int:
+        """How often some were asked for."""
+        return sum(file.requests for file in self._files)
+
+    def fill(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint of the folder with tensors in place of holes."""
+        files = {file.name: file for file in self._files}
+        shards = (
+            RemoteShard(**{field.name: getattr(shard, field.name) for field in fields(shard)}, file=files[shard.name])
+            for shard in checkpoint.shards
+        )
+        return replace(checkpoint, shards=tuple(shards))
+
+
+@contextmanager
+def stream_checkpoint(
+    repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None
+) -> Iterator[Streamed]:
+    """Fetch all of a checkpoint but its weights, which are left to whoever reads them; the folder is gone afterwards.
+
+    Every answer has to be of the commit, and of the size and the checksum that the first one of its file named. The
+    bytes are not compared with that checksum, since no connection sees a whole file; those that `revert` gives back can
+    be.
+
+    Args:
+        repo_id, revision, check: as of `fetch_checkpoint`.
+
+    Raises:
+        HubError: it cannot be had; the line says why and what to do.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{repo_id} cannot be streamed while HF_HUB_OFFLINE is set: unset it, or leave --stream out")
+    with headers(repo_id, revision) as remote:
+        if check:
+            check(remote.folder)
+        with explained(repo_id, revision):
+            _complete(repo_id, remote)
+        yield Streamed(remote.folder, remote.commit, tuple(remote.shards.values()))
+
+
+def _complete(repo_id: str, remote: RemoteCheckpoint) -> None:
+    """Make of a folder of headers what `fetch_checkpoint` makes, but for the weights."""
+    wanted, folder = remote.wanted, remote.folder.resolve()
+    for path in folder.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    for name in wanted:
+        place = folder / name
+        if not place.resolve().is_relative_to(folder):
+            raise HubError(f"{repo_id} has a file {name!r}, which is none of a model's folder")
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(hf_hub_download(repo_id, name, revision=remote.commit))

@@ -1,0 +1,181 @@
+"""The report's pictures: each is drawn in one place, as a PNG for the model card and as SVG for the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unicodedata import east_asian_width
+
+from kvsurgery.figure import inline_svg, new_figure, save_figure
+from kvsurgery.report.colours import LIGHT, VARIABLES
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 4.6, 2.9  # inches of a panel
+FONT = 9  # points
+LONGEST = 28  # letters of a name in a chart
+MOST_TICKS = 7
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: what it shows, in a few words.
+        alt: what can be seen, for those who cannot see it.
+        draw: draws it.
+        height: inches.
+    """
+
+    title: str
+    alt: str
+    draw: Callable[[Axes], None]
+    height: float = HEIGHT
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels that belong together: one picture of a model card, side by side on a page that is wide enough.
+
+    Attributes:
+        name: of the file, without its ending.
+        panels: in reading order.
+        columns: of them in the picture.
+        note: how to read them.
+    """
+
+    name: str
+    panels: tuple[Panel, ...]
+    columns: int = 2
+    note: str = ""
+
+    @property
+    def alt(self) -> str:
+        """What can be seen on the picture."""
+        return " ".join(panel.alt for panel in self.panels)
+
+    def save(self, folder: Path) -> None:
+        """Write the PNG.
+
+        Raises:
+            KVSurgeryError: matplotlib is not installed.
+            OutputError: the file cannot be written.
+        """
+        columns = min(self.columns, len(self.panels))
+        rows = [self.panels[start : start + columns] for start in range(0, len(self.panels), columns)]
+        heights = [max(panel.height for panel in row) + 0.3 for row in rows]
+        figure = new_figure(WIDTH * columns, sum(heights))
+        figure.set_facecolor(LIGHT["paper"])
+        grid = figure.subfigures(len(rows), columns, squeeze=False, height_ratios=heights)
+        for part, panel in zip(grid.flat, self.panels, strict=False):
+            _styled(part.subplots(), panel)
+            title = {"x": 0.02, "ha": "left", "fontsize": FONT + 1, "color": LIGHT["ink"]}
+            part.suptitle(label(panel.title, 60), **title).set_parse_math(False)
+        save_figure(figure, folder / f"{self.name}.png")
+
+    def svgs(self) -> list[str]:
+        """An SVG element of each panel, without its title.
+
+        Raises:
+            KVSurgeryError: matplotlib is not installed.
+        """
+        elements = []
+        for place, panel in enumerate(self.panels):
+            figure = new_figure(WIDTH, panel.height)
+            _styled(figure.subplots(), panel)
+            elements.append(inline_svg(figure, f"{self.name}-{place}", panel.alt, VARIABLES))
+        return elements
+
+
+def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
+    fixed = {"original": ("original", "o"), "converted": ("converted", "s")}
+    others = [name for name in names if name not in fixed]
+    chosen = fixed | {name: (f"series-{place % 4 + 1}", "D^vPX"[place % 5]) for place, name in enumerate(others)}
+    return {name: {"color": LIGHT[chosen[name][0]], "marker": chosen[name][1], "ms": 4.5, "lw": 1.6} for name in names}
+
+
+def curve(
+    axes: Axes,
+    lines: Mapping[str, Mapping[Any, float]],
+    lengths: Sequence[Any],
+    look: Mapping[str, Mapping[str, Any]],
+    unit: str = "tokens",
+) -> None:
+    """A line for each name, of values by length, and the names above.
+
+    Args:
+        lengths: numbers of tokens, which are on a logarithmic axis, or names of lengths, which are evenly spaced.
+    """
+    from matplotlib.ticker import NullLocator
+
+    numbers = all(isinstance(length, int) for length in lengths)
+    places = {length: length if numbers else place for place, length in enumerate(lengths)}
+    for name, values in lines.items():
+        points = sorted((places[length], value) for length, value in values.items() if math.isfinite(value))
+        axes.plot([place for place, _ in points], [value for _, value in points], label=label(name), **look[name])
+    if numbers:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_locator(NullLocator())
+    shown = lengths[:: -(-len(lengths) // MOST_TICKS) or 1]
+    axes.set_xticks([places[length] for length in shown], [tokens(length) for length in shown], parse_math=False)
+    axes.set_xlabel(unit)
+    names_above(axes)
+
+
+def names_above(axes: Axes, columns: int = 2, handles: Sequence[Artist] | None = None) -> None:
+    """The legend between title and axes, of what is drawn or of these handles."""
+    legend = axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize=FONT,
+        labelcolor=LIGHT["ink"],
+        borderaxespad=0.2,
+        handlelength=1.6,
+        columnspacing=1.2,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def tokens(count: Any) -> str:
+    """A number of tokens for an axis: 500, 4k, 1M. Names of lengths are as they are."""
+    if not isinstance(count, int):
+        return label(count)
+    for unit, name in ((1 << 20, "M"), (1 << 10, "k")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit}{name}"
+    return f"{count:,}"
+
+
+def label(name: Any, longest: int = LONGEST) -> str:
+    """A name from a file as a chart can show it: on one line, of a long one the end."""
+    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(name))
+    # letters of East Asia are as wide as two
+    widths = [2 if east_asian_width(letter) in "WF" else 1 for letter in text]
+    if sum(widths) <= longest:
+        return text
+    ends = (sum(widths[start:]) <= longest - 1 for start in range(len(text)))
+    return "…" + text[[*ends].index(True) :]
+
+
+def _styled(axes: Axes, panel: Panel) -> None:
+    """Draw a panel, in colours that have a name in the page's style sheet."""
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    axes.grid(color=LIGHT["line"], lw=0.6)
+    panel.draw(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LIGHT["line"])
+    axes.tick_params(which="both", color=LIGHT["line"], labelcolor=LIGHT["muted"], labelsize=FONT)
+    for text in (axes.xaxis.label, axes.yaxis.label):
+        text.set(color=LIGHT["muted"], fontsize=FONT)

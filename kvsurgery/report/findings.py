@@ -1,0 +1,160 @@
+"""What tables and charts show, from what an evaluation wrote: cells averaged, tasks brought together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsurgery.evaluate.results import Cell, Interval, Results, TaskResult
+
+PERPLEXITY = "perplexity"
+# facts that say how long a sample is, in numbers or in words
+LENGTHS = ("tokens", "length", "words")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The scores of one model by depth and length.
+
+    Attributes:
+        title: task and model, and where the task has several, the metric.
+        task, model: whose.
+        tokens, depths: of the columns and rows, ascending.
+        scores: by (depth, tokens); a place without samples is left out.
+    """
+
+    title: str
+    task: TaskResult
+    model: str
+    tokens: tuple[int, ...]
+    depths: tuple[float, ...]
+    scores: Mapping[tuple[float, int], float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mean scores of a benchmark's tasks by length: each task counts alike.
+
+    Attributes:
+        name: of the benchmark: "ruler" of "ruler/niah_single_1".
+        metric: of all tasks, or "score" where they differ.
+        tasks: how many are averaged.
+        fact: what says how long a sample is.
+        lengths: as samples have them, ascending where they are numbers.
+        scores: by model, mean scores by length.
+    """
+
+    name: str
+    metric: str
+    tasks: int
+    fact: str
+    lengths: tuple[Any, ...]
+    scores: Mapping[str, Mapping[Any, float]]
+
+    @property
+    def title(self) -> str:
+        """What it is, in a few words."""
+        metric = "" if self.metric in (self.name, "score") else f", {self.metric}"
+        return f"{self.name}{metric}" + (f", mean of {self.tasks} tasks" if self.tasks > 1 else "")
+
+
+def models(results: Results) -> tuple[str, ...]:
+    """The models that were evaluated, the original first."""
+    return tuple(sorted(results.models, key=lambda name: name != "original"))
+
+
+def titles(results: Results) -> dict[tuple[str, str], str]:
+    """What to call each task and metric: with its metric, where a task has several."""
+    metrics = Counter(task.task for task in results.tasks)
+    return {
+        (task.task, task.metric): task.task if metrics[task.task] == 1 else f"{task.task}, {task.metric}"
+        for task in results.tasks
+    }
+
+
+def grids(results: Results) -> tuple[Grid, ...]:
+    """Of every task with several depths, a grid for each model."""
+    found, names = [], titles(results)
+    for task in results.tasks:
+        cells = [cell for cell in task.cells if {"tokens", "depth"} <= cell.facts.keys()]
+        tokens = tuple(sorted({cell.facts["tokens"] for cell in cells}))
+        depths = tuple(sorted({cell.facts["depth"] for cell in cells}))
+        for model in models(results) if len(depths) > 1 else ():
+            title = f"{names[task.task, task.metric]}: {model}"
+            found.append(Grid(title, task, model, tokens, depths, _means(cells, model, ("depth", "tokens"))))
+    return tuple(found)
+
+
+def curves(results: Results) -> tuple[Curve, ...]:
+    """Of every benchmark with several lengths, but for those that have a grid.
+
+    What else a task was measured by makes a curve of its own.
+    """
+    in_grids, seen = {grid.task.task for grid in grids(results)}, set()
+    benchmarks: dict[tuple[str, str | None], list[TaskResult]] = {}
+    for task in results.tasks:
+        if task.task not in in_grids:
+            also = task.metric if task.task in seen else None
+            benchmarks.setdefault((task.task.partition("/")[0], also), []).append(task)
+            seen.add(task.task)
+    found = [_curve(name, tasks, models(results)) for (name, _), tasks in benchmarks.items()]
+    return tuple(curve for curve in found if curve is not None)
+
+
+def verdict(task: TaskResult) -> str:
+    """What the interval of the difference says."""
+    difference = task.difference
+    if difference is None or difference.low <= 0 <= difference.high:
+        return "no clear difference"
+    return "better" if (difference.mean < 0) == (task.metric == PERPLEXITY) else "worse"
+
+
+def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curve | None:
+    cells = [cell for task in tasks for cell in task.cells]
+    fact = next((fact for fact in LENGTHS if any(fact in cell.facts for cell in cells)), None)
+    lengths = tuple(dict.fromkeys(cell.facts[fact] for cell in cells if fact in cell.facts))
+    if len(lengths) < 2:
+        return None
+    scores: dict[str, dict[Any, float]] = {}
+    for model in names:
+        by_task = [_means([cell for cell in task.cells if fact in cell.facts], model, (fact,)) for task in tasks]
+        at = {length: [means[length,] for means in by_task if (length,) in means] for length in lengths}
+        scores[model] = {length: sum(means) / len(means) for length, means in at.items() if means}
+    metrics = {task.metric for task in tasks}
+    metric = metrics.pop() if len(metrics) == 1 else "score"
+    ordered = tuple(sorted(lengths)) if all(isinstance(length, int) for length in lengths) else lengths
+    return Curve(name, metric, len(tasks), fact, ordered, scores)
+
+
+def _means(cells: Collection[Cell], model: str, facts: tuple[str, ...]) -> dict[tuple, float]:
+    """Mean scores of samples by some of their facts."""
+    sums: dict[tuple, tuple[float, int]] = {}
+    for cell in cells:
+        if model in cell.scores:
+            place = tuple(cell.facts[fact] for fact in facts)
+            total, count = sums.get(place, (0.0, 0))
+            sums[place] = total + cell.count * cell.scores[model], count + cell.count
+    return {place: total / count for place, (total, count) in sums.items()}
+
+
+def score(value: float, metric: str) -> str:
+    """A score for people: 97.5%, or a perplexity."""
+    return f"{value:.4g}" if metric == PERPLEXITY else f"{value:.1%}"
+
+
+def span(interval: Interval, metric: str) -> str:
+    """An interval for people: 95.0–99.0%."""
+    if metric == PERPLEXITY:
+        return f"{score(interval.low, metric)}–{score(interval.high, metric)}"
+    return f"{100 * interval.low:.1f}–{score(interval.high, metric)}"
+
+
+def change(value: float, metric: str) -> str:
+    """A difference of scores for people; of shares, in percentage points."""
+    if not math.isfinite(value):
+        return str(value)
+    text = f"{value:+.3g}" if metric == PERPLEXITY else f"{100 * value:+.1f}"
+    return text.replace("-", "−")

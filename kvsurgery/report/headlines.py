@@ -1,0 +1,111 @@
+"""The report's sentences: what a checkpoint is, and what was found in one line each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.console import size
+from kvsurgery.evaluate.results import Results
+from kvsurgery.report.findings import verdict
+
+LENGTH = "128k"  # that the KV cache is told at, a column of the checkpoint's facts
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure, and what it says."""
+
+    figure: str
+    text: str
+
+
+def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> str:
+    """What this page is about."""
+    done = " and ".join([*["evaluated"] * (results is not None), *["benchmarked"] * (bench is not None)])
+    surgery = checkpoint["surgery"]
+    if not surgery:
+        return f"A stock checkpoint, {done} by kvsurgery."
+    origin = f" from {surgery['base_model']}" if surgery["base_model"] else ""
+    return f"Converted{origin} to a head-level KV cache, and {done}."
+
+
+def conversion(checkpoint: Mapping[str, Any]) -> str:
+    """Model, kinds of heads and bits."""
+    surgery, shape = checkpoint["surgery"], checkpoint["dimensions"]
+    kinds = Counter("budgeted" if isinstance(kind, int) else kind for layer in surgery["heads"] for kind in layer)
+    says = {
+        "full": "keep every token",
+        "streaming": "stream",
+        "budgeted": "have a budget",
+        "window": "have a sliding window of the model's own",
+    }
+    parts = [f"{kinds[kind]:,} {does}" for kind, does in says.items() if kinds[kind]]
+    text = f"Of {kinds.total():,} KV heads "
+    if shape:
+        text = f"{checkpoint['model_type']} of {shape['layers']} layers with {shape['kv_heads']} KV heads each: "
+    text += ", ".join(parts) + "."
+    if quantised := surgery["quantisation"]:
+        text += f" What full and budgeted heads keep is stored in {quantised['bits']} bits ({quantised['scheme']})."
+    if surgery["reform"]:
+        text += f" Prompts over {surgery['reform']['recompute_budget']:,} tokens are gathered by REFORM."
+    if not surgery["revertible"]:
+        text += " It was saved again by save_pretrained, so that it cannot be reverted."
+    return text
+
+
+def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
+    """Per layer, how many KV heads are of each kind that the model has, and the span of budgets."""
+    names = {"full": "full", "streaming": "streaming", "window": "own window"}
+    present = {kind for layer in heads for kind in layer}
+    rows = []
+    for kinds in heads:
+        row: dict[str, str | int] = {name: kinds.count(kind) for kind, name in names.items() if kind in present}
+        budgets = [kind for kind in kinds if isinstance(kind, int)]
+        if any(isinstance(kind, int) for kind in present):
+            row["budgeted"] = len(budgets)
+            row["budgets"] = f"{min(budgets):,} to {max(budgets):,}" if budgets else ""
+        rows.append(row)
+    return rows
+
+
+def tiles(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> list[Tile]:
+    """What to know first."""
+    return [*_surgery(checkpoint["surgery"]), *_scores(results), *_speed(bench)]
+
+
+def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
+    if not surgery:
+        return
+    full = sum(count for count in surgery["full_heads"] if count is not None)
+    eligible = full + surgery["streaming"] + surgery["budgeted"]
+    yield Tile(f"{full:,} of {eligible:,}", "KV heads keep every token")
+    for row in surgery["kv_bytes"]:
+        if row["tokens"] == LENGTH:
+            ratio = row["after"] / row["before"]
+            yield Tile(size(row["after"]), f"of KV cache at {LENGTH} tokens, {ratio:.0%} of {size(row['before'])}")
+
+
+def _scores(results: Results | None) -> Iterator[Tile]:
+    compared = [task for task in results.tasks if task.difference] if results else []
+    if not compared:
+        return
+    worse = sum(verdict(task) == "worse" for task in compared)
+    yield Tile(f"{worse} of {len(compared)}", f"score{'s' * (len(compared) > 1)} clearly worse than the original's")
+
+
+def _speed(bench: Bench | None) -> Iterator[Tile]:
+    """At the longest prompts that both models decode after."""
+    decode = {
+        (row.tokens, row.batch, row.contender): row.decode.seconds
+        for row in (bench.rows if bench else ())
+        if row.decode
+    }
+    both = [place for *place, name in decode if name == CONVERTED and (*place, ORIGINAL) in decode]
+    if both:
+        tokens, batch = max(both, key=lambda place: (place[0], -place[1]))
+        ratio = decode[tokens, batch, ORIGINAL] / decode[tokens, batch, CONVERTED]
+        yield Tile(f"{ratio:.2f}×", f"the original's decode speed at {tokens:,} tokens, batch {batch}")

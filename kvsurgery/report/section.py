@@ -1,0 +1,91 @@
+"""What a model card says of a report: its pictures and the table of scores, with the files to put beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from kvsurgery.emit.card import with_section
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.results import Results
+from kvsurgery.inspection import inspect_checkpoint
+from kvsurgery.report.findings import change, models, score, span, verdict
+from kvsurgery.report.writing import PAGE, charts, of_one_checkpoint, read
+
+FOLDER = "report"  # in the repository
+
+
+def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
+    """What `push` uploads for a report, by name in the repository: page, pictures, and the card that shows them.
+
+    Args:
+        checkpoint: the folder of a converted checkpoint.
+        report: the folder that `kvsurgery eval` or `kvsurgery bench` wrote.
+
+    Raises:
+        KVSurgeryError: there is no report, or it is of another checkpoint.
+    """
+    results, bench = read(report)
+    page = report / PAGE
+    if not page.is_file():
+        raise KVSurgeryError(
+            f"{report} has no {PAGE}: run `kvsurgery eval` or `kvsurgery bench` with --out {report} again"
+        )
+    # as JSON has it, for the comparison
+    facts = json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
+    if not of_one_checkpoint(facts, (results or bench).checkpoint):
+        raise KVSurgeryError(f"the report in {report} is of another checkpoint than {checkpoint}; evaluate this one")
+    shown = [chart for chart in charts(results, bench) if (report / f"{chart.name}.png").is_file()]
+    pictures = [
+        f'<img src="{FOLDER}/{chart.name}.png" alt="{_line(escape(chart.alt))}" width="100%">' for chart in shown
+    ]
+    parts = ["## Evaluation", *([_table(results)] if results else []), *pictures, _where(results is not None)]
+    card = checkpoint / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    return {
+        "README.md": with_section(text, "\n\n".join(parts)).encode("utf-8", "replace"),
+        f"{FOLDER}/{PAGE}": page,
+        **{f"{FOLDER}/{chart.name}.png": report / f"{chart.name}.png" for chart in shown},
+    }
+
+
+def _where(evaluated: bool) -> str:
+    intervals = "Intervals are 95% bootstrap intervals. " if evaluated else ""
+    page = f"The [whole report]({FOLDER}/{PAGE}), a page to download and open, has more figures"
+    return f"{intervals}{page} and says how to reproduce each."
+
+
+def _table(results: Results) -> str:
+    """Scores by task, with intervals."""
+    names = models(results)
+    head = ["task", "metric", "samples", *map(_cell, names), *(["difference"] if len(names) == 2 else [])]
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *_rows(results, names)]
+    )
+
+
+def _rows(results: Results, names: tuple[str, ...]) -> Iterator[list[str]]:
+    for task in results.tasks:
+        scores = [
+            f"{score(task.scores[name].mean, task.metric)} ({span(task.scores[name], task.metric)})"
+            if name in task.scores
+            else "–"
+            for name in names
+        ]
+        row = [_cell(task.task), _cell(task.metric), f"{task.count:,}", *scores]
+        if len(names) == 2:
+            apart = task.difference
+            row.append(f"{change(apart.mean, task.metric)}, {verdict(task)}" if apart else "–")
+        yield row
+
+
+def _cell(text: str) -> str:
+    """A name as text of a Markdown table, whatever it holds."""
+    return re.sub(r"[\\`*\[\]<>|&~]", r"\\\g<0>", _line(text))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,81 @@
+"""Pictures of a benchmark: time and KV bytes by length, a line for each contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvsurgery.bench.results import PHASES, Bench, Row
+from kvsurgery.console import size
+from kvsurgery.report.charts import Chart, Panel, curve, looks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAMES = {
+    "prefill": "Prefill in one forward",
+    "chunked": "Prefill in chunks",
+    "first_token": "Time to first token",
+    "decode": "Decode, one step",
+}
+Points = Mapping[str, Mapping[int, float]]
+Look = Mapping[str, Mapping[str, Any]]
+
+
+def speed(bench: Bench) -> Chart | None:
+    """Seconds of each phase, peak memory and KV bytes by length, at the smallest batch that was measured."""
+    batch = min((row.batch for row in bench.rows if not row.skipped), default=None)
+    rows = [row for row in bench.rows if row.batch == batch and not row.skipped]
+    look, panels = looks(bench.contenders), []
+    for phase in PHASES:
+        points = _points(bench, rows, partial(_seconds, phase))
+        if points:
+            panels.append(_panel(NAMES[phase], points, look, duration, "seconds"))
+    points = _points(bench, rows, lambda row: row.kv_bytes)
+    if points:
+        panels.append(_panel("KV cache", points, look, size, "bytes"))
+    note = f"Batch {batch}. Medians; both axes are logarithmic."
+    return Chart("bench", tuple(panels), note=note) if panels else None
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 12.3 ms."""
+    for unit, scale in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _seconds(phase: str, row: Row) -> float | None:
+    measured = getattr(row, phase)
+    return measured and measured.seconds
+
+
+def _points(bench: Bench, rows: list[Row], value: Callable[[Row], float | None]) -> Points:
+    """Values by length of each contender that has any."""
+    lines = {
+        name: {row.tokens: value(row) for row in rows if row.contender == name and value(row)}
+        for name in bench.contenders
+    }
+    return {name: points for name, points in lines.items() if points}
+
+
+def _panel(title: str, points: Points, look: Look, shown: Callable[[float], str], unit: str) -> Panel:
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{shown(value)} at {length:,} tokens" for length, value in line.items())
+        for name, line in points.items()
+    )
+    return Panel(title, f"{title} by length. {said}.", partial(_draw, points, look, shown, unit), height=3.2)
+
+
+def _draw(points: Points, look: Look, shown: Callable[[float], str], unit: str, axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log", base=2 if unit == "bytes" else 10)
+    lengths = sorted({length for line in points.values() for length in line})
+    curve(axes, points, lengths, look)
+    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=8) if unit == "bytes" else LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value).replace(".00", "")))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.15)

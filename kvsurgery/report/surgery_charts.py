@@ -1,0 +1,102 @@
+"""Pictures of a conversion: what became of each KV head, and the KV cache before and after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvsurgery.console import size
+from kvsurgery.emit.card import LENGTHS
+from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above
+from kvsurgery.report.colours import LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# opacity of the least and of the largest budget, and how many levels there are
+FAINTEST, STRONGEST, LEVELS = 0.15, 0.75, 8
+LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(), strict=True))
+
+
+def head_map(surgery: Mapping[str, Any]) -> Chart:
+    """What each KV head keeps: layers across, the original's heads down."""
+    heads = surgery["heads"]
+    counts = Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
+    said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    alt = f"A map of {len(heads)} layers by {max(map(len, heads))} KV heads: {said}. The table of layers says the same."
+    height = min(max(0.17 * max(map(len, heads)), 1.0), 4) + 0.7
+    order = "the original's order" if surgery["revertible"] else "the converted model's order"
+    panel = Panel("What each KV head keeps", alt, partial(_draw_heads, heads), height)
+    note = f"Layers across, KV heads down, in {order}."
+    if counts["budgeted"]:
+        note += " The stronger the blue, the larger the head's budget."
+    return Chart("heads", (panel,), note=note)
+
+
+def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
+    from matplotlib.patches import Patch, PathPatch
+    from matplotlib.path import Path
+    from matplotlib.transforms import Affine2D
+
+    budgets = [kind for layer in heads for kind in layer if isinstance(kind, int)]
+    least, most = (min(budgets), max(budgets)) if budgets else (0, 0)
+    blue = LIGHT["converted"]
+    looks = {
+        "full": {"facecolor": blue},
+        "streaming": {"facecolor": LIGHT["streaming"]},
+        "window": {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6},
+    }
+
+    def look(kind: str | int) -> dict[str, Any]:
+        if not isinstance(kind, int):
+            return looks[kind]
+        # of few levels, so that a page stays small
+        level = round((kind - least) / max(most - least, 1) * (LEVELS - 1)) / (LEVELS - 1)
+        return {"facecolor": blue, "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
+
+    cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
+    square = cell.transform_path(Path.unit_rectangle())
+    cells: dict[tuple, list[Path]] = {}
+    for layer, kinds in enumerate(heads):
+        for head, kind in enumerate(kinds):
+            place = Affine2D().translate(layer, head)
+            cells.setdefault(tuple(look(kind).items()), []).append(place.transform_path(square))
+    for appearance, paths in cells.items():
+        axes.add_patch(PathPatch(Path.make_compound_path(*paths), **{"lw": 0, **dict(appearance)}))
+    found = {kind for layer in heads for kind in layer}
+    names = {kind: "own window" if kind == "window" else kind for kind in looks if kind in found}
+    names |= {budget: f"budget {budget:,}" for budget in sorted({least, most} if budgets else ())}
+    names_above(axes, 4, [Patch(label=name, **look(kind)) for kind, name in names.items()])
+    axes.set_xlim(-0.6, len(heads) - 0.4)
+    axes.set_ylim(max(map(len, heads)) - 0.4, -0.6)
+    axes.grid(False)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("KV head")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+
+
+def kv_memory(surgery: Mapping[str, Any]) -> Chart:
+    """Bytes of one sequence's KV cache by its length, before and after."""
+    rows = surgery["kv_bytes"]
+    said = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
+    panel = Panel("KV cache of one sequence", f"KV cache before and after, at {said}.", partial(_draw_memory, rows))
+    return Chart("kv-memory", (panel,), note="For a model in 16 bit. Both axes are logarithmic.")
+
+
+def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    lines = {when: {LENGTHS[row["tokens"]]: row[when] for row in rows} for when in LOOKS}
+    axes.set_yscale("log", base=2)
+    curve(axes, lines, [LENGTHS[row["tokens"]] for row in rows], LOOKS)
+    axes.yaxis.set_major_locator(LogLocator(base=4, numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".00", "")))
+    for when, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
+        (offset, across, up), colour = place, LOOKS[when]["color"]
+        for point in lines[when].items():
+            words = {"ha": across, "va": up, "fontsize": FONT - 1.5, "color": colour}
+            axes.annotate(size(point[1]), point, offset, textcoords="offset points", **words)
+    axes.margins(0.22, 0.15)

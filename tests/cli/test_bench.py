@@ -1,0 +1,101 @@
+"""`bench` as a user has it: a converted folder in, tables, JSON and a report out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvsurgery.bench import benchmark as module
+from kvsurgery.bench.results import Bench
+from kvsurgery.cli.bench import bench
+from tests.command import done, refused
+from tests.families import make
+from tests.surgery import Converted, convert_folder
+
+QUICK = ("--lengths", "24,40", "--new-tokens", 6, "--chunk", 16, "--rounds", 1)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """A folder with a converted model, and its source beside it."""
+    folder = tmp_path_factory.mktemp("bench")
+    return convert_folder(make("llama", folder / "llama", num_hidden_layers=2), folder / "llama-duo", sparsity=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("kvsurgery.bench.contenders.WIDTHS", {"none": (4,)})  # those that are installed take long
+
+
+def test_tables_and_files(converted: Converted) -> None:
+    result = done("bench", converted.folder, *QUICK, "--out", "new/report")
+    found = Bench.load(Path("new/report"))
+    assert [(row.tokens, row.contender) for row in found.rows] == [
+        (length, name) for length in (24, 40) for name in ("converted", "original")
+    ]
+    assert all(row.skipped is None for row in found.rows)
+    assert found.command.startswith("kvsurgery bench ")
+    assert found.models == {"converted": str(converted.folder), "original": str(converted.folder)}
+    settings = {"lengths": [24, 40], "batches": [1], "new": 6, "chunk": 16, "rounds": 1, "seed": 0, "device": "cpu"}
+    settings["attention"] = "sdpa"
+    assert found.settings == settings
+    assert found.checkpoint["surgery"]["revertible"] is True
+    assert found.weights == sum(part.nbytes for part in converted.model.parameters())
+    for title in ("Milliseconds on cpu", "KV cache, and the most that tensors hold beside"):
+        assert title in result.out
+    for row in found.rows:
+        assert f"{1e3 * row.prefill.seconds:,.1f}" in result.out
+    assert "left out: original, none int4: " in result.err
+    assert "measuring" in result.err
+    with open("new/report/bench.csv", newline="") as file:
+        assert [line["kv_bytes"] for line in csv.DictReader(file)] == [str(row.kv_bytes) for row in found.rows]
+    assert "<html" in Path("new/report/index.html").read_text()
+
+
+def test_json_of_the_source_and_two_batches(converted: Converted) -> None:
+    result = done("bench", converted.folder, "--source", converted.source, *QUICK, "--batches", "1,3", "--json")
+    found = json.loads(result.out)
+    assert found["models"]["original"] == str(converted.source)
+    assert [(row["batch"], row["tokens"]) for row in found["rows"][::2]] == [(1, 24), (1, 40), (3, 24), (3, 40)]
+    assert not list(Path().iterdir())
+
+
+def test_lengths_where_nothing_is_said() -> None:
+    """What the context has room for, and what a recompute budget is a part of."""
+    assert module.default_lengths(module._device("cpu"), 4048, None) == (512, 1024, 2048, 4048)
+    assert module.default_lengths(module._device("cpu"), 100, 60) == (100, 120, 240)
+    assert module.default_lengths(module._device("cpu"), 1 << 20, None) == module.LENGTHS["cpu"]
+    options = {param.name: param.default for param in bench.params}
+    assert {name: options[name] for name in ("new", "rounds")} == {
+        name: getattr(module.Workload, name) for name in ("new", "rounds")
+    }
+
+
+def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = set(Path().iterdir())
+    assert "is no converted checkpoint; give a folder" in refused("bench", converted.source)
+    assert "is not a folder" in refused("bench", "nowhere")
+    line = refused("bench", converted.folder, *QUICK, "--lengths", "24,510")
+    assert "510 and 6 new tokens are beyond the 512 positions" in line
+    assert "torch finds no CUDA device" in refused("bench", converted.folder, "--device", "cuda")
+    assert "new must be 5 or more" in refused("bench", converted.folder, "--new-tokens", 4)
+    assert "is no folder and no Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")
+    monkeypatch.setattr("kvsurgery.bench.contenders.free_bytes", lambda device: 1000)
+    assert "1000 B are free on cpu" in refused("bench", converted.folder, *QUICK)
+    assert set(Path().iterdir()) == here
+    Path("file").write_text("")
+    assert "file is not a folder" in refused("bench", converted.folder, "--out", "file/report")
+
+
+def test_a_damaged_checkpoint(converted: Converted) -> None:
+    shutil.copytree(converted.folder, "damaged")
+    Path("damaged/model.safetensors").write_bytes(b"\x08")
+    assert "damaged" in refused("bench", "damaged")
+    Path("damaged/config.json").write_text("{")
+    assert "config.json" in refused("bench", "damaged")

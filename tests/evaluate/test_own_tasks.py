@@ -1,0 +1,193 @@
+"""Needles, passkeys and perplexity: what models are asked, with every kind of tokenizer."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsurgery.errors import TextError
+from kvsurgery.evaluate.checkpoint import reader_of
+from kvsurgery.evaluate.needle import NeedleTask
+from kvsurgery.evaluate.passkey import PasskeyTask
+from kvsurgery.evaluate.perplexity import PerplexityTask
+from kvsurgery.evaluate.sample import Reader
+from kvsurgery.score.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.text import haystack
+from kvsurgery.text.haystack import special_ids
+from kvsurgery.text.needles import CHAT, PLAIN, read_needles
+from tests.evaluate.recall import MODEL, tasks
+from tests.vocabularies import KINDS, TURN, tokenizer
+
+NEEDLES = [needle for needle in read_needles() if needle.kind == "retrieval"]
+KNOWN = [
+    *islice(haystack._generated(0), 60),
+    *(part for needle in NEEDLES for part in (needle.needle, needle.real_needle, needle.answer)),
+    *(form.format(question=needle.question) for needle in NEEDLES for form in (PLAIN, CHAT)),
+    *(OPENING, END, "user", "assistant", " ".join(f"word{number}" for number in range(400))),
+    *(f"{HIDDEN} {ASKED}".format(*[ordinal] * 3) for ordinal in ORDINALS),
+]
+SPELLINGS = {(kind, chat): tokenizer(kind, KNOWN, size=1500, chat=chat) for kind in KINDS for chat in (False, True)}
+SPELLING_IDS = [f"{kind}-{'chat' if chat else 'plain'}" for kind, chat in SPELLINGS]
+
+
+def reader(spelling, seed=0):
+    return Reader(spelling, max_context=4096, vocabulary=len(spelling), seed=seed)
+
+
+def decode(spelling, tokens):
+    return spelling.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def place_of(part, tokens):
+    """Where a sequence is in another, once."""
+    places = [start for start in range(len(tokens)) if np.array_equal(tokens[start : start + len(part)], part)]
+    assert len(places) == 1
+    return places[0]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLING_IDS)
+class TestNeedle:
+    def test_every_needle_is_at_its_depth_and_asked_for_at_the_end(self, spelling):
+        asked = list(NeedleTask((400, 300), (0.0, 0.4, 1.0)).samples(reader(spelling)))
+        assert len(asked) == len(NEEDLES) * 6
+        assert len({sample.key for sample in asked}) == len(asked)
+        for sample in asked:
+            length, depth, number = sample.name.split("/")
+            needle, text = NEEDLES[int(number)], decode(spelling, sample.tokens)
+            assert len(sample.tokens) == int(length) == sample.facts["tokens"]
+            assert sample.answers == (needle.answer,)
+            before, _, after = text.partition(needle.needle)
+            assert needle.question in after[-250:]
+            share = len(before) / (len(before) + len(after))
+            assert share == pytest.approx(float(depth), abs=0.35)
+            assert text.strip().endswith("assistant" if spelling.chat_template else "Answer:")
+
+    def test_the_first_ones_are_of_the_whole_grid(self, spelling):
+        first = [sample.facts for sample in islice(NeedleTask((300, 400), (0.0, 1.0)).samples(reader(spelling)), 4)]
+        assert first == [{"tokens": tokens, "depth": depth} for tokens in (300, 400) for depth in (0.0, 1.0)]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLING_IDS)
+class TestPasskey:
+    def test_passkeys_stand_in_the_text_once_and_are_asked_for_in_turn(self, spelling):
+        asked = list(PasskeyTask((500, 420), count=3, size=8, prompts=2).samples(reader(spelling)))
+        assert len(asked) == 3 * 2 * 2
+        special = special_ids(spelling)
+        for number, sample in enumerate(asked):
+            assert len(sample.tokens) == int(sample.name.split("/")[0])
+            assert len(sample.answer_tokens) == sample.limit == 8
+            assert not np.isin(sample.answer_tokens, special).any()
+            start = place_of(sample.answer_tokens, sample.tokens)
+            ordinal = ORDINALS[number % 3]
+            assert decode(spelling, sample.tokens[:start]).strip().endswith(HIDDEN.format(ordinal).strip())
+            end = decode(spelling, sample.tokens)
+            assert end.endswith(f"The {ordinal} passkey is:")
+            question = f"What is the {ordinal} passkey?"
+            assert question in end
+            if spelling.chat_template:
+                turns = "".join(end.split())
+                assert turns.startswith(f"<s>{TURN}user")
+                assert f"</s>{TURN}assistant" in turns.partition("".join(question.split()))[2]
+
+    def test_the_samples_of_a_prompt_share_its_text(self, spelling):
+        one, other = islice(PasskeyTask((420,), count=2, size=8).samples(reader(spelling)), 2)
+        same = (one.tokens[:300] == other.tokens[:300]).all()
+        assert same
+        assert not np.array_equal(one.tokens, other.tokens)
+
+
+class TestOwnWords:
+    def test_a_cue_is_the_first_token_and_the_others_are_asked_for(self, language):
+        spelling = reader_of(MODEL).tokenizer
+        for sample in tasks(language)["passkey"].samples(reader_of(MODEL)):
+            text = decode(spelling, sample.tokens).split()
+            right = decode(spelling, sample.answer_tokens).split()
+            assert len(right) == 3
+            assert text[-2] == "recall"
+            told = text.index(text[-1])
+            assert text[told - 1 : told + 5] == ["remember", text[-1], *right, "."]
+            assert text[0] == "<bos>"
+
+    def test_without_words_the_passkey_is_its_own_question(self, language):
+        bare = {"count": 2, "size": 5, "prompts": 1, "text": str(language / "text.txt")}
+        for sample in PasskeyTask((60,), **bare).samples(reader_of(MODEL)):
+            start = place_of(sample.answer_tokens, sample.tokens)
+            assert sample.tokens[start - 1] == sample.tokens[-1]
+            assert len(sample.answer_tokens) == 4
+
+    def test_passkeys_are_of_tokens_that_the_text_does_not_have(self, language):
+        spelling = reader_of(MODEL).tokenizer
+        text = set((language / "text.txt").read_text().split())
+        for sample in tasks(language)["passkey"].samples(reader_of(MODEL)):
+            assert not text & set(decode(spelling, sample.answer_tokens).split())
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLING_IDS)
+def test_pieces_for_perplexity_end_alike_and_begin_as_texts_do(spelling):
+    asked = list(PerplexityTask((90, 200, 120), continuation=30, pieces=3).samples(reader(spelling)))
+    assert [sample.name for sample in asked[:3]] == ["90/0", "200/0", "120/0"]
+    for one, two, three in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+        assert (len(one.tokens), len(two.tokens), len(three.tokens)) == (90, 200, 120)
+        assert {one.continuation, two.continuation, three.continuation} == {30}
+        assert one.tokens[0] == two.tokens[0] == spelling.bos_token_id
+        assert np.array_equal(one.tokens[1:], two.tokens[-89:])
+        assert np.array_equal(one.tokens[1:], three.tokens[-89:])
+    assert not np.array_equal(asked[0].tokens, asked[3].tokens)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([NeedleTask((300,), (0.5,)), PasskeyTask((420,), 2, 4), PerplexityTask((99,), 9)]),
+    st.integers(0, 9),
+)
+def test_samples_follow_the_seed(task, seed):
+    spelling = SPELLINGS["bytes", False]
+
+    def first(seed):
+        return next(iter(task.samples(reader(spelling, seed))))
+
+    assert np.array_equal(first(seed).tokens, first(seed).tokens)
+    assert not np.array_equal(first(seed).tokens, first(seed + 1).tokens)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (NeedleTask((40,)), r"a prompt of 40 tokens has no text around a needle .*; give longer --lengths"),
+        (NeedleTask((400,), (1.5,)), r"--depths lie in \[0, 1\], got 1.5"),
+        (PasskeyTask((60,), 3, 8), r"3 passkeys of 8 tokens take \d+ tokens more than a prompt of 60 has"),
+        (PasskeyTask((600,), 40), "passkeys are 1 to 20 of 2 tokens or more"),
+        (PasskeyTask((600,), 3, 1), "passkeys are 1 to 20 of 2 tokens or more"),
+        (PasskeyTask((600,), hidden="no place"), "--passkey-hidden has {key} once"),
+        (PasskeyTask((600,), asked="{cue} first?"), "--passkey-asked ends in {cue}"),
+        (PerplexityTask((64,), 64), "a piece of 64 tokens has none before the 64 that are measured"),
+        (PerplexityTask((64,), 0), "perplexity is of 1 token or more"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(task, words):
+    with pytest.raises(TextError, match=words):
+        list(task.samples(reader(SPELLINGS["bytes", False])))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (NeedleTask((400,)), r"does not know all words of .* \(--needles\)"),
+        (PasskeyTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),
+        (PasskeyTask((400,), hidden="a {key}"), r"does not know all words of 'a'; .* \(--passkey-hidden"),
+        (PerplexityTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),
+    ],
+)
+def test_a_small_vocabulary_is_told_which_option_helps(task, words):
+    with pytest.raises(TextError, match=words):
+        list(task.samples(reader_of(MODEL)))
+
+
+def test_an_empty_text_is_refused(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(TextError, match=r"empty.txt has 0 tokens, 400 are needed"):
+        list(PerplexityTask((400,), text=str(tmp_path / "empty.txt")).samples(reader(SPELLINGS["bytes", False])))

@@ -1,0 +1,87 @@
+"""The report's pictures."""
+
+import re
+
+import pytest
+
+from kvsurgery.report.charts import label, tokens
+from kvsurgery.report.speed_charts import duration, speed
+from kvsurgery.report.surgery_charts import head_map
+from tests.report import builders
+
+pytest.importorskip("matplotlib")
+
+
+def squares(svg, colour):
+    """Rectangles of a colour in one path, in the order of the colours' opacities."""
+    paths = re.findall(r'd="([^"]*)"[^>]*style="fill: var\((--[\w-]+)\)([^"]*)"', svg)
+    return [path.count("M") for path, fill, _ in paths if fill == colour and path.count("M") > 1]
+
+
+def test_the_head_map_has_a_square_for_each_head():
+    [svg] = head_map(builders.surgery()).svgs()
+    assert squares(svg, "--converted") == [128]
+    assert squares(svg, "--streaming") == [128]
+
+
+def test_larger_budgets_are_stronger():
+    heads = [["full"] * 3 + [10] * 5 + [80] * 7, ["streaming"] * 15]
+    [svg] = head_map(builders.surgery(heads=heads)).svgs()
+    drawn = re.findall(r'd="([^"]*)"[^>]*style="fill: var\(--converted\)(?:; opacity: ([\d.]+))?', svg)
+    opacity = {path.count("M"): float(value or 1) for path, value in drawn if path.count("M") > 1}
+    assert set(opacity) == {3, 5, 7}
+    assert opacity[5] < opacity[7] < opacity[3] == 1
+    assert "budget 10" in svg
+    assert "budget 80" in svg
+
+
+def test_pictures_are_written_with_their_panels_side_by_side(report):
+    image = pytest.importorskip("matplotlib.image")
+    _, width, _ = image.imread(report / "needle.png").shape
+    # two metrics of two models
+    assert width == pytest.approx(2 * 4.6 * 150, abs=2)
+    assert {path.stem for path in report.glob("*.png")} == {"bench", "heads", "kv-memory", "lengths", "needle", "tasks"}
+    for path in report.glob("*.png"):
+        assert image.imread(path).std() > 0.05, path
+
+
+def test_the_same_input_gives_the_same_picture():
+    one, other = (speed(builders.bench()).panels[0], speed(builders.bench()).panels[0])
+    assert one.alt == other.alt
+    chart = head_map(builders.surgery())
+    assert chart.svgs() == chart.svgs()
+
+
+def test_alternative_texts_say_what_is_drawn():
+    chart = speed(builders.bench())
+    assert [panel.title for panel in chart.panels][:2] == ["Prefill in one forward", "Prefill in chunks"]
+    assert "at 65,536 tokens" in chart.alt
+    assert chart.note.startswith("Batch 1.")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0123, "12.3 ms"), (2.5, "2.5 s"), (4.2e-5, "42 µs"), (1, "1 s"), (3e-9, "3 ns")]
+)
+def test_durations(value, shown):
+    assert duration(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(500, "500"), (4096, "4k"), (32_000, "32,000"), (1 << 20, "1M"), ("0k", "0k")]
+)
+def test_numbers_of_tokens(count, shown):
+    assert tokens(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("needle", "needle"),
+        ("abcdefgh", "…defgh"),
+        ("一二三", "一二三"),
+        ("一二三四", "…三四"),
+        ("a\nb", "a\N{REPLACEMENT CHARACTER}b"),
+    ],
+)
+def test_names_are_as_long_as_there_is_room(name, shown):
+    assert label(name, 6) == shown

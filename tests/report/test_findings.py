@@ -1,0 +1,65 @@
+"""What is shown of cells: means by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvsurgery.evaluate.results import Cell, Interval
+from kvsurgery.report.findings import curves, grids, verdict
+from tests.report.builders import needle, results, task
+
+
+def test_a_grid_averages_samples_and_not_cells():
+    facts = {"tokens": 100, "depth": 0.5}
+    cells = (
+        Cell({**facts, "needle": 0}, 3, {"original": 1.0}),
+        Cell({**facts, "needle": 1}, 1, {"original": 0.0, "converted": 0.25}),
+        Cell({"tokens": 100, "depth": 0.0}, 1, {"converted": 1.0}),
+    )
+    original, converted = grids(results(tasks=(task("needle", 1, 1, cells=cells),)))
+    assert original.scores == {(0.5, 100): 0.75}
+    assert converted.scores == {(0.5, 100): 0.25, (0.0, 100): 1.0}
+    assert (converted.depths, converted.tokens) == ((0.0, 0.5), (100,))
+
+
+def test_a_curve_averages_tasks_and_not_samples():
+    def cells(count, *scores):
+        return tuple(Cell({"tokens": 100 * place}, count, {"original": score}) for place, score in enumerate(scores, 1))
+
+    tasks = (task("ruler/vt", 1, 1, cells=cells(90, 1.0, 0.5)), task("ruler/cwe", 1, 1, cells=cells(10, 0.0)))
+    [curve] = curves(results(tasks=tasks))
+    assert curve.scores == {"original": {100: 0.5, 200: 0.5}, "converted": {}}
+    assert curve.title == "ruler, string_match_all, mean of 2 tasks"
+
+
+def test_lengths_in_words_keep_their_order():
+    cells = tuple(Cell({"length": length}, 1, {"original": 1.0}) for length in ("0k", "4k", "1M"))
+    [curve] = curves(results(tasks=(task("babilong/qa1", 1, 1, cells=cells),)))
+    assert (curve.fact, curve.lengths) == ("length", ("0k", "4k", "1M"))
+
+
+def test_what_else_a_task_is_measured_by_is_a_curve_of_its_own():
+    cells = tuple(Cell({"tokens": tokens}, 1, {"original": 1.0}) for tokens in (1, 2))
+    tasks = [task("qa/one", 1, 1, metric, cells=cells) for metric in ("qa_f1", "exact_match")]
+    assert [curve.title for curve in curves(results(tasks=tuple(tasks)))] == ["qa, qa_f1", "qa, exact_match"]
+
+
+def test_what_has_a_grid_or_a_single_length_has_no_curve():
+    single = task("passkey", 1, 1, cells=(Cell({"tokens": 1}, 1, {"original": 1.0}),))
+    assert curves(results(tasks=(needle(), single, task("longbench/hotpotqa", 1, 1)))) == ()
+
+
+@pytest.mark.parametrize(
+    ("metric", "low", "high", "found"),
+    [
+        ("qa_f1", 0.1, 0.2, "better"),
+        ("qa_f1", -0.2, -0.1, "worse"),
+        ("qa_f1", -0.1, 0.1, "no clear difference"),
+        ("qa_f1", 0.0, 0.0, "no clear difference"),
+        ("perplexity", 0.1, 0.2, "worse"),
+        ("perplexity", -0.2, -0.1, "better"),
+    ],
+)
+def test_verdicts(metric, low, high, found):
+    difference = Interval((low + high) / 2, low, high)
+    assert verdict(replace(task("any", 1, 1, metric), difference=difference)) == found
