@@ -60,6 +60,8 @@ def test_the_same_heads_give_the_same_model(model: Path) -> None:
     one, other = (logits(folder, trust_remote_code=True) for folder in ("out", "parallel"))
     assert largest(one - other, one) <= 1e-5
     assert largest(one - logits("model"), one) > 1e-2
+    heads = [json.loads(done("inspect", folder, "--json").out)["surgery"]["heads"] for folder in ("out", "parallel")]
+    assert heads[0] == heads[1]
 
 
 def test_long_prompts_find_their_heads_in_blocks(model: Path) -> None:
