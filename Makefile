@@ -7,7 +7,7 @@ PYTEST = -m pytest -q -n $(WORKERS)
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-matrix test-kernels test-gpu test-quant test-wheel lint format clean
+.PHONY: demo test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -35,9 +35,9 @@ GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu
 
-# quantised weights beside a quantised cache, with the libraries that quantise them
-test-quant: .venv-quant/ready
-	.venv-quant/bin/python $(PYTEST) tests/templates/test_weight_quantisation.py
+# with the libraries that quantise weights, and the lm-evaluation-harness
+test-extras: .venv-extras/ready
+	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantisation.py tests/examples/test_pages.py -k "weight or w8 or harness"
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
@@ -71,9 +71,9 @@ format: .venv/ready
 	.venv-triton-$*/bin/pip install -q $(TRITON)
 	touch $@
 
-.venv-quant/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-quant
-	.venv-quant/bin/pip install -q -c constraints.txt -e '.[dev,quant]'
+.venv-extras/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/pip install -q -c constraints.txt -e '.[dev,eval,quant]'
 	touch $@
 
 .venv-%/ready: pyproject.toml constraints.txt

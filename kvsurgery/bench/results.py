@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.evaluate.records import write_whole
+from kvsurgery.files import write_whole
 
 FILE, TABLE = "bench.json", "bench.csv"
 FORMAT, VERSION = "kvsurgery.bench", 1

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate.sample import Sample
+from kvsurgery.files import write_whole
 
 SETTINGS = "settings.json"
 
@@ -53,13 +54,6 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def lines(records: Iterable[Mapping[str, Any]]) -> str:
     """Records as JSONL."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file that is there with all of its content, or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(content, encoding="utf-8")
-    os.replace(part, path)
 
 
 def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.files import write_whole
 
 FILE = "results.json"
 FORMAT, VERSION = "kvsurgery.evaluation", 1
@@ -60,6 +61,23 @@ class TaskResult:
     difference: Interval | None
     cells: tuple[Cell, ...]
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
+        """The same from what `asdict` makes of it.
+
+        Raises:
+            TypeError, KeyError, AttributeError: it is something else.
+        """
+        difference = fields["difference"]
+        return cls(
+            **{
+                **fields,
+                "scores": {name: Interval(**interval) for name, interval in fields["scores"].items()},
+                "difference": difference and Interval(**difference),
+                "cells": tuple(Cell(**cell) for cell in fields["cells"]),
+            }
+        )
+
 
 @dataclass(frozen=True)
 class Results:
@@ -84,7 +102,7 @@ class Results:
     def save(self, folder: Path) -> None:
         """Write `results.json`."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / FILE, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Results:
@@ -98,19 +116,9 @@ class Results:
             content = json.loads(path.read_text(encoding="utf-8"))
             if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
                 raise ValueError("another format or version")
-            tasks = tuple(_task(fields) for fields in content.pop("tasks"))
+            tasks = tuple(TaskResult.from_json(fields) for fields in content.pop("tasks"))
             return cls(**content, tasks=tasks)
         except OSError as error:
             raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `kvsurgery eval` first") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise KVSurgeryError(f"{path} is no evaluation that this version wrote: {error}") from error
-
-
-def _task(fields: dict[str, Any]) -> TaskResult:
-    difference = fields.pop("difference")
-    return TaskResult(
-        scores={name: Interval(**interval) for name, interval in fields.pop("scores").items()},
-        difference=difference and Interval(**difference),
-        cells=tuple(Cell(**cell) for cell in fields.pop("cells")),
-        **fields,
-    )

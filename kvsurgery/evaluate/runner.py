@@ -25,11 +25,11 @@ from kvsurgery.evaluate.records import (
     read_settings,
     versions,
     write_settings,
-    write_whole,
 )
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.statistics import task_result
+from kvsurgery.files import write_whole
 from kvsurgery.inspection import inspect_checkpoint
 
 SAMPLES = "samples.jsonl"
@@ -165,6 +165,11 @@ class Evaluation:
         del respondent, model
         free()
 
+    def missing(self, name: str) -> int:
+        """How many samples a model has not answered."""
+        done = self._answers(name).keys()
+        return sum(sample.key not in done for sample in self.samples)
+
     def results(self, models: Mapping[str, str], command: str = "") -> Results:
         """What the answers come to.
 
@@ -176,10 +181,10 @@ class Evaluation:
             KVSurgeryError: a model has not answered all samples.
         """
         settings = read_settings(self.folder)
-        answers = {role: self._answers(name) for role, name in models.items()}
-        for name, records in zip(models.values(), answers.values(), strict=True):
-            if missing := sum(sample.key not in records for sample in self.samples):
+        for name in models.values():
+            if missing := self.missing(name):
                 raise KVSurgeryError(f"{self.folder}: {name} has not answered {missing} of {len(self.samples)} samples")
+        answers = {role: self._answers(name) for role, name in models.items()}
         known = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
         for sample in self.samples:

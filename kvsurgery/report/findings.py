@@ -66,18 +66,19 @@ def models(results: Results) -> tuple[str, ...]:
     return tuple(sorted(results.models, key=lambda name: name != "original"))
 
 
-def titles(results: Results) -> dict[tuple[str, str], str]:
+def titles(tasks: Iterable[TaskResult]) -> dict[tuple[str, str], str]:
     """What to call each task and metric: with its metric, where a task has several."""
-    metrics = Counter(task.task for task in results.tasks)
+    tasks = [*tasks]
+    metrics = Counter(task.task for task in tasks)
     return {
         (task.task, task.metric): task.task if metrics[task.task] == 1 else f"{task.task}, {task.metric}"
-        for task in results.tasks
+        for task in tasks
     }
 
 
 def grids(results: Results) -> tuple[Grid, ...]:
     """Of every task with several depths, a grid for each model."""
-    found, names = [], titles(results)
+    found, names = [], titles(results.tasks)
     for task in results.tasks:
         cells = [cell for cell in task.cells if {"tokens", "depth"} <= cell.facts.keys()]
         tokens = tuple(sorted({cell.facts["tokens"] for cell in cells}))

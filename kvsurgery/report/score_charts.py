@@ -72,7 +72,7 @@ def task_scores(results: Results) -> Chart | None:
     tasks = [task for task in results.tasks if task.metric != PERPLEXITY and task.scores]
     if not tasks:
         return None
-    names = {titles(results)[task.task, task.metric]: task for task in tasks}
+    names = {titles(results.tasks)[task.task, task.metric]: task for task in tasks}
     said = "; ".join(
         f"{name}: "
         + ", ".join(

@@ -16,9 +16,9 @@ from kvsurgery.bench.results import Bench, Row
 from kvsurgery.console import size
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate import results as evaluation
-from kvsurgery.evaluate.records import write_whole
 from kvsurgery.evaluate.results import Results
 from kvsurgery.figure import can_draw
+from kvsurgery.files import write_whole
 from kvsurgery.report import findings, headlines
 from kvsurgery.report.charts import Chart
 from kvsurgery.report.colours import DARK, LIGHT

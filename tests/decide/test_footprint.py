@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.decide.footprint import DEQUANTISED, Footprint
 from kvsurgery.dimensions import ModelDimensions
@@ -82,38 +79,15 @@ class TestWidths:
             Footprint.of(found, Family.of(found.config))
 
 
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that live, of those made meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages((args, kwargs))}
-        for storage in storages(result):
-            if storage._cdata not in given and storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return result
-
-
-def storages(tree) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def activations(model: torch.nn.Module, batch: int, prompt: int, chunk: int) -> int:
     """Bytes at the peak of a prefill in chunks, beside the cache and the keys and values on their way in."""
     ids, cache = tokens(batch, prompt, vocabulary=90), None
-    with torch.no_grad(), Allocations() as allocated:
+    with torch.no_grad(), LiveBytes() as allocated:
         for part in ids.split(chunk, 1):
             output = model(part, past_key_values=cache, logits_to_keep=1)
             cache = output.past_key_values
     layout = KVLayout.from_config(model.config)
-    return allocated.peak - layout.prefill_peak_bytes(batch, prompt, chunk=chunk, itemsize=model.dtype.itemsize)
+    return allocated.take() - layout.prefill_peak_bytes(batch, prompt, chunk=chunk, itemsize=model.dtype.itemsize)
 
 
 # inner widths that outweigh attention, and heads that outweigh MLPs

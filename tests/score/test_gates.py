@@ -3,10 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.score import blockwise, gates
 from kvsurgery.score.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
@@ -207,29 +205,6 @@ def test_schedule_by_hand():
     assert all(0.1 <= rate(step, steps) <= 1 for steps in range(1, 30) for step in range(steps))
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self.held() > self.peak:
-            # some are gone by now
-            self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-            self.peak = max(self.peak, self.held())
-        return result
-
-    def held(self):
-        return sum(size for _, size in self.storages.values())
-
-
 def step_bytes(family, loss, length):
     subject = subject_of(stock(family))
     mix = initial_gates(subject)
@@ -240,7 +215,7 @@ def step_bytes(family, loss, length):
     targets[:, 1 if loss == "lm" else -30 :] = True
     with LiveBytes() as live:
         add_gradient(subject, mix, ids, targets, loss, **SIZES)
-    return live.peak
+    return live.take()
 
 
 @pytest.mark.parametrize(("family", "loss"), [("llama", "distill"), ("llama", "lm"), ("gemma2", "distill")])

@@ -1,0 +1,134 @@
+"""Options that say what models are asked and how, for all commands that evaluate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from kvsurgery.cli.options import Several, Tokens
+
+if TYPE_CHECKING:
+    from kvsurgery.evaluate.runner import Options
+    from kvsurgery.evaluate.sample import Task
+
+POSITIVE = click.IntRange(min=1)
+
+# option -> its type, its default and what it says; `_FIELDS` says whose it is
+_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "lengths": (Several(Tokens()), None, "tokens of whole prompts.  [default: five up to 32000; ruler: 4K]"),
+    "text": (str, None, "around what is hidden, a file or the Hub id of a dataset.  [default: generated]"),
+    "samples": (POSITIVE, None, "prompts of each length.  [default: 5, 10, and 20 of each of RULER's tasks]"),
+    "depths": (Several(click.FLOAT), None, "where needles lie, 0 to 1.  [default: ten]"),
+    "needles": (str, None, "your own, a JSONL file.  [default: ours]"),
+    "passkeys": (POSITIVE, 10, "in a prompt; each is asked for."),
+    "passkey_tokens": (click.IntRange(min=2), 32, "random tokens of each."),
+    "passkey_hidden": (str, None, "what stands in the text, with {key} and maybe {ordinal}."),
+    "passkey_asked": (str, None, "the question; one that ends in {cue} says the passkey's first token."),
+    "continuation": (Tokens(), 256, "last tokens of a prompt, read one by one, that are measured."),
+    "ruler_tasks": (Several(click.STRING), None, "such as niah_single_1,vt.  [default: all that can be made]"),
+    "squad": (str, None, "a file of SQuAD, for qa_1."),
+    "hotpot": (str, None, "a file of HotpotQA, for qa_2."),
+    "babilong": (str, None, "a file, a folder or the Hub id of a dataset.  [default: RMT-team/babilong]"),
+    "babilong_tasks": (Several(click.STRING), None, "such as qa1,qa2.  [default: those that are there]"),
+    "babilong_lengths": (Several(click.STRING), None, "such as 0k,4k.  [default: those that are there]"),
+    "longbench": (str, None, "a file, a folder or the Hub id of a dataset.  [default: THUDM/LongBench]"),
+    "longbench_datasets": (Several(click.STRING), None, "such as hotpotqa.  [default: those that are there]"),
+    "longbench_extended": (click.BOOL, None, "LongBench-E, whose scores are shown by length too."),
+    "longbench_prompts": (str, None, "a file such as LongBench's dataset2prompt.json.  [default: ours]"),
+}
+# task -> option -> the field of the task that it sets
+_FIELDS: dict[str, dict[str, str]] = {
+    "needle": {"lengths": "lengths", "text": "text", "depths": "depths", "needles": "needles"},
+    "passkey": {
+        **{"lengths": "lengths", "text": "text", "samples": "prompts", "passkeys": "count", "passkey_tokens": "size"},
+        **{"passkey_hidden": "hidden", "passkey_asked": "asked"},
+    },
+    "perplexity": {"lengths": "lengths", "text": "text", "samples": "pieces", "continuation": "continuation"},
+    "ruler": {
+        **{"lengths": "lengths", "text": "text", "samples": "count", "ruler_tasks": "tasks"},
+        **{"squad": "squad", "hotpot": "hotpot"},
+    },
+    "babilong": {"babilong": "source", "babilong_tasks": "tasks", "babilong_lengths": "lengths"},
+    "longbench": {
+        **{"longbench": "source", "longbench_datasets": "datasets"},
+        **{"longbench_extended": "extended", "longbench_prompts": "prompts"},
+    },
+}
+TASKS = tuple(_FIELDS)
+_RUN = (
+    click.option("--limit", type=POSITIVE, help="Samples of a task at most, the first ones."),
+    click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Samples that are read at once."),
+    click.option("--chunk", type=Tokens(), help="Tokens of a prompt that are read at once.  [default: all]"),
+    click.option(
+        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn."
+    ),
+    click.option("--device", help="Where the models run.  [default: cuda where there is one]"),
+    click.option("--dtype", default="auto", show_default=True, help="Of the weights; auto is the checkpoint's."),
+)
+
+
+def task_options(command: Any) -> Any:
+    """Add the options that say what is asked, and how."""
+    for option in reversed(_RUN):
+        command = option(command)
+    for name, (kind, default, text) in reversed(_OPTIONS.items()):
+        flag, text = f"--{name.replace('_', '-')}", f"{', '.join(_tasks_with(name))}: {text}"
+        shown, is_flag = default is not None, kind is click.BOOL
+        option = click.option(flag, type=kind, is_flag=is_flag, default=default, show_default=shown, help=text)
+        command = option(command)
+    return click.option(
+        "--tasks",
+        type=Several(click.Choice(TASKS)),
+        default="needle,passkey,perplexity",
+        show_default=True,
+        help=f"Any of {', '.join(TASKS)}.",
+    )(command)
+
+
+def tasks_of(ctx: click.Context) -> dict[str, Task]:
+    """The tasks that a command with these options asks for, by name.
+
+    Raises:
+        UsageError: an option is of a task that is not asked for.
+    """
+    from kvsurgery.evaluate.babilong import BabilongTask
+    from kvsurgery.evaluate.longbench import LongBenchTask
+    from kvsurgery.evaluate.needle import NeedleTask
+    from kvsurgery.evaluate.passkey import PasskeyTask
+    from kvsurgery.evaluate.perplexity import PerplexityTask
+    from kvsurgery.evaluate.ruler import RulerTask
+
+    made: dict[str, Any] = {
+        "needle": NeedleTask,
+        "passkey": PasskeyTask,
+        "perplexity": PerplexityTask,
+        "ruler": RulerTask,
+        "babilong": BabilongTask,
+        "longbench": LongBenchTask,
+    }
+    chosen = ctx.params["tasks"]
+    for name in _OPTIONS:
+        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and not set(tasks := _tasks_with(name)) & set(chosen):
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} is of {', '.join(tasks)}: add that to --tasks, or leave the option out")
+    # what is not given is as the task has it
+    return {
+        task: made[task](
+            **{field: value for name, field in _FIELDS[task].items() if (value := ctx.params[name]) is not None}
+        )
+        for task in chosen
+    }
+
+
+def run_options(ctx: click.Context) -> Options:
+    """How a command with these options evaluates."""
+    from kvsurgery.evaluate.runner import Options
+
+    return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed", "dtype")})
+
+
+def _tasks_with(option: str) -> tuple[str, ...]:
+    return tuple(task for task, fields in _FIELDS.items() if option in fields)

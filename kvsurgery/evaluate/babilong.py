@@ -1,0 +1,114 @@
+"""BABILong: questions about facts that lie among the sentences of books (Kuratov et al. 2024, arXiv 2406.10149)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product, zip_longest
+from pathlib import Path
+
+from kvsurgery.errors import TextError
+from kvsurgery.evaluate.rows import in_folder, read_rows
+from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.text.chat import turn_tokens
+
+ASKED = tomllib.loads(Path(__file__).with_name("babilong.toml").read_text(encoding="utf-8"))
+FIELDS = {"input": str, "question": str, "target": str}
+LENGTH = r"\d+[kM]"
+NAME = re.compile(rf"(qa\d+)_({LENGTH})")  # of a file, and how a dataset's splits and configurations are called
+TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k")
+ANSWER = 20  # tokens at most
+
+# the metric ends an answer where one of these tags begins
+EXAMPLE = "<example>\n{}\nQuestion: {}\nAnswer: {}\n</example>\n\n"
+PROMPT = """\
+A few sentences of the text below are facts; the others come from books and do not matter. {facts}
+A question follows the text. {form} Some examples first:
+
+{examples}<context>
+{context}
+</context>
+
+Question: {question}
+Answer:"""
+
+
+@dataclass(frozen=True)
+class BabilongTask:
+    """Questions of the benchmark and its metric, with prompts of our own.
+
+    Attributes:
+        source: a dataset's id, a folder with files such as `qa1_4k.jsonl`, or one such file.
+        tasks: "qa1" to "qa10". None: of a folder all that are there, of a dataset the first five.
+        lengths: of contexts, as they are called: "0k", "4k", "1M". None: of a folder all that are there, of a dataset
+            those that the model has positions for.
+    """
+
+    source: str = "RMT-team/babilong"
+    tasks: tuple[str, ...] | None = None
+    lengths: tuple[str, ...] | None = None
+
+    def samples(self, reader: Reader) -> Iterator[Sample]:
+        """Task by task, of each the first row of every length, then the second.
+
+        Raises:
+            TextError: a file is missing, holds no rows, or one of another layout.
+        """
+        parts = self._parts(reader)
+        for task in dict.fromkeys(task for task, _ in parts):
+            columns = [self._samples(reader, *part) for part in parts if part[0] == task]
+            for row in zip_longest(*columns):
+                yield from filter(None, row)
+
+    def _parts(self, reader: Reader) -> list[tuple[str, str]]:
+        """Tasks and lengths, in the order of their numbers."""
+        for length in self.lengths or ():
+            if not re.fullmatch(LENGTH, length):
+                raise TextError(f"BABILong's lengths are called 0k, 1k, 2k, ... 1M, 10M; got {length}")
+        path = Path(self.source)
+        if path.is_dir():
+            there = [match.groups() for file in path.iterdir() if (match := NAME.fullmatch(file.stem))]
+        elif path.is_file():
+            if not (match := NAME.fullmatch(path.stem)):
+                raise TextError(f"{path}: the name must say the task and the length, as qa1_4k.jsonl does")
+            there = [match.groups()]
+        else:
+            fitting = [length for length in LENGTHS if _tokens(length) < reader.max_context]
+            there = [*product(self.tasks or TASKS, self.lengths or fitting)]
+        asked = {*(self.tasks or ()), *(self.lengths or ())}
+        parts = {part for part in there if part[0] in (self.tasks or part) and part[1] in (self.lengths or part)}
+        if not parts or (absent := asked.difference(*parts)):
+            named = ", ".join(sorted(absent if parts else asked))
+            raise TextError(f"{self.source} has no {named or 'files'} of BABILong, such as qa1_4k.jsonl")
+        if unknown := {task for task, _ in parts} - {*ASKED}:
+            raise TextError(f"there are prompts for {', '.join(ASKED)}; got {', '.join(sorted(unknown))}")
+        return sorted(parts, key=lambda part: (int(part[0][2:]), _tokens(part[1])))
+
+    def _samples(self, reader: Reader, task: str, length: str) -> Iterator[Sample]:
+        asked = ASKED[task]
+        examples = "".join(EXAMPLE.format(*example) for example in asked["examples"])
+        rows = read_rows(in_folder(self.source, f"{task}_{length}"), FIELDS, config=length, split=task)
+        for number, row in enumerate(rows):
+            context, question, target = row["input"].strip(), row["question"].strip(), row["target"].lower()
+            prompt = PROMPT.format(
+                facts=asked["facts"], form=asked["form"], examples=examples, context=context, question=question
+            )
+            yield Sample(
+                task=f"babilong/{task}",
+                name=f"{length}/{number}",
+                tokens=turn_tokens(reader.tokenizer, prompt),
+                metric="babilong",
+                answers=tuple(target.split(",")),
+                # what the question names is never the answer
+                choices=tuple(label.lower() for label in asked["labels"] if label.lower() not in question.lower()),
+                limit=ANSWER,
+                facts={"length": length},
+            )
+
+
+def _tokens(length: str) -> int:
+    """Of a context that is called so, about."""
+    return int(length[:-1]) * {"k": 1_000, "M": 1_000_000}[length[-1]]

@@ -1,0 +1,149 @@
+"""LongBench: questions, summaries, examples and code, in English and Chinese (Bai et al. 2023, arXiv 2308.14508)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvsurgery.errors import TextError
+from kvsurgery.evaluate.rows import ENDINGS, in_folder, read_json, read_rows
+from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.text.chat import turn_tokens
+from kvsurgery.text.haystack import token_ids
+from kvsurgery.text.metrics import chinese_words
+
+DATASETS = tomllib.loads(Path(__file__).with_name("longbench.toml").read_text(encoding="utf-8"))
+FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}
+EXTENDED = (
+    "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
+    "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
+)  # fmt: skip
+BUCKETS = ((4000, "0-4k"), (8000, "4-8k"))  # words of a LongBench-E context, below which it is called so
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """The benchmark's questions, answer lengths and metrics, with prompts of our own or those of a file.
+
+    Attributes:
+        source: a dataset's id, a folder with files such as `hotpotqa.jsonl`, or one file.
+        datasets: such as "hotpotqa". None: of a folder or file all that are there, of an id all.
+        extended: LongBench-E, whose files are called `hotpotqa_e.jsonl`; scores are shown by length too.
+        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
+            has positions for.
+        prompts: a file such as LongBench's `dataset2prompt.json`, by dataset a text with {context} and maybe {input}.
+    """
+
+    source: str = "THUDM/LongBench"
+    datasets: tuple[str, ...] | None = None
+    extended: bool = False
+    longest: int | None = None
+    prompts: str | None = None
+
+    def samples(self, reader: Reader) -> Iterator[Sample]:
+        """Dataset by dataset, in the order of the rows.
+
+        Raises:
+            TextError: a file is missing, holds no rows, or one of another layout; a dataset has no prompt, or one that
+                has no room.
+            KVSurgeryError: answers are in Chinese, and jieba is not installed.
+        """
+        if unknown := {*(self.datasets or ())} - {*DATASETS}:
+            raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
+        prompts = _prompts(self.prompts)
+        for name in self._files():
+            config = f"{name}_e" if self.extended else name
+            numbers = {dataset: count() for dataset in DATASETS}
+            for row in read_rows(in_folder(self.source, config), FIELDS, config=config, split="test"):
+                dataset = row["dataset"].removesuffix("_e")
+                if dataset not in DATASETS:
+                    raise TextError(f"{self.source}: `dataset` {dataset!r} is none of {', '.join(DATASETS)}")
+                if dataset in (self.datasets or DATASETS):
+                    if dataset not in prompts:
+                        raise TextError(f"{self.prompts} has no prompt for {dataset}")
+                    prompt = prompts[dataset].format(context=row["context"], input=row["input"])
+                    yield self._sample(reader, dataset, next(numbers[dataset]), row, prompt)
+
+    def _files(self) -> list[str]:
+        """Datasets that have a file of their own, or anything for a single file."""
+        path, all_of_them = Path(self.source), EXTENDED if self.extended else [*DATASETS]
+        if path.is_file():
+            return [path.stem]
+        if self.datasets or not path.is_dir():
+            return [*(self.datasets or all_of_them)]
+        suffix = "_e" if self.extended else ""
+        there = [name for name in all_of_them if any((path / f"{name}{suffix}{end}").is_file() for end in ENDINGS)]
+        if not there:
+            raise TextError(f"{path} has no files of LongBench, such as hotpotqa{suffix}.jsonl")
+        return there
+
+    def _sample(self, reader: Reader, dataset: str, number: int, row: Mapping[str, Any], prompt: str) -> Sample:
+        metric, limit = DATASETS[dataset]["metric"], DATASETS[dataset]["limit"]
+        classes = row.get("all_classes") or ()
+        if not row["answers"] or (metric == "classification" and not isinstance(classes, list)):
+            raise TextError(f"{self.source}: row {number + 1} of {dataset} needs `answers`, and classes `all_classes`")
+        if metric.endswith("_zh"):
+            chinese_words("")  # before a model has answered
+        room = min(self.longest or reader.max_context, reader.max_context) - limit
+        bucket = next((name for below, name in BUCKETS if row["length"] < below), "8k+")
+        return Sample(
+            task=f"longbench-e/{dataset}" if self.extended else f"longbench/{dataset}",
+            name=str(number),
+            tokens=shortened(reader.tokenizer, prompt, room, chat=DATASETS[dataset].get("chat", True)),
+            metric=metric,
+            answers=tuple(row["answers"]),
+            choices=tuple(classes),
+            limit=limit,
+            facts={"words": bucket} if self.extended else {},
+        )
+
+
+def shortened(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, chat: bool) -> np.ndarray:
+    """int64 [tokens, at most `room`]: a prompt as `turn_tokens` has it, without its middle where it is too long.
+
+    Raises:
+        TextError: there is no room for any of it.
+    """
+    tokens = turn_tokens(tokenizer, prompt, chat=chat)
+    ids = token_ids(tokenizer, prompt) if len(tokens) > room else []
+    half = (room - (len(tokens) - len(ids))) // 2
+    while len(tokens) > room:
+        if half < 1:
+            raise TextError(f"a prompt of LongBench has no room in {room} tokens")
+        start, end = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+        tokens = turn_tokens(tokenizer, start + end, chat=chat)
+        # where it is cut, text may be spelt by more tokens
+        half -= max(1, (len(tokens) - room) // 2)
+    return tokens
+
+
+def _prompts(path: str | None) -> dict[str, str]:
+    """Prompts by dataset, of a file if there is one.
+
+    Raises:
+        TextError: it is no JSON object of texts, or they have other fields than a row fills in.
+    """
+    if path is None:
+        return {dataset: asked["prompt"] for dataset, asked in DATASETS.items()}
+    prompts = read_json(path)
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise TextError(f"{path} must be a JSON object of prompts by dataset, such as LongBench's dataset2prompt.json")
+    for dataset, prompt in prompts.items():
+        try:
+            fields = [part[1:] for part in Formatter().parse(prompt) if part[1] is not None]
+        except ValueError as error:
+            raise TextError(f"{path}: the braces of {dataset} are no fields: {error}") from error
+        # neither a format nor a conversion, which could ask for any width
+        if ("context", "", None) not in fields or {*fields} - {("context", "", None), ("input", "", None)}:
+            raise TextError(
+                f"{path}: the prompt for {dataset} must have {{context}}, and no field but that and {{input}}"
+            )
+    return prompts

@@ -1,0 +1,206 @@
+"""RULER: thirteen tasks of long context, made from scratch at any length (Hsieh et al. 2024, arXiv 2404.06654).
+
+What is asked, how much is hidden and where it lies, is as published. Prompts and words are our own, essays are
+generated or the user's, and what is left of a length, less than a line, is filled up: scores compare models with each
+other, and not with published tables.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from kvsurgery.errors import TextError
+from kvsurgery.evaluate.ruler_puzzles import (
+    Niah,
+    Puzzle,
+    common_words,
+    frequent_words,
+    question,
+    variable_tracking,
+)
+from kvsurgery.evaluate.ruler_questions import read_hotpot, read_squad
+from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.text.chat import turn_tokens
+from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack
+
+NIAH = {
+    "niah_single_1": Niah("noise", "words", "numbers"),
+    "niah_single_2": Niah("essay", "words", "numbers"),
+    "niah_single_3": Niah("essay", "words", "uuids"),
+    "niah_multikey_1": Niah("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": Niah("needle", "words", "numbers"),
+    "niah_multikey_3": Niah("needle", "uuids", "uuids"),
+    "niah_multivalue": Niah("essay", "words", "numbers", values=4),
+    "niah_multiquery": Niah("essay", "words", "numbers", keys=4, queries=4),
+}
+LISTS = {"vt": variable_tracking, "cwe": common_words, "fwe": frequent_words}
+QUESTIONS = ("qa_1", "qa_2")
+TASKS = (*NIAH, *LISTS, *QUESTIONS)
+LIMITS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}  # tokens of an answer
+NEAR = 200  # this part of a length may be left
+FIRST = 64  # units more, at first, to see what a unit takes
+
+Draw = Callable[[random.Random, int, int], Puzzle]  # from a length and a number
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """Tasks of RULER under their published names.
+
+    Attributes:
+        lengths: of prompt and answer, in tokens; what is made is at most 1% shorter.
+        tasks: None: all but those that `left_out` says.
+        count: samples of each task and length; questions are asked again, among other documents, if there are fewer.
+        text: for essays, as `Haystack.read` takes it.
+        squad, hotpot: files of questions for qa_1 and qa_2, as SQuAD and HotpotQA publish them.
+    """
+
+    lengths: tuple[int, ...] = (4096,)
+    tasks: tuple[str, ...] | None = None
+    count: int = 20
+    text: str | None = None
+    squad: str | None = None
+    hotpot: str | None = None
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Tasks that cannot be made, and why; those that are asked for are an error instead."""
+        files = {"qa_1": (self.squad, "SQuAD (--squad)"), "qa_2": (self.hotpot, "HotpotQA (--hotpot)")}
+        return {
+            task: f"there are no questions without a file of {published}"
+            for task, (path, published) in files.items()
+            if path is None
+        }
+
+    def samples(self, reader: Reader) -> Iterator[Sample]:
+        """Task by task, of each the first sample of every length, then the second.
+
+        Raises:
+            TextError: a task is unknown, or a file for it is missing or of another layout; a length is too short for a
+                task, or beyond the model; the text is too short, or unknown to the tokenizer.
+        """
+        for length in self.lengths:
+            if length > reader.max_context:
+                raise TextError(
+                    f"RULER at {length} tokens is beyond the {reader.max_context} that there are positions for; give "
+                    "shorter --lengths"
+                )
+        draws = self._draws(reader)
+        for task, length in product(draws, self.lengths):
+            _Room(reader, task, length).smallest(draws[task](_rng(reader, task, length, 0), length, 0))
+        for task, draw in draws.items():
+            for number, length in product(range(self.count), self.lengths):
+                puzzle = draw(_rng(reader, task, length, number), length, number)
+                yield Sample(
+                    task=f"ruler/{task}",
+                    name=f"{length}/{number}",
+                    tokens=_Room(reader, task, length).fill(puzzle),
+                    metric="string_match_part" if task in QUESTIONS else "string_match_all",
+                    answers=puzzle.answers,
+                    limit=LIMITS[task],
+                    facts={"tokens": length},
+                )
+
+    def _draws(self, reader: Reader) -> dict[str, Draw]:
+        """What makes the puzzles of each task."""
+        left_out = self.left_out
+        for task in self.tasks or ():
+            if task not in TASKS:
+                raise TextError(f"RULER has no {task}; it has {', '.join(TASKS)}")
+            if task in left_out:
+                raise TextError(f"RULER's {task} cannot be made: {left_out[task]}")
+        tasks = self.tasks or [task for task in TASKS if task not in left_out]
+        essay: list[str] = []
+        if any(task in NIAH and NIAH[task].haystack == "essay" for task in tasks):
+            haystack = Haystack.read(self.text, reader.tokenizer, max(self.lengths, default=1), reader.seed)
+            essay = reader.tokenizer.decode(haystack.tokens, clean_up_tokenization_spaces=False).split()
+
+        def draw(task: str) -> Draw:
+            if task in NIAH:
+                return lambda rng, length, number: NIAH[task].puzzle(rng, essay)
+            if task in LISTS:
+                return lambda rng, length, number: LISTS[task](rng, length)
+            read = read_squad(self.squad) if task == "qa_1" else read_hotpot(self.hotpot)
+            return lambda rng, length, number: question(rng, read, number % len(read.asked))
+
+        return {task: draw(task) for task in tasks}
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The tokens that a prompt may have."""
+
+    reader: Reader
+    task: str
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.length - LIMITS[self.task]
+
+    def smallest(self, puzzle: Puzzle) -> np.ndarray:
+        """int64 [tokens]: the prompt with no more text than it needs.
+
+        Raises:
+            TextError: that is too much.
+        """
+        tokens = self._prompt(puzzle, puzzle.least, 0)
+        if len(tokens) > self.tokens:
+            least = len(tokens) + LIMITS[self.task]
+            raise TextError(
+                f"RULER's {self.task} takes {least} tokens or more, not {self.length}; give longer --lengths"
+            )
+        return tokens
+
+    def fill(self, puzzle: Puzzle) -> np.ndarray:
+        """int64 [tokens]: the prompt with as much text as it may have.
+
+        Raises:
+            TextError: there is no room for the puzzle, or it is unknown to the tokenizer.
+        """
+        tokens = self.smallest(puzzle)
+        units, tokens = self._most(lambda units: self._prompt(puzzle, units, 0), tokens, puzzle.least, self.length)
+        _, tokens = self._most(lambda rest: self._prompt(puzzle, units, rest), tokens, 0, puzzle.rest)
+        unknown = (tokens == self.reader.tokenizer.unk_token_id).mean()
+        if unknown > MAX_UNKNOWN:
+            raise TextError(f"{unknown:.0%} of RULER's {self.task} is unknown to the tokenizer; leave the task out")
+        return tokens
+
+    def _prompt(self, puzzle: Puzzle, units: int, rest: int) -> np.ndarray:
+        return turn_tokens(self.reader.tokenizer, puzzle.write(units, rest), puzzle.lead)
+
+    def _most(
+        self, make: Callable[[int], np.ndarray], tokens: np.ndarray, low: int, high: int
+    ) -> tuple[int, np.ndarray]:
+        """The largest number from `low` to `high` whose prompt has room, or one that leaves little; and the prompt.
+
+        A long text takes seconds to tokenise, so numbers are guessed from those that were tried.
+
+        Args:
+            tokens: the prompt of `low`.
+        """
+        near = self.length // NEAR
+        begun, above, over, tries = (low, len(tokens)), high + 1, None, 0
+        while low + 1 < above and (left := self.tokens - len(tokens)) > near:
+            aim, tries = left - near // 2, tries + 1
+            if over is None:
+                gained = len(tokens) - begun[1]
+                more = aim * (low - begun[0]) // gained if gained else max(FIRST, low)
+            else:
+                more = aim * (above - low) // (over - len(tokens)) if tries % 2 else (above - low) // 2
+            number = min(max(low + more, low + 1), above - 1)
+            made = make(number)
+            if len(made) <= self.tokens:
+                low, tokens = number, made
+            else:
+                above, over = number, len(made)
+        return low, tokens
+
+
+def _rng(reader: Reader, task: str, length: int, number: int) -> random.Random:
+    return random.Random(f"{reader.seed}/{task}/{length}/{number}")

@@ -1,0 +1,88 @@
+"""`kvsurgery eval` as it is typed: what it prints, writes and refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.command import done, refused, run
+from tests.evaluate.recall import MODEL, convert, write_language
+
+NEEDLE = ("--tasks", "needle", "--lengths", "96", "--depths", "0,1", "--batch", "2", "--device", "cpu")
+OWN = ("--text", "text.txt", "--needles", "needles.jsonl")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the bundled model converted to 16 tokens a head, a text and needles."""
+    folder = tmp_path_factory.mktemp("place")
+    write_language(folder)
+    convert(folder / "recall-cli", sparsity=None, rest="budgeted", budget=16)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def test_a_table_a_page_and_json(place):
+    said = done("eval", "recall-cli", "--source", MODEL, *NEEDLE, *OWN, "--out", "two")
+    head, *rows = [line.split() for line in said.out.splitlines() if line.strip()][1:]
+    assert head == ["task", "metric", "samples", "original", "converted", "difference", "[95%]"]
+    assert rows[1:] == [
+        ["needle", metric, "4", "100.0%", "100.0%", "+0.0", "[+0.0,", "+0.0]"]
+        for metric in ("rouge1_recall", "string_match_all")
+    ]
+    assert "wrote two/index.html" in said.err
+    assert "needle" in Path("two/index.html").read_text()
+    # what is there is not computed again, and says the same
+    again = json.loads(done("eval", "recall-cli", "--source", MODEL, *NEEDLE, *OWN, "--out", "two", "--json").out)
+    written = json.loads(Path("two/results.json").read_text())
+    assert again.items() <= written.items()
+    assert again["command"].startswith("kvsurgery eval recall-cli --source")
+
+
+def test_one_model_alone():
+    said = done("eval", "recall-cli", *NEEDLE, *OWN, "--limit", "1", "--out", "one", "--json")
+    assert [*json.loads(said.out)["models"]] == ["converted"]
+    said = done("eval", MODEL, *NEEDLE, *OWN, "--limit", "1", "--out", "stock", "--json")
+    [result, _] = json.loads(said.out)["tasks"]
+    assert result["difference"] is None
+    assert result["scores"]["original"]["mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nowhere", *NEEDLE), "nowhere is not a folder"),
+        (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is no folder and no Hub id"),
+        (("recall-cli", *NEEDLE), r"\(--needles\)"),
+        (("recall-cli", "--tasks", "perplexity"), r"give a text that it knows \(--text\)"),
+        (("recall-cli", "--tasks", "perplexity", "--text", "none.txt"), "none.txt is no file"),
+        (("recall-cli", *NEEDLE, "--needles", "text.txt"), "text.txt, line 1: not JSON"),
+        (("recall-cli", "--tasks", "longbench", "--longbench-prompts", "text.txt"), "text.txt is not JSON"),
+    ],
+)
+def test_errors_are_one_line_and_nothing_is_written(arguments, words):
+    before = sorted(Path.cwd().iterdir())
+    assert re.search(words, refused("eval", *arguments, "--out", "refused"))
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("recall-cli", *NEEDLE, "--passkeys", "3"), "--passkeys is of passkey: add that to --tasks"),
+        (("recall-cli", "--tasks", "noodle"), "'noodle' is not one of"),
+        (("recall-cli", "--tasks", "needle", "--lengths", "many"), "'many' is no number of tokens"),
+        ((MODEL, "--source", MODEL, *NEEDLE), "is not a converted checkpoint"),
+        (("recall-cli", *NEEDLE, "--batch", "0"), "--batch"),
+    ],
+)
+def test_misuse_says_what_to_change(arguments, words):
+    result = run("eval", *arguments, "--out", "refused")
+    assert result.code == 2
+    assert words in " ".join(result.err.replace("│", " ").split())
+    assert not Path("refused").exists()
