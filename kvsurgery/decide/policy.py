@@ -212,7 +212,8 @@ def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Pol
     except ValueError as error:
         raise PolicyError(f"--kv-bits: {error}") from error
     least = 2 * (quantisation.residual + TILE)
-    windows = [layer.recent for layer in policy.layers if layer.budgets is None and layer.full < len(layer.order)]
+    windows = [layer.recent for layer in policy.layers if layer.native]
+    windows += [policy.options["recent"]] if "recent" in policy.options else []
     if quantisation.streaming and windows and max(windows) < least:
         raise PolicyError(
             f"--kv-streaming is for windows of {least} tokens or more, twice what stays as it is, and the longest has "
