@@ -6,6 +6,8 @@ PYTEST = -m pytest -q -n $(WORKERS)
 
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# of all that torch installs, a run imports little
+export PIP_NO_COMPILE = 1
 
 .PHONY: demo test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
 
@@ -17,12 +19,12 @@ test: .venv/ready
 	.venv/bin/python $(PYTEST)
 
 # what a checkpoint's users have may be older: all that loads models or asks the Hub, on other versions of transformers
-COMMANDS = compute convert hub_convert push reform_convert revert_verify
+COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
+LIBRARY = templates emit examples/test_pages.py distributed bench evaluate/test_decoding.py test_logits.py test_hub.py
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) tests/templates tests/emit tests/test_logits.py tests/test_hub.py tests/examples \
-		$(COMMANDS:%=tests/cli/test_%.py)
+	.venv-$*/bin/python $(PYTEST) $(LIBRARY:%=tests/%) $(COMMANDS:%=tests/cli/test_%.py)
 
 # kernels without a GPU: computed by Triton's interpreter, and compiled for A100 and H100
 test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
