@@ -3,11 +3,10 @@
     python benchmarks/scale.py --plot scale.png --json scale.json
     python benchmarks/scale.py --models llama-3-8b --profile llama-3-8b=Llama-3-8B-Instruct-Gradient-1048k
 
-No weights are read and nothing runs. Heads of a tensor-parallel model are stored as one block a rank, each [full |
-streaming]. `strict` gives every block of a layer as many full heads, which makes every layer's number a multiple of the
-ranks: those of the highest scores stay, and as many in all as come nearest to what was asked for. `uneven` keeps the
-heads as they were asked for and deals the odd ones out, to whoever has the least. `one block` is what becomes of an
-ordinary layout, full heads first, when it is cut into ranks.
+No weights are read and nothing runs: layouts are those of `kvsurgery convert --tp`, a block of heads [full | streaming]
+a rank, and bytes those of the emitted code. `strict` gives every block of a layer as many full heads, which rounds a
+layer's number to a multiple of the ranks, and keeps the best heads that this allows. `uneven` (`--tp-uneven`) keeps the
+heads that were asked for, so that some ranks read longer than others in a layer.
 
 With more ranks than KV heads, several store the same head, as vLLM does it; transformers' plan has no such thing.
 Matrices are cut by the ranks, the embedding and norms are whole on each. Activations come on top. Scores are those of a
@@ -26,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from kvsurgery import console, figure, resources
-from kvsurgery.decide.policy import Quantisation, decide, kv_scores
+from kvsurgery.decide.policy import Policy, Quantisation, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.score.importers import import_duo
 from kvsurgery.score.profile import HeadProfile
@@ -76,56 +76,24 @@ def load_profile(name: str, path: str | None, seed: int) -> HeadProfile:
     return profile
 
 
-def strict(scores: np.ndarray, full: int, blocks: int) -> np.ndarray:
-    """Full heads of every block [layers, blocks], equal within a layer.
-
-    A layer's next best `blocks` heads are worth less than its best, so taking the best sets over the model is optimal.
-    """
-    layers, heads = scores.shape
-    sets = np.sort(scores)[:, ::-1].reshape(layers, heads // blocks, blocks).sum(2)
-    best = np.argsort(-sets, axis=None, kind="stable")[: round(full / blocks)]
-    return np.repeat(np.bincount(best // sets.shape[1], minlength=layers)[:, None], blocks, 1)
-
-
-def uneven(full: np.ndarray, blocks: int) -> np.ndarray:
-    """The same with each layer's full heads as they are; odd ones go to the blocks with the least so far."""
-    counts = np.repeat(full[:, None] // blocks, blocks, 1)
-    for layer, odd in enumerate(full % blocks):
-        counts[layer, np.argsort(counts[: layer + 1].sum(0), kind="stable")[:odd]] += 1
-    return counts
+def layout_of(policy: Policy, model: ModelDimensions) -> Any:
+    """The layout that a checkpoint converted by this policy has."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.query_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+    }
+    return LAYOUT.KVLayout.from_config(converted_config(config, policy))
 
 
-def one_block(full: np.ndarray, blocks: int, heads: int) -> np.ndarray:
-    """The same of layers whose full heads come first, cut into blocks."""
-    held = heads // blocks
-    return np.clip(full[:, None] - held * np.arange(blocks), 0, held)
-
-
-def block_layouts(counts: np.ndarray, model: ModelDimensions, bits: int) -> list[Any]:
-    """The layout of what each block's rank stores."""
-    held = model.kv_heads // counts.shape[1]
-    quantisation = None if bits == 16 else Quantisation(bits)
-    return [
-        LAYOUT.KVLayout(
-            tuple(
-                LAYOUT.LayerLayout(((int(full), held - int(full)),), SINK, RECENT, quantisation=quantisation)
-                for full in block
-            ),
-            model.head_dim,
-        )
-        for block in counts.T
-    ]
-
-
-def balance(counts: np.ndarray, model: ModelDimensions, tokens: int) -> dict[str, float]:
+def balance(parts: list[Any], tokens: int) -> dict[str, float]:
     """How much more the fullest rank stores than the mean, and how much longer the fullest of each layer reads.
 
     Ranks wait for each other in every layer, so that the second is what unequal heads cost a decode step.
     """
-    layouts = block_layouts(counts, model, 16)
-    layers = np.array(
-        [[layer.kv_bytes(tokens, 0, 0, model.head_dim, 2) for layer in layout.layers] for layout in layouts]
-    )
+    layers = np.array([[layer.kv_bytes(tokens, 0, 0, part.head_dim, 2) for layer in part.layers] for part in parts])
     whole = layers.sum(1)
     return {"bytes": float(whole.max() / whole.mean()), "by_layer": float(layers.max(0).sum() / layers.mean(0).sum())}
 
@@ -143,42 +111,42 @@ def context(layout: Any, room: float) -> int:
     return fits
 
 
+def score(scores: np.ndarray, policy: Policy) -> float:
+    """The sum of the full heads' scores."""
+    return sum(float(row[list(layer.full_heads)].sum()) for row, layer in zip(scores, policy.layers, strict=True))
+
+
 def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for every sparsity and number of ranks of a model."""
     shape, tokens = SHAPES[name], arguments.context
     model, scores = shape.attention, kv_scores(profile, "mean")
     rows = []
     for sparsity in (0.0, *SPARSITIES):
-        policy = decide(profile, [None] * model.layers, sparsity=sparsity, sink=SINK, recent=RECENT)
-        full = np.array([layer.full for layer in policy.layers])
-        asked = -np.sort(-scores, axis=None)[: policy.full].sum()
+        options = {"sparsity": sparsity, "sink": SINK, "recent": RECENT}
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
-            equal = strict(scores, policy.full, blocks)
-            kept = sum(
-                np.sort(row)[::-1][: count * blocks].sum() for row, count in zip(scores, equal[:, 0], strict=True)
+            asked, strict = (
+                decide(profile, [None] * model.layers, **options, tp=blocks, tp_uneven=uneven)
+                for uneven in (True, False)
             )
+            best, kept = (score(scores, policy) for policy in (asked, strict))
+            uneven, equal = (layout_of(policy, model).parts(blocks) for policy in (asked, strict))
             weights = shape.weights(ranks, arguments.weight_bits / 8)
-            layouts = {bits: block_layouts(equal, model, bits)[0] for bits in BITS}
-            ways = {
-                "strict": equal,
-                "uneven": uneven(full, blocks),
-                "one block": one_block(full, blocks, model.kv_heads),
-            }
+            layouts = {bits: equal[0] if bits == 16 else equal[0].quantised(Quantisation(bits)) for bits in BITS}
             rows.append(
                 {
                     "model": name,
                     "sparsity": sparsity,
                     "ranks": ranks,
-                    "full_heads": policy.full,
-                    "strict_full_heads": int(equal.sum()),
-                    "strict_score_kept": float(kept / asked),
+                    "full_heads": asked.full,
+                    "strict_full_heads": strict.full,
+                    "strict_score_kept": kept / best,
                     "weights": round(weights),
                     "kv_bytes": {bits: layout.kv_bytes(1, tokens) for bits, layout in layouts.items()},
                     "context": {
                         bits: context(layout, arguments.memory * 1e9 - weights) for bits, layout in layouts.items()
                     },
-                    "balance": {way: balance(counts, model, tokens) for way, counts in ways.items()},
+                    "balance": {"strict": balance(equal, tokens), "uneven": balance(uneven, tokens)},
                 }
             )
     return rows
@@ -209,24 +177,24 @@ def print_tables(name: str, rows: list[dict[str, Any]], arguments: argparse.Name
             row["full_heads"],
             row["strict_full_heads"],
             f"{row['strict_score_kept']:.1%}",
-            *(f"{row['balance'][way][what]:.2f}" for way in ("uneven", "one block") for what in ("bytes", "by_layer")),
+            *(f"{row['balance']['uneven'][what]:.2f}" for what in ("bytes", "by_layer")),
         )
         for row in rows
         if row["sparsity"] and row["ranks"] > 1
     ]
     title = (
         f"{name}: full heads asked for, those of strict blocks and their score;\n"
-        "the fullest rank over the mean, in bytes and layer by layer, of uneven blocks and of one block that is cut"
+        "the fullest rank over the mean, in bytes and layer by layer, of uneven blocks"
     )
-    columns = ["stream", "TP", "full", "strict", "score", "uneven", "layers", "one block", "layers"]
+    columns = ["stream", "TP", "full", "strict", "score", "uneven", "layers"]
     console.stdout.print(console.table(title, columns, cells, left=0))
 
 
 def plot(rows: list[dict[str, Any]], names: list[str], arguments: argparse.Namespace) -> None:
     """KV bytes a rank, and tokens that fit, over the ranks; a column for each model."""
     picture = figure.new_figure(5 * len(names), 7.5)
-    axes = picture.subplots(2, len(names), sharex=True, squeeze=False)
-    lines = [(0.0, 16), *((sparsity, bits) for sparsity in SPARSITIES[1:] for bits in (16, 4))]
+    axes = picture.subplots(2, len(names), sharex=True, sharey="row", squeeze=False)
+    lines = [(sparsity, bits) for sparsity in (0.0, *SPARSITIES[1:]) for bits in (16, 4)]
     for column, name in enumerate(names):
         for sparsity, bits in lines:
             shown = [row for row in rows if (row["model"], row["sparsity"]) == (name, sparsity)]

@@ -1,8 +1,7 @@
-"""The arithmetic of several devices, against counting by hand and by trying everything."""
+"""The arithmetic of several devices, against counting by hand."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -12,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsurgery.decide.policy import Quantisation, decide
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.score.profile import HeadProfile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -32,57 +33,27 @@ def test_weights_of_one_rank_are_all_parameters(name: str) -> None:
     assert scale.SHAPES[name].weights(1, itemsize=1) == PARAMETERS[name]
 
 
-@given(st.integers(1, 4), st.sampled_from([(4, 2), (4, 4), (6, 3), (4, 1)]), st.data())
-def test_strict_keeps_the_best_that_sets_of_heads_allow(
-    layers: int, split: tuple[int, int], data: st.DataObject
-) -> None:
-    heads, blocks = split
-    full = data.draw(st.integers(0, layers * heads))
-    scores = np.random.default_rng(data.draw(st.integers(0, 99))).random((layers, heads))
-    counts = scale.strict(scores, full, blocks)
-    assert (counts == counts[:, :1]).all()
-    assert abs(counts.sum() - full) <= blocks / 2
-    ranked = np.sort(scores)[:, ::-1]
-
-    def kept(numbers: tuple[int, ...]) -> float:
-        return sum(row[: number * blocks].sum() for row, number in zip(ranked, numbers, strict=True))
-
-    ways = itertools.product(range(heads // blocks + 1), repeat=layers)
-    best = max(kept(way) for way in ways if sum(way) * blocks == counts.sum())
-    assert kept(tuple(counts[:, 0])) == pytest.approx(best)
-
-
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.sampled_from([1, 2, 4, 8]), st.sampled_from([16, 8, 4]))
-def test_blocks_hold_what_the_whole_model_does(full: list[int], blocks: int, bits: int) -> None:
-    model, whole = ModelDimensions(len(full), 16, 8, 32), np.array(full)
-    [undivided] = scale.block_layouts(whole[:, None], model, bits)
-    ways = {"uneven": scale.uneven(whole, blocks), "one block": scale.one_block(whole, blocks, 8)}
-    for counts in ways.values():
-        assert (counts.sum(1) == whole).all()
-        assert counts.min() >= 0
-        assert counts.max() <= 8 // blocks
-        parts = [layout.kv_bytes(1, 5000) for layout in scale.block_layouts(counts, model, bits)]
-        assert sum(parts) == undivided.kv_bytes(1, 5000)
-    # nobody stores more than a head more than another
-    totals = ways["uneven"].sum(0)
-    assert totals.max() - totals.min() <= 1
-
-
 def test_what_unequal_blocks_cost() -> None:
-    # two layers of four heads, so long that what streams does not count: each layer has one full head
+    # two layers of four heads over two ranks, so long that what streams does not count
     model, tokens = ModelDimensions(2, 4, 4, 32), 10**9
-    uneven, one_block = scale.uneven(np.array([1, 1]), 2), scale.one_block(np.array([1, 1]), 2, 4)
-    assert uneven.tolist() == [[1, 0], [0, 1]]
-    assert one_block.tolist() == [[1, 0], [1, 0]]
-    # the first ranks store alike, but wait for each other in both layers; of the second one stores nothing
-    assert scale.balance(uneven, model, tokens) == pytest.approx({"bytes": 1, "by_layer": 2}, rel=1e-5)
-    assert scale.balance(one_block, model, tokens) == pytest.approx({"bytes": 2, "by_layer": 2}, rel=1e-5)
+    profile = HeadProfile(np.array([[0.75, 0, 0, 0.25], [0, 0, 0.5, 0]], np.float32), "duo", "kv", "by hand", model)
+    found = {}
+    for uneven in (False, True):
+        policy = decide(profile, [None] * 2, full_heads=2, tp=2, tp_uneven=uneven)
+        found[uneven] = scale.balance(scale.layout_of(policy, model).parts(2), tokens)
+        # asked for are 0.75 and 0.5; alike are two of the first layer, 0.75 and 0.25
+        assert scale.score(profile.scores, policy) == (1.25 if uneven else 1)
+    # each rank has one full head; if in different layers, they wait for each other in both
+    assert found[False] == pytest.approx({"bytes": 1, "by_layer": 1}, rel=1e-5)
+    assert found[True] == pytest.approx({"bytes": 1, "by_layer": 2}, rel=1e-5)
 
 
 @given(st.integers(0, 4), st.sampled_from([16, 4]), st.floats(0, 1e6))
 def test_context_is_the_longest_that_fits(full: int, bits: int, room: float) -> None:
     model = ModelDimensions(1, 4, 4, 32)
-    [layout] = scale.block_layouts(np.array([[max(full, 1)]]), model, bits)
+    profile = HeadProfile(np.ones((1, 4), np.float32), "duo", "kv", "by hand", model)
+    layout = scale.layout_of(decide(profile, [None], full_heads=max(full, 1)), model)
+    layout = layout if bits == 16 else layout.quantised(Quantisation(bits))
     tokens = scale.context(layout, room)
     assert tokens == 0 or layout.kv_bytes(1, tokens) <= room
     assert layout.kv_bytes(1, tokens + 1) > room
@@ -98,4 +69,8 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Cap
     dense = {row["ranks"]: row["kv_bytes"]["16"] for row in rows if row["sparsity"] == 0}
     # 32 layers, 8 heads, keys and values of 128 in two bytes
     assert dense == {ranks: 131072 * 32 * 8 * 2 * 128 * 2 // min(ranks, 8) for ranks in scale.RANKS}
+    for row in rows:
+        assert row["balance"]["strict"] == pytest.approx({"bytes": 1, "by_layer": 1})
+        # heads that are asked for differ in number from layer to layer
+        assert row["sparsity"] == 0 or row["ranks"] == 1 or row["balance"]["uneven"]["by_layer"] > 1
     assert Path(files[1]).stat().st_size

@@ -12,7 +12,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = sorted(page.stem for page in EXAMPLES.glob("*.md") if page.stem != "README")
 # what an example needs beyond the tool, and where it comes from
 NEEDS = {"harness": ("lm_eval", "lm-eval"), "w8_kv4": ("optimum.quanto", "optimum-quanto")}
-OWN_PROCESS = ("push",)  # huggingface_hub reads where the Hub is when it is imported
+# huggingface_hub reads where the Hub is when it is imported; torchrun's processes print for themselves
+OWN_PROCESS = ("push", "several_processes")
+# said by versions of transformers that want a vocabulary to divide; the bundled model's does not
+REFUSED = "must be divisible by the tensor parallel size"
 
 
 def shown(page: str) -> str:
@@ -50,7 +53,11 @@ def test_an_example_prints_what_its_page_shows(page, monkeypatch, capsys):
         pytest.importorskip(module, reason=f"pip install {package}")
     script = EXAMPLES / f"{page}.py"
     if page in OWN_PROCESS:
-        printed = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True).stdout
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+        if REFUSED in done.stderr:
+            pytest.skip("this transformers does not split a vocabulary of 295")
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
     else:
         monkeypatch.setattr(sys, "path", [str(EXAMPLES), str(EXAMPLES / "tiny-recall"), *sys.path])
         monkeypatch.setattr(sys, "argv", [str(script)])
