@@ -1,9 +1,15 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and documents of this tool's own."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from kvsurgery.errors import KVSurgeryError
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -11,3 +17,25 @@ def write_whole(path: Path, content: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, path)
+
+
+@contextmanager
+def document(path: Path, kind: tuple[str, int], command: str) -> Iterator[dict[str, Any]]:
+    """Read a JSON document, and make of it what it stands for inside.
+
+    Args:
+        kind: its format and version, which its content says.
+        command: what writes it: "kvsurgery eval".
+
+    Raises:
+        KVSurgeryError: it is missing, of another kind, or cannot become what it stands for.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (content.pop("format"), content.pop("version")) != kind:
+            raise ValueError("another format or version")
+        yield content
+    except OSError as error:
+        raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `{command}` first") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise KVSurgeryError(f"{path} is not what this version of `{command}` writes: {error}") from error

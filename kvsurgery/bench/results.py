@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import KVSurgeryError
-from kvsurgery.files import write_whole
+from kvsurgery.files import document, write_whole
 
 FILE, TABLE = "bench.json", "bench.csv"
 FORMAT, VERSION = "kvsurgery.bench", 1
@@ -122,17 +121,9 @@ class Bench:
         Raises:
             KVSurgeryError: it is missing, or not what `save` writes.
         """
-        path = folder / FILE
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
-                raise ValueError("another format or version")
+        with document(folder / FILE, (FORMAT, VERSION), "kvsurgery bench") as content:
             rows, contenders = tuple(_row(fields) for fields in content.pop("rows")), tuple(content.pop("contenders"))
             return cls(**content, contenders=contenders, rows=rows)
-        except OSError as error:
-            raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `kvsurgery bench` first") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise KVSurgeryError(f"{path} is no benchmark that this version wrote: {error}") from error
 
 
 def _row(fields: dict[str, Any]) -> Row:

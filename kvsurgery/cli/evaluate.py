@@ -54,7 +54,8 @@ def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.evaluate.checkpoint import is_converted
     from kvsurgery.evaluate.processes import is_first
-    from kvsurgery.evaluate.runner import CONVERTED, ORIGINAL, evaluate
+    from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
+    from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.report import write_report
 
     logging.set_verbosity_error()
@@ -90,15 +91,15 @@ def _show(results: Results) -> None:
 
     names = [*results.models]
     columns = ["task", "metric", "samples", *names, *(["difference [95%]"] if len(names) == 2 else [])]
-    rows = [(task.task, task.metric, task.count, *_cells(task, names)) for task in results.tasks]
+    rows = [(task.task, task.metric, task.count, *cells(task, names)) for task in results.tasks]
     console.stdout.print(console.table("Scores", columns, rows, left=2))
     for task in {task.task: task for task in results.tasks}.values():
         for reason, count in task.skipped.items():
             console.stderr.print(f"{task.task}: {count} samples left out, {reason}", markup=False)
 
 
-def _cells(task: TaskResult, names: list[str]) -> Iterator[str]:
-    """Shares as percentages, and their differences as points of these."""
+def cells(task: TaskResult, names: list[str]) -> Iterator[str]:
+    """Scores, shares as percentages, and of two models their difference, as points of these."""
     factor, digits, unit = (1, 3, "") if task.metric == "perplexity" else (100, 1, "%")
     for name in names:
         yield f"{factor * task.scores[name].mean:.{digits}f}{unit}" if name in task.scores else "-"

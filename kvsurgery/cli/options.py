@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -50,7 +51,16 @@ class Several(click.ParamType):
 
 def policy_options(command: Any) -> Any:
     """Add the options that say what heads become, but for how much of them is kept."""
-    for option in reversed(_POLICY):
+    return _added(kind_options(command), _SIZES)
+
+
+def kind_options(command: Any) -> Any:
+    """The same without sizes, for a command that takes several of each."""
+    return _added(command, _KINDS)
+
+
+def _added(command: Any, options: Sequence[Any]) -> Any:
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -73,7 +83,7 @@ REFORM_SIZES = {
     "query_length": (int, "tokens of the question, where nothing marks it.  [default: 64]"),
 }
 
-_POLICY = (
+_KINDS = (
     click.option(
         "--method",
         type=click.Choice(["duo", "headkv", "reform"]),
@@ -84,18 +94,6 @@ _POLICY = (
         "--rest",
         type=click.Choice(["streaming", "budgeted"]),
         help="What heads are that are not full.  [default: as --method]",
-    ),
-    click.option("--sink", type=int, default=64, show_default=True, help="First tokens that a streaming head keeps."),
-    click.option(
-        "--recent", type=int, default=256, show_default=True, help="Latest tokens that a streaming head keeps."
-    ),
-    click.option(
-        "--beta",
-        type=float,
-        default=1.2,
-        show_default=True,
-        help="Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
-        "a smaller pool and more even budgets.",
     ),
     click.option("--window", type=int, default=8, show_default=True, help="Last tokens of a prompt, which choose."),
     click.option(
@@ -128,6 +126,20 @@ _POLICY = (
         default="mean",
         show_default=True,
         help="How scores of the query heads of a group become their KV head's.",
+    ),
+)
+_SIZES = (
+    click.option("--sink", type=int, default=64, show_default=True, help="First tokens that a streaming head keeps."),
+    click.option(
+        "--recent", type=int, default=256, show_default=True, help="Latest tokens that a streaming head keeps."
+    ),
+    click.option(
+        "--beta",
+        type=float,
+        default=1.2,
+        show_default=True,
+        help="Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
+        "a smaller pool and more even budgets.",
     ),
 )
 

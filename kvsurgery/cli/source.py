@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,23 @@ def prepare(
         operation = _open(source, revision, profile, options, weights)
     _warn(operation)
     return operation
+
+
+def fetched(
+    source: str | None, revision: str | None, profile: HeadProfile, check: Callable[[Path], object]
+) -> tuple[Path, dict[str, str]]:
+    """The folder of a checkpoint that is going to be converted several times, and what `Operation.prepare` calls it.
+
+    A Hub id is downloaded, after a check of its headers.
+    """
+    from kvsurgery import hub
+
+    source, revision = _place(source, revision, profile)
+    if Path(source).is_dir():
+        return Path(source), {}
+    with _hub_id(source):
+        folder, commit = hub.fetch_checkpoint(source, revision, check)
+    return folder, {"name": source, "revision": commit}
 
 
 @contextmanager

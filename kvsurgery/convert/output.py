@@ -54,7 +54,7 @@ class Output:
         created = False
         try:
             _check_place(folder, source)
-            _check_space(folder, size)
+            check_space(folder, size)
             created = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             _sync(folder.parent)
@@ -195,7 +195,8 @@ def _check_place(folder: Path, source: Path) -> None:
         raise OutputError(f"cannot write {folder}: no permission in {ancestor}")
 
 
-def _check_space(folder: Path, size: int) -> None:
+def check_space(folder: Path, size: int) -> None:
+    """Raise OutputError where a folder, which need not be there yet, has no room for so many bytes."""
     free = shutil.disk_usage(_existing(folder)).free
     if folder.is_dir():
         # what an interrupted run left is kept or overwritten; .part files have holes, so count blocks

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import KVSurgeryError
-from kvsurgery.files import write_whole
+from kvsurgery.files import document, write_whole
 
 FILE = "results.json"
 FORMAT, VERSION = "kvsurgery.evaluation", 1
+ORIGINAL, CONVERTED = "original", "converted"
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,6 @@ class Results:
         Raises:
             KVSurgeryError: it is missing, or not what `save` writes.
         """
-        path = folder / FILE
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
-                raise ValueError("another format or version")
+        with document(folder / FILE, (FORMAT, VERSION), "kvsurgery eval") as content:
             tasks = tuple(TaskResult.from_json(fields) for fields in content.pop("tasks"))
             return cls(**content, tasks=tasks)
-        except OSError as error:
-            raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `kvsurgery eval` first") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise KVSurgeryError(f"{path} is no evaluation that this version wrote: {error}") from error

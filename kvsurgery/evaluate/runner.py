@@ -33,7 +33,6 @@ from kvsurgery.files import write_whole
 from kvsurgery.inspection import inspect_checkpoint
 
 SAMPLES = "samples.jsonl"
-ORIGINAL, CONVERTED = "original", "converted"
 
 Progress = Callable[[int, int | None, str], None]  # samples done, of how many if known, and what is under way
 

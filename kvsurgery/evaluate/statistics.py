@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery.evaluate.results import Cell, Interval, TaskResult
+from kvsurgery.evaluate.results import PERPLEXITY, Cell, Interval, TaskResult
 from kvsurgery.evaluate.sample import Sample
 
-PERPLEXITY = "perplexity"
 RESAMPLES = 2000
 BOUNDS = (0.025, 0.975)  # of a 95% percentile interval
 

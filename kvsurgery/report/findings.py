@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.evaluate.results import Cell, Interval, Results, TaskResult
+from kvsurgery.evaluate.results import PERPLEXITY, Cell, Interval, Results, TaskResult
 
-PERPLEXITY = "perplexity"
 # facts that say how long a sample is, in numbers or in words
 LENGTHS = ("tokens", "length", "words")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvsurgery.evaluate.results import Results, TaskResult
+from kvsurgery.evaluate.results import PERPLEXITY, Results, TaskResult
 from kvsurgery.report.charts import Chart, Panel, curve, label, looks, names_above, tokens
 from kvsurgery.report.colours import LIGHT
-from kvsurgery.report.findings import PERPLEXITY, Curve, Grid, curves, grids, models, score, span, titles
+from kvsurgery.report.findings import Curve, Grid, curves, grids, models, score, span, titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

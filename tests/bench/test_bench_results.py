@@ -80,7 +80,7 @@ def test_a_line_of_the_table_per_row(tmp_path: Path) -> None:
 )
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
-    with pytest.raises(KVSurgeryError, match=r"bench\.json is no benchmark that this version wrote"):
+    with pytest.raises(KVSurgeryError, match=r"bench\.json is not what this version of `kvsurgery bench` writes"):
         Bench.load(tmp_path)
 
 

@@ -1,0 +1,154 @@
+"""`Sweep`: the scores and KV bytes of many policies, as a file that the chart and other programs read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Interval, TaskResult
+from kvsurgery.files import document, write_whole
+
+FILE, TABLE = "sweep.json", "sweep.csv"
+FORMAT, VERSION = "kvsurgery.sweep", 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """What became of one setting.
+
+    Attributes:
+        options: of the conversion, by axis: {"full_heads": 4, "kv_bits": 16}; 16 bits are the model's dtype.
+        policy: hash of what they decide; settings with the same one were evaluated once.
+        kv_bytes: of one sequence of `Sweep.tokens`.
+        tasks: as in `Results`, of "original" and "converted".
+        skipped: why there is nothing else; None where there is.
+    """
+
+    options: Mapping[str, Any]
+    policy: str | None = None
+    kv_bytes: int | None = None
+    tasks: tuple[TaskResult, ...] = ()
+    skipped: str | None = None
+
+    def result(self, task: str, metric: str) -> TaskResult:
+        """What was found of one task by one metric."""
+        return next(result for result in self.tasks if (result.task, result.metric) == (task, metric))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Many conversions of one checkpoint, which answered the same samples.
+
+    Attributes:
+        source: the original's folder or Hub id.
+        command: what was typed, to run it again.
+        settings: the options of the run, defaults among them; `conversion` has those that all settings share.
+        versions: of the packages that matter, and the device.
+        axes: the values of each.
+        tokens: of the longest sample and its answer, which KV bytes are told for.
+        dense_bytes: of the original's KV cache of so many tokens, one sequence.
+        original: what was found of the original alone.
+        points: one for each setting, the first axis outermost; none is missing, a skipped one says why.
+    """
+
+    source: str
+    command: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    axes: Mapping[str, Sequence[Any]]
+    tokens: int
+    dense_bytes: int
+    original: tuple[TaskResult, ...]
+    points: tuple[Point, ...]
+
+    def front(self, task: str, metric: str) -> tuple[Point, ...]:
+        """The points that score better than any that takes no more bytes, from the smallest on."""
+        sign = -1 if metric == PERPLEXITY else 1
+        worth = {
+            place: sign * scores[CONVERTED].mean
+            for place, point in enumerate(self.points)
+            if not point.skipped and (scores := point.result(task, metric).scores)
+        }
+        best: list[int] = []
+        for place in sorted(worth, key=lambda place: (self.points[place].kv_bytes, -worth[place])):
+            if not best or worth[place] > worth[best[-1]]:
+                best.append(place)
+        return tuple(self.points[place] for place in best)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def save(self, folder: Path) -> None:
+        """Write `sweep.json` and, for spreadsheets, `sweep.csv` with a row for each setting, task and metric."""
+        write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
+        lines, file = [*_rows(self)], io.StringIO()
+        writer = csv.DictWriter(file, lines[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        write_whole(folder / TABLE, file.getvalue())
+
+    @classmethod
+    def load(cls, folder: Path) -> Sweep:
+        """Read `sweep.json`.
+
+        Raises:
+            KVSurgeryError: it is missing, or not what `save` writes.
+        """
+        with document(folder / FILE, (FORMAT, VERSION), "kvsurgery sweep") as content:
+            axes = {name: tuple(values) for name, values in content.pop("axes").items()}
+            points = tuple(Point(tasks=_results(fields.pop("tasks")), **fields) for fields in content.pop("points"))
+            return cls(axes=axes, original=_results(content.pop("original")), points=points, **content)
+
+
+def varied(axes: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The axes that tell settings apart: those with several values, or all where none has."""
+    return [name for name, values in axes.items() if len(values) > 1] or [*axes]
+
+
+def named(options: Mapping[str, Any]) -> str:
+    """A setting, or some of it, in words: "beta 1.2, 4 bits"."""
+    words = (
+        f"{value} bits" if axis == "kv_bits" else f"{axis.replace('_', ' ')} {value}" for axis, value in options.items()
+    )
+    return ", ".join(words)
+
+
+def _results(found: Sequence[Mapping[str, Any]]) -> tuple[TaskResult, ...]:
+    return tuple(TaskResult.from_json(fields) for fields in found)
+
+
+def _rows(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """The rows of the CSV file, the original's first; what is not there is empty."""
+    empty = Point(dict.fromkeys(sweep.axes))
+    yield from (_row(ORIGINAL, sweep, empty, sweep.dense_bytes, result) for result in sweep.original)
+    for point in sweep.points:
+        for result in point.tasks or [None]:
+            yield _row(CONVERTED, sweep, point, point.kv_bytes, result)
+
+
+def _row(model: str, sweep: Sweep, point: Point, kv_bytes: int | None, result: TaskResult | None) -> dict[str, Any]:
+    return {
+        "model": model,
+        **point.options,
+        "policy": point.policy,
+        "tokens": sweep.tokens,
+        "kv_bytes": kv_bytes,
+        "of_original": kv_bytes and kv_bytes / sweep.dense_bytes,
+        "task": result and result.task,
+        "metric": result and result.metric,
+        "samples": result and result.count,
+        **_parts("score", result and result.scores.get(model)),
+        **_parts("difference", result and result.difference),
+        "skipped": point.skipped,
+    }
+
+
+def _parts(name: str, interval: Interval | None) -> dict[str, float | None]:
+    ends = {"": "mean", "_low": "low", "_high": "high"}
+    return {name + end: interval and getattr(interval, part) for end, part in ends.items()}

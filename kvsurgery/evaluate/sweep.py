@@ -1,0 +1,245 @@
+"""Many conversions of one checkpoint, one after the other: each is written, asked, and thrown away."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvsurgery import resources
+from kvsurgery.convert.convert import convert
+from kvsurgery.convert.output import check_space
+from kvsurgery.decide.footprint import Footprint
+from kvsurgery.decide.policy import Quantisation
+from kvsurgery.errors import Interrupted, OutputError, PolicyError
+from kvsurgery.evaluate.points import Point, Sweep, named, varied
+from kvsurgery.evaluate.processes import started_processes
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
+from kvsurgery.evaluate.runner import Evaluation, Options, Progress
+from kvsurgery.evaluate.sample import Sample, Task
+from kvsurgery.operation import Operation
+from kvsurgery.plan.family import Family
+from kvsurgery.score.profile import HeadProfile
+
+KVLayout = resources.template_module("kv_layout").KVLayout
+PLAIN = 16  # bits of a cache that is not quantised
+SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One combination of the axes' values: the conversion that it decides, or why there is none."""
+
+    options: Mapping[str, Any]
+    operation: Operation | None = None
+    skipped: str | None = None
+
+    @classmethod
+    def prepare(
+        cls, options: Mapping[str, Any], folder: Path, profile: HeadProfile, conversion: Mapping[str, Any]
+    ) -> Setting:
+        """Plan one; what the policy refuses is kept as the reason.
+
+        Raises:
+            KVSurgeryError: the conversion cannot be done for another reason.
+        """
+        given = {**conversion, **options}
+        bits, quantisation = given.pop("kv_bits", PLAIN), given.pop("quantisation", Quantisation(8))
+        if bits != PLAIN:
+            given["quantisation"] = replace(quantisation, bits=bits)
+        try:
+            return cls(options, Operation.prepare(folder, profile, **given))
+        except PolicyError as error:
+            return cls(options, skipped=str(error))
+
+    @property
+    def answers(self) -> str:
+        """The name of its answers, which is that of its policy."""
+        return f"policy-{self.operation.policy.hash[:16]}"
+
+    @property
+    def layout(self) -> KVLayout:
+        """Which KV head keeps what."""
+        return KVLayout.from_config(json.loads(self.operation.files["config.json"]))
+
+
+def settings_of(
+    folder: Path, profile: HeadProfile, axes: Mapping[str, Sequence[Any]], conversion: Mapping[str, Any]
+) -> list[Setting]:
+    """Every combination of the axes' values, the first axis outermost. Only headers are read.
+
+    Raises:
+        PolicyError: not one gives a policy.
+        KVSurgeryError: as `Setting.prepare`.
+    """
+    combinations = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
+    settings = [Setting.prepare(options, folder, profile, conversion) for options in combinations]
+    if not any(setting.operation for setting in settings):
+        raise PolicyError(f"no setting gives a policy: {settings[0].skipped}")
+    return settings
+
+
+def sweep(
+    source: str | Path,
+    profile: HeadProfile,
+    axes: Mapping[str, Sequence[Any]],
+    tasks: Mapping[str, Task],
+    folder: str | Path,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    *,
+    conversion: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Sweep:
+    """Evaluate the original, and a conversion for every combination of values; write `sweep.json` and `sweep.csv`.
+
+    A conversion lies in the folder while it answers, and is removed then. What has been answered is not computed again,
+    also where axes have other values than before. Settings that decide the same policy are evaluated once.
+
+    Args:
+        source: the original's folder.
+        axes: values of options of `decide`, and of `kv_bits`: 8, 4, 2, or 16 for a cache that is not quantised.
+        tasks: by name.
+        folder: where everything is written.
+        conversion: options of `Operation.prepare` that all settings share; of `quantisation`, all but the bits.
+        device: default is CUDA where there is one.
+        command: what was typed, for the results.
+
+    Raises:
+        PolicyError: not one setting gives a policy.
+        OutputError: the folder lies in the original's, or has no room for a conversion.
+        KVSurgeryError: as `Operation.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
+        Interrupted: Ctrl-C.
+    """
+    source, conversion = Path(source), dict(conversion or {})
+    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
+    settings = settings_of(source, profile, axes, conversion)
+    place = Path(folder).resolve()
+    if source.resolve() in (place, *place.parents):
+        raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
+    distinct: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.operation:
+            distinct.setdefault(setting.answers, setting)
+    with started_processes(device) as processes:
+        try:
+            evaluation = Evaluation.open(folder, source, tasks, options, processes, progress)
+            [some, *_] = distinct.values()
+            with processes.first():
+                if any(map(evaluation.missing, distinct)):
+                    check_space(evaluation.folder, some.operation.checkpoint.size)
+            steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
+            evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
+            for place, setting in enumerate(distinct.values(), 1):
+                telling = {axis: setting.options[axis] for axis in varied(axes)}
+                _answer(evaluation, setting, steps.of(place, named(telling)))
+        except KeyboardInterrupt:
+            raise Interrupted() from None
+        with processes.first():
+            original = evaluation.results({ORIGINAL: ORIGINAL}, command)
+            longest = _longest(evaluation)
+            size = {
+                "prompt": len(longest.tokens) - longest.continuation,
+                "new": longest.limit + longest.continuation,
+                "itemsize": itemsize(some.operation, options.dtype),
+            }
+            found = Sweep(
+                source=conversion.get("name", str(source)),
+                command=command,
+                settings={
+                    **original.settings,
+                    "profile": profile.hash,
+                    "conversion": json.loads(json.dumps(conversion, default=asdict)),
+                },
+                versions=original.versions,
+                axes=axes,
+                tokens=len(longest.tokens) + longest.limit,
+                dense_bytes=some.layout.dense_bytes(1, **size),
+                original=original.tasks,
+                points=tuple(_point(setting, evaluation, size) for setting in settings),
+            )
+            if processes.rank == 0:
+                found.save(evaluation.folder)
+        return found
+
+
+def _answer(evaluation: Evaluation, setting: Setting, progress: Progress) -> None:
+    """Convert and ask, unless all is answered. A conversion that was killed goes on."""
+    first, operation, name = evaluation.processes.rank == 0, setting.operation, setting.answers
+    out = evaluation.folder / name / SCRATCH
+    moved = 0
+
+    def moving(count: int) -> None:
+        nonlocal moved
+        moved += count
+        progress(0, None, f"{name}: converting, {moved / operation.checkpoint.size:.0%}")
+
+    with evaluation.processes.first():
+        missing = evaluation.missing(name)
+    if missing:
+        with evaluation.processes.first():
+            if first:
+                convert(operation.checkpoint, operation.plan, out, operation.files, progress=moving)
+        evaluation.answer(name, out, progress)
+    # models that still answer have it in memory
+    if first:
+        shutil.rmtree(out.parent, ignore_errors=True)
+
+
+def _point(setting: Setting, evaluation: Evaluation, size: Mapping[str, int]) -> Point:
+    if setting.operation is None:
+        return Point(setting.options, skipped=setting.skipped)
+    results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})
+    return Point(
+        setting.options, setting.operation.policy.hash, setting.layout.kv_bytes(1, **size), tasks=results.tasks
+    )
+
+
+def _longest(evaluation: Evaluation) -> Sample:
+    """The longest sample, of those that the model has positions for."""
+    lengths = {sample: len(sample.tokens) + sample.limit for sample in evaluation.samples}
+    fitting = [sample for sample, length in lengths.items() if length <= evaluation.reader.max_context]
+    return max(fitting or lengths, key=lengths.get)
+
+
+def itemsize(operation: Operation, dtype: str = "auto") -> int:
+    """Bytes of an element of the cache, where weights are loaded in a dtype; "auto" is the checkpoint's."""
+    checkpoint = operation.checkpoint
+    if dtype == "auto":
+        dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    stated = getattr(torch, str(dtype), None)
+    if isinstance(stated, torch.dtype):
+        return stated.itemsize
+    return Footprint.of(checkpoint, Family.of(checkpoint.config)).itemsize
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The progress of several models that answer the same samples, as one.
+
+    Attributes:
+        samples: of each model.
+        models: how many there are.
+    """
+
+    progress: Progress | None
+    samples: int
+    models: int
+
+    def of(self, place: int, name: str) -> Progress:
+        """The progress of one model."""
+
+        def report(done: int, total: int | None, note: str) -> None:
+            if self.progress is not None:
+                # the name of the answers gives way to what they are of
+                what = note.partition(": ")[2]
+                self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
+
+        return report

@@ -1,0 +1,107 @@
+"""`kvsurgery sweep` as it is typed: what it prints, writes and refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.command import done, refused, run
+from tests.evaluate.recall import MODEL, write_language
+from tests.hub_server import serve
+from tests.tiny_recall import FOLDER
+
+PROFILE = ("--profile", FOLDER / "profile.safetensors")
+NEEDLE = ("--tasks", "needle", "--lengths", "160", "--depths", "0.2", "--device", "cpu")
+OWN = ("--text", "text.txt", "--needles", "needles.jsonl")
+SWEEP = ("sweep", MODEL, *PROFILE, *NEEDLE, *OWN)
+AXES = ("--full-heads", "2,13", "--sink", "4", "--recent", "8,8,16", "--beta", "1.2,2")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text and needles."""
+    folder = tmp_path_factory.mktemp("place")
+    write_language(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def test_a_table_a_picture_and_json():
+    said = done(*SWEEP, *AXES, "--out", "swept")
+    title, *table = [line.split() for line in said.out.splitlines() if line.strip()]
+    assert " ".join(title).endswith("of 166 tokens, with sink 4")
+    head, _, original, *rows = table
+    assert " ".join(head[:6]) == "full heads recent beta KV bytes"
+    assert original[0] == "original"
+    assert original[3:5] == ["100.0%", "100.0%"]
+    assert [row[:3] for row in rows] == [
+        [full, recent, beta] for full in ["2", "13"] for recent in ("8", "16") for beta in ("1.2", "2.0")
+    ]
+    # 4 and 8 tokens of streaming heads, 166 of full ones
+    assert rows[0][3:6] == ["113.00", "KiB", f"{(2 * 166 + 10 * 12) / (12 * 166):.1%}"]
+    assert rows[-1][3:] == ["-"] * 6
+    assert "left out: full heads 13, sink 4, recent 8, beta 1.2, and 3 more: --full-heads lies in [0, 12]" in said.err
+    assert "2 of 4 settings give the policy of another" in said.err
+    assert "wrote swept/sweep.png, sweep.json and sweep.csv" in said.err
+    assert {"sweep.png", "sweep.json", "sweep.csv", "samples.jsonl"} <= {path.name for path in Path("swept").iterdir()}
+    # what is there is not computed again, and says the same
+    again = json.loads(done(*SWEEP, *AXES, "--out", "swept", "--json").out)
+    assert again == json.loads(Path("swept/sweep.json").read_text())
+    assert again["command"].startswith("kvsurgery sweep")
+    assert again["source"] == str(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*SWEEP, "--sparsity", "0.5", "--full-heads", "4"), "--sparsity and --full-heads exclude each other"),
+        ((*SWEEP, "--budget", "8"), "--budget is for budgeted heads; add --rest budgeted"),
+        (("sweep", "nowhere/at/all", *PROFILE, *NEEDLE, *OWN, "--recent", "8"), "is no folder and no Hub id"),
+        (("sweep", MODEL, "--profile", "text.txt", *NEEDLE, *OWN, "--recent", "8"), "text.txt"),
+        (("sweep", MODEL, *PROFILE, *NEEDLE, "--recent", "8"), r"\(--needles\)"),
+    ],
+)
+def test_errors_are_one_line_and_nothing_is_written(arguments, words):
+    before = sorted(Path.cwd().iterdir())
+    assert re.search(words, refused(*arguments, "--out", "refused"))
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "there is nothing to vary: give values of any of --sparsity, --full-heads"),
+        (("--recent", "8,many"), "'many' is no number of tokens"),
+        (("--kv-bits", "5"), "'5' is not one of"),
+        (("--recent", "8", "--method", "reform"), "--method reform keeps every head full"),
+        (("--kv-bits", "16", "--kv-residual", "0"), "--kv-residual goes with --kv-bits"),
+        (("--recent", "8", "--passkeys", "3"), "--passkeys is of passkey"),
+        (("--recent", "8", "--revision", "main"), "--revision goes with a Hub id"),
+    ],
+)
+def test_misuse_says_what_to_change(arguments, words):
+    result = run(*SWEEP, *arguments, "--out", "refused")
+    assert result.code == 2
+    assert words in " ".join(result.err.replace("│", " ").split())
+    assert not Path("refused").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_downloaded_after_its_headers_were_seen_to(place, tmp_path):
+    with serve() as hub:
+        commit = hub.publish("surgeon/recall", MODEL).refs["main"]
+        asked = ("sweep", "surgeon/recall", *PROFILE, *NEEDLE, "--text", place / "text.txt", "--needles")
+        asked += (place / "needles.jsonl", "--limit", "1", "--out", tmp_path / "hub", "--full-heads")
+        result = hub.run(tmp_path, *asked, "13")
+        assert "no setting gives a policy" in result.stderr
+        assert not [*tmp_path.rglob("model.safetensors")]
+        result = hub.run(tmp_path, *asked, "2")
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "hub/sweep.json").read_text())
+    assert found["source"] == "surgeon/recall"
+    assert found["settings"]["conversion"]["revision"] == commit
