@@ -78,6 +78,7 @@ format: .venv/ready
 	.venv-extras/bin/pip install -q -c constraints.txt -e '.[dev,eval,quant]'
 	touch $@
 
+.PRECIOUS: .venv-%/ready .venv-triton-%/ready
 .venv-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
 	grep -vE '^(transformers|tokenizers|huggingface.hub|hf-xet)==' constraints.txt > .venv-$*/constraints.txt
