@@ -90,7 +90,7 @@ PACKED = [
     Packed(Quantisation(2), 3, [], 2, 16, [450, 200], 8),
     Packed(Quantisation(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
     Packed(Quantisation(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
-    Packed(Quantisation(2, group_size=32, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
+    Packed(Quantisation(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
 ]
 
 
