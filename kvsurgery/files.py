@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,15 @@ def write_whole(path: Path, content: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, path)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows, which have the same names, as CSV, whole."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0] if rows else (), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, file.getvalue())
 
 
 @contextmanager

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.files import document, write_whole
+from kvsurgery.files import document, write_table, write_whole
 
 FILE, TABLE = "bench.json", "bench.csv"
 FORMAT, VERSION = "kvsurgery.bench", 1
@@ -108,11 +106,7 @@ class Bench:
     def save(self, folder: Path) -> None:
         """Write `bench.json` and, for spreadsheets, its rows as `bench.csv`."""
         write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
-        lines, file = [_flat(row) for row in self.rows], io.StringIO()
-        writer = csv.DictWriter(file, lines[0] if lines else (), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        write_whole(folder / TABLE, file.getvalue())
+        write_table(folder / TABLE, [_flat(row) for row in self.rows])
 
     @classmethod
     def load(cls, folder: Path) -> Bench:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Interval, TaskResult
-from kvsurgery.files import document, write_whole
+from kvsurgery.files import document, write_table, write_whole
 
 FILE, TABLE = "sweep.json", "sweep.csv"
 FORMAT, VERSION = "kvsurgery.sweep", 1
@@ -87,11 +85,7 @@ class Sweep:
     def save(self, folder: Path) -> None:
         """Write `sweep.json` and, for spreadsheets, `sweep.csv` with a row for each setting, task and metric."""
         write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
-        lines, file = [*_rows(self)], io.StringIO()
-        writer = csv.DictWriter(file, lines[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        write_whole(folder / TABLE, file.getvalue())
+        write_table(folder / TABLE, [*_rows(self)])
 
     @classmethod
     def load(cls, folder: Path) -> Sweep:
