@@ -53,9 +53,9 @@ def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as
     from kvsurgery import console
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.evaluate.checkpoint import is_converted
-    from kvsurgery.evaluate.processes import is_first
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.runner import evaluate
+    from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
     logging.set_verbosity_error()

@@ -91,9 +91,9 @@ def sweep(
 
     from kvsurgery import console
     from kvsurgery.cli.source import fetched
-    from kvsurgery.evaluate.processes import is_first
     from kvsurgery.evaluate.sweep import settings_of, sweep
     from kvsurgery.figure import can_draw
+    from kvsurgery.processes import is_first
     from kvsurgery.report.sweep_charts import quality
     from kvsurgery.score.profile import HeadProfile
 

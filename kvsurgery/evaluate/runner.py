@@ -14,7 +14,6 @@ from blake3 import blake3
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import fingerprint, load, reader_of
-from kvsurgery.evaluate.processes import Processes, started_processes
 from kvsurgery.evaluate.records import (
     SETTINGS,
     append_lines,
@@ -31,6 +30,7 @@ from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.files import write_whole
 from kvsurgery.inspection import inspect_checkpoint
+from kvsurgery.processes import Processes, started_processes
 
 SAMPLES = "samples.jsonl"
 

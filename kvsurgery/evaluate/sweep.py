@@ -19,12 +19,12 @@ from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
 from kvsurgery.evaluate.points import Point, Sweep, named, varied
-from kvsurgery.evaluate.processes import started_processes
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, Options, Progress
 from kvsurgery.evaluate.sample import Sample, Task
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
+from kvsurgery.processes import started_processes
 from kvsurgery.score.profile import HeadProfile
 
 KVLayout = resources.template_module("kv_layout").KVLayout

@@ -17,8 +17,8 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.score import blockwise
 from kvsurgery.score.gates import gated_layers
 from kvsurgery.score.interception import attention_weights, intercepted
+from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.ranks import Ranks
 from kvsurgery.score.subject import Subject
 
 # (step, place) -> tokens int64, targets bool and passkeys int64, all [batch, tokens], as `PasskeyPrompt` has them
@@ -32,7 +32,7 @@ def attention_profile(
     *,
     data: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> HeadProfile:
     """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
 
@@ -43,7 +43,7 @@ def attention_profile(
         prompts: called for the numbers 0 to count - 1, at place 0 of each.
         data: what the prompts are, for the provenance.
         progress: called after every prompt with prompts done and all, in the first process.
-        ranks: the processes that share the prompts.
+        mesh: the processes that share the prompts.
 
     Raises:
         ProfileError: a prompt recalls nothing, or the prompts cannot be dealt evenly.
@@ -53,21 +53,28 @@ def attention_profile(
     if count < 1:
         raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
     total = torch.zeros(subject.dimensions.layers, subject.dimensions.kv_heads, dtype=torch.float64)
-    share = ranks.share(count)
+    share = mesh.share(count)
     for done, number in enumerate(share, 1):
-        total += attention_mass(subject, *prompts(number, 0)).cpu()
-        if progress is not None and ranks.rank == 0:
-            progress(done * ranks.world, count)
-    scores = (ranks.add(total.to(ranks.device)) / count).clamp(0, 1).cpu().numpy()
+        total += attention_mass(subject, *prompts(number, 0), mesh).cpu()
+        if progress is not None and mesh.processes.rank == 0:
+            progress(done * mesh.groups, count)
+    total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
+    scores = (total / mesh.copies(subject) / count).clip(0, 1)
     provenance = {"data": dict(data), "count": count, "tool": __version__}
     return subject.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
 
 
 @torch.no_grad()
 def attention_mass(
-    subject: Subject, tokens: torch.Tensor, targets: torch.Tensor, passkeys: torch.Tensor
+    subject: Subject,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    passkeys: torch.Tensor,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> torch.Tensor:
     """float64 [layers, kv_heads], over the targets of one input; arguments as `PasskeyPrompt` has them.
+
+    Of the heads that attention has here; 0 of those that other processes of `mesh` have.
 
     Raises:
         ProfileError: there are no targets, or what they recall is not in the text.
@@ -77,16 +84,17 @@ def attention_mass(
     mass = torch.zeros(subject.dimensions.layers, subject.dimensions.query_heads, dtype=torch.float64, device=device)
 
     def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-        window = subject.windows[module.layer_idx]
+        window, own = subject.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
         for row, first, last, source in spans if window is None else ():
             # the last queries over all keys up to their own, for one passkey at a time
             weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scaling, softcap)
-            mass[module.layer_idx] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
+            mass[module.layer_idx, own] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
         output = blockwise.own(query, key, value, scaling, softcap, window)
         return output.transpose(1, 2).contiguous(), None
 
-    with intercepted(subject.model, attend, masks=False):
-        subject.model.get_decoder()(tokens.to(device), use_cache=False)
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
+        subject.last_states(mesh.tokens(tokens.to(device)), mesh.tokens(positions))
     queries = sum(last - first for _, first, last, _ in spans)
     return mass.view(*mass.shape[:1], subject.dimensions.kv_heads, -1).mean(-1) / queries
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.score import blockwise
 from kvsurgery.score.interception import intercepted
+from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.subject import Subject
 
 Loss = Literal["distill", "lm"]
@@ -62,7 +63,12 @@ def gate_scores(subject: Subject, gates: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def mixed_attention(
-    subject: Subject, gates: torch.Tensor | None = None, *, sink: int = 0, recent: int = 1
+    subject: Subject,
+    gates: torch.Tensor | None = None,
+    *,
+    sink: int = 0,
+    recent: int = 1,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> Iterator[None]:
     """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
 
@@ -72,6 +78,7 @@ def mixed_attention(
     Args:
         gates: [gated layers, kv_heads]; None: the model as it is.
         sink, recent: streaming attention of query i is over j <= i with j < sink or i - j < recent.
+        mesh: the processes that share prompts.
     """
     place = {layer: place for place, layer in enumerate(gated_layers(subject))}
 
@@ -80,18 +87,25 @@ def mixed_attention(
         states = query, key, value, scaling, softcap
         output = blockwise.own(*states, window)
         if gates is not None and window is None:
-            gate = gates[place[module.layer_idx]].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
+            own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
+            gate = own.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
             output = gate * output + (1 - gate) * blockwise.streaming(*states, sink, recent)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
-    with intercepted(subject.model, attend, masks=False):
+    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
         yield
 
 
 def add_gradient(
-    subject: Subject, gates: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor, loss: Loss, **sizes: int
+    subject: Subject,
+    gates: torch.Tensor,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Loss,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    **sizes: int,
 ) -> torch.Tensor:
-    """Add the gradient of one input's loss to `gates.grad`.
+    """Add the gradient of one input's loss to `gates.grad`: of the heads that attention has here.
 
     "distill": squared difference between the model's last hidden states, after the final norm, with and without the
     gates, where the targets are predicted; mean over hidden size and targets. The model itself goes first, on its own,
@@ -101,32 +115,44 @@ def add_gradient(
     Args:
         tokens: int64 [batch, tokens], without padding.
         targets: bool [batch, tokens], True where a token has to be predicted from those before it.
+        mesh: the processes that share the prompt.
         sizes: sink and recent.
 
     Returns:
-        The loss, float32 [].
+        The loss, float32 []; where processes share the prompt's tokens, the part of it that is of this one's.
     """
     tokens, targets = tokens.to(gates.device), targets.to(gates.device)
     if loss == "distill":
-        with torch.no_grad(), mixed_attention(subject):
-            wanted = target_states(subject.model, tokens, targets)
-    with mixed_attention(subject, gates, **sizes), recomputed(subject.model):
-        states = target_states(subject.model, tokens, targets)
+        with torch.no_grad(), mixed_attention(subject, mesh=mesh):
+            wanted = target_states(subject, tokens, targets, mesh)[0]
+    with mixed_attention(subject, gates, mesh=mesh, **sizes), recomputed(subject.model):
+        states, predicted = target_states(subject, tokens, targets, mesh)
         if loss == "distill":
-            value = (_wide(states) - _wide(wanted)).square().mean()
+            value = (_wide(states) - _wide(wanted)).square().mean(-1).sum()
         else:
-            value = cross_entropy(subject.model, states, tokens[:, 1:][targets[:, 1:]])
+            value = cross_entropy(subject.model, states, predicted)
+        value = value / targets[:, 1:].sum()
         value.backward()
     return value.detach()
 
 
-def target_states(model: PreTrainedModel, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Hidden states after the final norm that targets are predicted from, [targets, hidden]: those one place before."""
-    return model.get_decoder()(tokens, use_cache=False).last_hidden_state[:, :-1][targets[:, 1:]]
+def target_states(
+    subject: Subject,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What targets are predicted from: the hidden states one place before, after the final norm, [targets, hidden], of
+    the tokens that lie in this process; and the targets' tokens [targets].
+    """
+    own = mesh.tokens(targets[:, 1:])
+    positions = mesh.tokens(torch.arange(tokens.shape[1] - 1, device=tokens.device)[None])
+    states = subject.last_states(mesh.tokens(tokens[:, :-1]), positions)
+    return states[own], mesh.tokens(tokens[:, 1:])[own]
 
 
 def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy, in nats, of tokens [n] predicted from hidden states [n, hidden]; a few logits at a time."""
+    """Sum of cross-entropy, in nats, of tokens [n] predicted from hidden states [n, hidden]; a few logits at a time."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def part(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -136,7 +162,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
         return F.cross_entropy(logits, tokens, reduction="sum")
 
     parts = zip(states.split(LOGITS), tokens.split(LOGITS), strict=True)
-    return sum(blockwise.again(part, *each) for each in parts) / len(tokens)
+    return sum(blockwise.again(part, *each) for each in parts)
 
 
 @contextmanager

@@ -118,12 +118,13 @@ class Reading(kv_encode.ChunkEncoder):
             a sliding window keeps its last tokens.
         tokens: int64 [tokens], the input.
         recurrence: how it is read.
+        kv_heads: that a layer has here, where processes share them; default all.
     """
 
     layer = ReadingLayer
 
-    def __init__(self, subject: Subject, tokens: torch.Tensor, recurrence: Recurrence):
-        heads = subject.dimensions.kv_heads
+    def __init__(self, subject: Subject, tokens: torch.Tensor, recurrence: Recurrence, kv_heads: int | None = None):
+        heads = kv_heads or subject.dimensions.kv_heads
         layers = (
             kv_layout.LayerLayout(((0, heads),), 0, window, native=True)
             if window

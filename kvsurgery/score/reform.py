@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.score.embedding_heads import KINDS, TASKS, Ranking
+from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.profile import REFORM, HeadProfile
 from kvsurgery.score.recurrence import LayerStates, Reading, Recurrence
 from kvsurgery.score.subject import Subject
@@ -70,6 +71,7 @@ def embedding_ranking(
     neighbours: int = NEIGHBOURS,
     data: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> HeadProfile:
     """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
 
@@ -85,6 +87,7 @@ def embedding_ranking(
         neighbours: tokens over which scores are averaged.
         data: where the samples are from, for the provenance.
         progress: is told after every sample how many are done, of how many.
+        mesh: the processes that share heads; all of them read every sample.
 
     Returns:
         A profile of method "reform": embedding heads and ranking, by the original's head indices.
@@ -107,9 +110,9 @@ def embedding_ranking(
             raise ProfileError(f"there are no {task} samples to rank heads by")
         ranks = []
         for sample in of_task:
-            ranks.append(sample_ranks(subject, sample, recurrence, neighbours))
+            ranks.append(sample_ranks(subject, sample, recurrence, neighbours, mesh))
             done += 1
-            if progress is not None:
+            if progress is not None and mesh.processes.rank == 0:
                 progress(done, len(everything))
         means = {kind: np.mean([each[kind] for each in ranks], axis=0) for kind in KINDS}
         # hidden states belong to no head
@@ -127,7 +130,13 @@ def embedding_ranking(
     return subject.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
 
 
-def sample_ranks(subject: Subject, sample: Sample, recurrence: Recurrence, neighbours: int) -> dict[str, np.ndarray]:
+def sample_ranks(
+    subject: Subject,
+    sample: Sample,
+    recurrence: Recurrence,
+    neighbours: int,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> dict[str, np.ndarray]:
     """Mean normalised rank of one sample's gold tokens, by every head.
 
     Returns:
@@ -139,20 +148,22 @@ def sample_ranks(subject: Subject, sample: Sample, recurrence: Recurrence, neigh
     scores = _Scores(sample, subject.dimensions.layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
     *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
-    reading = Reading(subject, tokens, recurrence)
+    kv_heads = subject.dimensions.kv_heads * mesh.copies(subject) // mesh.tp
+    reading = Reading(subject, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk)
     reading.read(last, scores.visit_last)
     if earlier:
-        reading = Reading(subject, tokens, recurrence)
+        reading = Reading(subject, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables):
         raise ProfileError(f"states of {subject.name} are no finite numbers; measure it in another dtype")
-    return {
+    own = {
         kind: np.stack([mean_rank(table, sample.gold_places, neighbours) for table in tables])
         for kind, tables in scores.tables.items()
     }
+    return {kind: ranks if kind == "hidden" else mesh.of_all_heads(subject, ranks) for kind, ranks in own.items()}
 
 
 def similarity(context: torch.Tensor, question: torch.Tensor) -> torch.Tensor:

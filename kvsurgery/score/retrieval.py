@@ -25,6 +25,7 @@ from blake3 import blake3
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.score.interception import attention_weights, intercepted
+from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.score.prompts import LONGEST
 from kvsurgery.score.subject import Subject
@@ -76,6 +77,7 @@ def retrieval_scores(
     max_new_tokens: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int, int], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> HeadProfile:
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
 
@@ -90,6 +92,7 @@ def retrieval_scores(
             right answer has.
         seed: of the pieces of text.
         progress: called after each trial with trials done, trials in all, and right answers.
+        mesh: the processes that share heads; all of them see every trial.
 
     Raises:
         ProfileError: an option is out of range, the text or the model's maximum is too short, a needle cannot be told,
@@ -113,8 +116,7 @@ def retrieval_scores(
 
     rng = np.random.default_rng(seed)
     trials = list(product(depths, zip(needles, prompts, limits, strict=True), lengths))
-    total = np.zeros((subject.dimensions.layers, subject.dimensions.query_heads))
-    successes, best, best_said = 0, -1.0, ""
+    total, successes, best, best_said = 0.0, 0, -1.0, ""
     for done, (depth, (needle, prompt, limit), length) in enumerate(trials, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         tokens, real = prompt.around(text, needle_place(text, depth, subject.text))
@@ -124,13 +126,14 @@ def retrieval_scores(
         if result > RIGHT:
             successes += 1
             for step in steps:
-                total += [
+                scores = [
                     copy_score(layer, real, tokens, step.token) if method == "headkv-r" else mass_score(layer, real)
                     for layer in step.layers
                 ]
+                total = total + np.stack(scores)
         if result > best:
             best, best_said = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
-        if progress is not None:
+        if progress is not None and mesh.processes.rank == 0:
             progress(done, len(trials), successes)
     if not successes:
         raise ProfileError(
@@ -139,7 +142,7 @@ def retrieval_scores(
             "this model can answer (--needles), or its instruction-tuned variant"
         )
     return subject.profile(
-        total / successes,
+        mesh.of_all_heads(subject, total / successes),
         method,
         "query",
         provenance={

@@ -18,6 +18,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.provenance import PROVENANCE, Provenance
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.plan.family import Family
+from kvsurgery.processes import tensor_parallel
 from kvsurgery.score.profile import HeadProfile
 
 
@@ -32,6 +33,7 @@ class Subject:
         dimensions: of attention.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
+        replicated: whether every process of tensor parallelism has all heads.
     """
 
     model: PreTrainedModel
@@ -41,10 +43,19 @@ class Subject:
     dimensions: ModelDimensions
     windows: tuple[int | None, ...]
     permutation: tuple[tuple[int, ...], ...] | None = None
+    replicated: bool = False
 
     @classmethod
     def load(
-        cls, source: str, revision: str | None = None, *, device: str | None = None, dtype: str = "auto"
+        cls,
+        source: str,
+        revision: str | None = None,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        parts: int = 1,
+        tp: int = 1,
+        fsdp: int = 1,
     ) -> Subject:
         """A checkpoint folder, original or converted, or a Hub id.
 
@@ -52,10 +63,13 @@ class Subject:
             source, revision: what to load.
             device: default is CUDA where there is one.
             dtype: of the weights; "auto" is the checkpoint's.
+            parts: how many processes the KV heads of a layer are to be shared by.
+            tp, fsdp: over how many processes weights are shared, as `tensor_parallel` has them.
 
         Raises:
             CheckpointError: not a checkpoint, or one that was converted and then saved again.
-            UnsupportedModel: a family without a patch.
+            UnsupportedModel: a family without a patch, or KV heads that so many processes cannot share evenly.
+            KVSurgeryError: this version of transformers cannot share layers so.
         """
         folder, name, converted = Path(source), source, None
         if not folder.is_dir():
@@ -75,10 +89,17 @@ class Subject:
         family = Family.of(config)
         weights = Path(source) if Path(source).is_dir() else source
         where = {} if Path(source).is_dir() else {"revision": revision}
+        dimensions = family.dimensions(config)
+        if dimensions.kv_heads % parts:
+            raise UnsupportedModel(
+                f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {name} evenly"
+            )
+        norm = "model.language_model.norm" if family.text else "model.norm"
+        parallel = tensor_parallel(tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             auto = getattr(transformers, [*family.classes][-1])
-            model = auto.from_pretrained(weights, dtype=dtype, **where).to(device).eval()
+            model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from error
         return cls(
@@ -86,9 +107,10 @@ class Subject:
             _tokenizer(weights, where),
             name,
             revision,
-            family.dimensions(config),
+            dimensions,
             family.windows(config),
             converted and converted.permutation,
+            family.replicated,
         )
 
     @property
@@ -106,6 +128,19 @@ class Subject:
         if self.tokenizer is None:
             raise UnsupportedModel(f"{self.name} has no tokenizer; heads are measured on text")
         return self.tokenizer
+
+    def last_states(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, [batch, tokens, hidden], of tokens at positions, both [batch, tokens].
+
+        The whole model is called, since its weights may be shared from its root on; of logits it makes one.
+        """
+        states = []
+        hook = self.model.get_decoder().register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
+        try:
+            self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+        finally:
+            hook.remove()
+        return states[0]
 
     def profile(
         self, scores: np.ndarray | None, method: str, granularity: Literal["kv", "query"] | None, **facts: Any

@@ -15,14 +15,17 @@ from blake3 import blake3
 
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, ProfileError
+from kvsurgery.processes import Processes
 from kvsurgery.score.gates import Loss, add_gradient, gate_scores, initial_gates, rate
+from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.ranks import Ranks
 from kvsurgery.score.subject import Subject
 from kvsurgery.score.training_state import TrainingState
 
 # (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing
 Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]
+
+HASHED = 4  # numbers of a weight, by which a model is known again
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def train_gates(
     every: int = 50,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> tuple[HeadProfile, np.ndarray]:
     """Train the gates and make a profile of them.
 
@@ -97,7 +100,7 @@ def train_gates(
         checkpoint: where to keep the state, written every `every` steps, after the last, and on Ctrl-C.
         resume: go on from `checkpoint`.
         progress: called after every step, in the first process.
-        ranks: the processes that share the prompts of a step.
+        mesh: the processes that share the prompts of a step.
 
     Returns:
         A profile, and its history: float64 [steps, 4], with the columns `training_state.HISTORY`.
@@ -108,34 +111,34 @@ def train_gates(
         OutputError: `checkpoint` cannot be written, or holds a training that this is not to resume.
         UnsupportedModel: no layer has full attention.
     """
-    share = ranks.share(options.batch)
+    share = mesh.share(options.batch)
     facts = {
         "model": subject.name,
         "revision": subject.revision,
-        "weights": ranks.agree(fingerprint(subject)),
+        "weights": mesh.processes.agree(fingerprint(subject)),
         "data": dict(data),
         **asdict(options),
     }
     gates = initial_gates(subject)
-    state = _first_state(gates, facts, checkpoint, resume, ranks)
+    state = _first_state(gates, facts, checkpoint, resume, mesh.processes)
     optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
     state.restore(gates, optimiser)
     start = time.monotonic()
 
     def save() -> None:
-        if checkpoint is not None and ranks.rank == 0:
+        if checkpoint is not None and mesh.processes.rank == 0:
             state.save(checkpoint, facts)
 
     save()  # a path that cannot be written fails before the work
     try:
         while state.step < options.steps:
             mine = [prompts(state.step, place) for place in share]
-            losses = training_step(subject, gates, optimiser, mine, options, state.step, ranks)
+            losses = training_step(subject, gates, optimiser, mine, options, state.step, mesh)
             row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
             state = state.after(row, gates, optimiser)
             if state.step % every == 0 or state.step == options.steps:
                 save()
-            if progress is not None and ranks.rank == 0:
+            if progress is not None and mesh.processes.rank == 0:
                 progress(Progress(state.step, options.steps, *row, time.monotonic() - start))
     except KeyboardInterrupt:
         save()
@@ -162,7 +165,7 @@ def training_step(
     mine: list[tuple[torch.Tensor, ...]],
     options: GateOptions,
     step: int,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> tuple[float, float]:
     """Move the gates by the mean gradient over all processes' prompts, of which `mine` are this one's.
 
@@ -181,10 +184,11 @@ def training_step(
                 f"{options.recent}; give longer contexts, or a smaller window"
             )
         data_loss += add_gradient(
-            subject, gates, tokens, targets, options.loss, sink=options.sink, recent=options.recent
+            subject, gates, tokens, targets, options.loss, mesh, sink=options.sink, recent=options.recent
         )
-    both = torch.cat([gates.grad.flatten(), data_loss[None]])
-    ranks.add(both)
+    # processes that share heads alone have the same loss
+    both = torch.cat([gates.grad.flatten() / mesh.copies(subject), data_loss[None] / mesh.tp])
+    mesh.processes.add(both)
     both /= options.batch
     if not both.isfinite().all():
         raise ProfileError(
@@ -204,18 +208,18 @@ def training_step(
 
 
 def fingerprint(subject: Subject) -> str:
-    """A hash of the first row of every weight, to know a model again, sharded or not."""
+    """A hash of the first numbers of every weight, to know a model again, sharded or not."""
     digest = blake3()
     for name, weight in sorted(subject.model.get_decoder().named_parameters()):
-        # of a sharded weight, the first process has the first row
-        row = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1]
+        # of a sharded weight, the first process has the first rows, or the first columns
+        first = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
         # a copy, since memory that numpy sees cannot be freed when weights are sharded again
-        digest.update(name.encode() + row.clone().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + first.clone().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
 def _first_state(
-    gates: torch.Tensor, facts: dict[str, Any], checkpoint: Path | None, resume: bool, ranks: Ranks
+    gates: torch.Tensor, facts: dict[str, Any], checkpoint: Path | None, resume: bool, processes: Processes
 ) -> TrainingState:
     """The state to begin with: of a checkpoint, which the first process reads, or of no steps."""
     if checkpoint is None and resume:
@@ -225,13 +229,13 @@ def _first_state(
         return state
     error = None
     try:
-        if ranks.rank == 0 and resume:
+        if processes.rank == 0 and resume:
             state = TrainingState.load(checkpoint, facts)
-        elif ranks.rank == 0:
+        elif processes.rank == 0:
             TrainingState.refuse_to_replace(checkpoint)
     except KVSurgeryError as problem:
         error = problem
-    state, error = ranks.agree((state, error))
+    state, error = processes.agree((state, error))
     if error is not None:
         raise error
     return state

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what processes need is imported once, before they fork
-import torch.distributed.fsdp
-import torch.distributed.tensor
 import transformers
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, dynamic_module_utils  # noqa: F401
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM
 
 from tests.families import tokens
 
@@ -62,9 +56,10 @@ def compute(model: torch.nn.Module, chunks: bool = True) -> dict[str, Any]:
     return found
 
 
-def work(folders: Mapping[str, Path], world: int, out: Path) -> dict[str, Any]:
-    """What one of `world` processes computes of every checkpoint, or says against it."""
+def work(folders: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """What one of several processes computes of every checkpoint, or says against it."""
     found: dict[str, Any] = {}
+    world = torch.distributed.get_world_size()
     for name, folder in folders.items():
         model = load(folder, tp_size=world)
         if name == "one block":
@@ -89,17 +84,3 @@ def refusal(model: torch.nn.Module, long: bool = False, **options: Any) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def main(rank: int, world: int, store: Path, modules: Path, folders: Mapping[str, Path], out: Path) -> None:
-    """Be one of several processes; what it finds is saved as `{rank}.pt`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    dynamic_module_utils.HF_MODULES_CACHE = str(modules)
-    sys.path.insert(0, str(modules))
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-    torch.save(work(folders, world, out), out / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()

@@ -1,19 +1,18 @@
 """A converted checkpoint computes the same in 1, 2 and 4 processes, each of which holds the bytes that it should."""
 
-import multiprocessing
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, dynamic_module_utils
+from transformers import AutoConfig
 
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
 from templates.kv_layout import KVLayout
 from tests.distributed import process
+from tests.distributed.start import start
 from tests.families import largest, make
 from tests.surgery import convert_folder, random_profile
 
@@ -59,26 +58,12 @@ def alone(folders):
     return cache(lambda name: process.compute(process.load(folders[name])))
 
 
-def start(count: int, folders: dict[str, Path], out: Path) -> list[dict]:
-    """What each of some processes computes, by rank; `out` gets what they save."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.process"])
-    given = out / "store", Path(dynamic_module_utils.HF_MODULES_CACHE), folders, out
-    processes = [context.Process(target=process.main, args=(rank, count, *given), daemon=True) for rank in range(count)]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join(120)
-    assert [one.exitcode for one in processes] == [0] * count
-    return [torch.load(out / f"{rank}.pt") for rank in range(count)]
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
     """One launch for all of it: a test each would launch them in every worker of pytest."""
     for name in folders:
         alone(name)
-    ranks = start(count, folders, tmp_path)
+    ranks = start(count, process.work, tmp_path, folders, tmp_path)
     for name in NAMES:
         for found in ranks:
             check_results(name, found[name], alone(name))

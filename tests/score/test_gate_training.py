@@ -2,10 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +10,7 @@ import torch
 
 from kvsurgery import __version__
 from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
-from kvsurgery.score.attention import attention_profile
 from kvsurgery.score.gates import add_gradient, initial_gates, rate
-from kvsurgery.score.ranks import Ranks
-from kvsurgery.score.subject import Subject
 from kvsurgery.score.training import GateOptions, train_gates
 from kvsurgery.score.training_state import TrainingState
 from tests.families import stock
@@ -289,33 +283,3 @@ class TestRefusals:
             GateOptions(**options)
         with pytest.raises(ProfileError, match="unknown loss"):
             GateOptions(loss="mse")
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_does(checkpoint, tmp_path):
-    """Sharded weights, prompts dealt to both, gradients summed; embeddings are tied to the head."""
-    folder = str(checkpoint("llama-tied-mha"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("training_process.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), folder, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
-    alone = Subject.load(folder)
-    expected = {"attention": attention_profile(alone, recalls, 4, data=DATA).scores}
-    for loss in ("distill", "lm"):
-        profile, history = train(alone, loss=loss)
-        expected |= {f"{loss}_scores": profile.scores, f"{loss}_history": history}
-    for name, value in expected.items():
-        np.testing.assert_allclose(results[0][name], value, rtol=1e-3, atol=1e-4)
-        np.testing.assert_array_equal(results[0][name], results[1][name])
-
-
-def test_prompts_are_dealt_evenly():
-    dealt = [list(Ranks(rank, 3).share(6)) for rank in range(3)]
-    assert dealt == [[0, 3], [1, 4], [2, 5]]
-    assert list(Ranks().share(5)) == [0, 1, 2, 3, 4]
-    with pytest.raises(ProfileError, match="4 prompts cannot be dealt evenly to 3 processes; give a multiple of 3"):
-        Ranks(0, 3).share(4)

@@ -14,10 +14,10 @@ from kvsurgery.cli.options import Several, Tokens
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvsurgery.score.mesh import Mesh
     from kvsurgery.score.passkeys import Passkeys
     from kvsurgery.score.profile import HeadProfile
     from kvsurgery.score.prompts import Contexts
-    from kvsurgery.score.ranks import Ranks
     from kvsurgery.score.subject import Subject
 
     Measured = tuple[HeadProfile, np.ndarray | None]  # a training has a history
@@ -26,7 +26,7 @@ PASSKEYS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
 NEEDLES = ("needles", "lengths", "depths")
 TEXTS = 8  # of generated text, how many contexts are drawn from
-SHARED = ("duo", "attention")  # methods whose work processes share
+SHARED = ("duo", "attention")  # methods whose prompts processes share
 # the options that a method has, beside those of all
 OPTIONS = {
     "duo": (*GATES, *PASSKEYS),
@@ -83,6 +83,8 @@ OPTIONS = {
 )
 @click.option("--context", type=Tokens(), default="8K", show_default=True, help="reform: tokens of a sample.")
 @click.option("--chunk", type=Tokens(), help="reform: tokens read at once.  [default: 2048]")
+@click.option("--tp", type=int, default=1, show_default=True, help="Processes that share heads and weights of layers.")
+@click.option("--sp", type=int, default=1, show_default=True, help="Processes that share the tokens of a prompt.")
 @click.pass_context
 def compute(
     ctx: click.Context,
@@ -92,6 +94,8 @@ def compute(
     revision: str | None,
     device: str | None,
     dtype: str,
+    tp: int,
+    sp: int,
     **options: Any,
 ) -> None:
     """Measure the heads of MODEL, a folder or a Hub id, original or converted.
@@ -102,12 +106,15 @@ def compute(
     headkv-*   what comes through a head from a needle that the model copies (r, er) or reasons about (r2)
     reform     which heads' states find the tokens that a question needs
 
-    duo and attention share their prompts among the processes that `torchrun` or `accelerate launch` starts.
+    Processes that `torchrun` starts share the work: with --tp the heads and weights of each layer (tensor parallelism);
+    of duo and attention also the prompts and, over all processes, the weights (FSDP2); with --sp the tokens of each
+    prompt, for contexts that one device has no room for.
 
     \b
     kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
     kvsurgery profile compute ./llama3 --method headkv-r2 --text book.txt -o r2.safetensors
     torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method duo --batch 8 -o duo.safetensors
+    torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method headkv-r2 --tp 8 -o r2.safetensors
     """
     for name in options:
         foreign = any(name in names for names in OPTIONS.values()) and name not in OPTIONS[method]
@@ -119,30 +126,32 @@ def compute(
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.errors import Interrupted
+    from kvsurgery.processes import started_processes
+    from kvsurgery.score.mesh import Mesh
     from kvsurgery.score.picture import plot_training
     from kvsurgery.score.profile import check_output
-    from kvsurgery.score.ranks import started_ranks
 
     check_output(out)
-    with started_ranks(device) as ranks:
-        if ranks.world > 1 and method not in SHARED:
-            raise click.UsageError(f"--method {method} runs in one process; start it without a launcher")
-        subject = ranks.load(source, revision, dtype=dtype)
+    with started_processes(device) as processes:
+        mesh = Mesh(processes, tp, sp)
+        if tp < processes.world and method not in SHARED:
+            raise click.UsageError(f"of --method {method} processes share heads only: --tp {processes.world}")
+        subject = mesh.load(source, revision, dtype=dtype)
         measure = {"duo": _duo, "attention": _attention, "reform": _reform}.get(method, _headkv)
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                profile, history = measure(subject, method, ranks, advance, options)
+                profile, history = measure(subject, method, mesh, advance, options)
         except KeyboardInterrupt:
             kept = options["checkpoint"] is not None
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
-        if ranks.rank == 0:
+        if processes.rank == 0:
             save(profile, out)
             if options["curve"]:
                 plot_training(history, options["curve"])
                 console.stderr.print(f"wrote {options['curve']}", markup=False)
 
 
-def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
+def _duo(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.prompts import Passages
     from kvsurgery.score.training import GateOptions, Progress, train_gates
 
@@ -164,19 +173,19 @@ def _duo(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., Non
         checkpoint=options["checkpoint"],
         resume=options["resume"],
         progress=progress,
-        ranks=ranks,
+        mesh=mesh,
     )
 
 
-def _attention(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
+def _attention(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.attention import attention_profile
 
     prompts = _passkeys(subject, options)
-    shared = {"data": prompts.facts, "progress": advance, "ranks": ranks}
+    shared = {"data": prompts.facts, "progress": advance, "mesh": mesh}
     return attention_profile(subject, prompts, options["samples"], **shared), None
 
 
-def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
+def _headkv(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
     from kvsurgery.text.haystack import Haystack
     from kvsurgery.text.needles import read_needles
@@ -191,11 +200,12 @@ def _headkv(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
         depths=options["depths"] or DEPTHS,
         seed=options["seed"],
         progress=lambda done, of, right: advance(done, of, f"{right} right"),
+        mesh=mesh,
     )
     return profile, None
 
 
-def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., None], options: dict) -> Measured:
+def _reform(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from dataclasses import replace
 
     from kvsurgery.score.reform import PAPER, embedding_ranking
@@ -214,6 +224,7 @@ def _reform(subject: Subject, method: str, ranks: Ranks, advance: Callable[..., 
         recurrence=replace(PAPER, chunk=options["chunk"]) if options["chunk"] else PAPER,
         data={"text": haystack.name, "seed": options["seed"]},
         progress=advance,
+        mesh=mesh,
     )
     return profile, None
 

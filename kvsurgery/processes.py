@@ -1,0 +1,133 @@
+"""The processes that share some work, as `torchrun` or `accelerate launch` started them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from kvsurgery.errors import KVSurgeryError
+
+PATIENCE = timedelta(hours=2)  # how long a process waits for another, which may have long prompts or a large model
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all; the only one, where nothing started more.
+
+    Attributes:
+        rank, world: its number, and how many there are.
+        local, local_world: the same on this machine.
+        device: where it computes.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    local_world: int = 1
+    device: str = "cpu"
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """A block that the first process runs before the others do."""
+        if self.world > 1 and self.rank > 0:
+            dist.barrier()
+        yield
+        if self.world > 1 and self.rank == 0:
+            dist.barrier()
+
+    @contextmanager
+    def in_turns(self) -> Iterator[None]:
+        """A block that the processes of a machine run one after the other."""
+        for turn in range(self.local_world):
+            if turn == self.local:
+                yield
+            if self.world > 1:
+                dist.barrier()
+
+    def gather(self, records: Sequence[Any]) -> list[Any]:
+        """All processes' records, in the order of their numbers."""
+        if self.world == 1:
+            return list(records)
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, list(records))
+        return [record for own in gathered for record in own]
+
+    def agree(self, value: Any) -> Any:
+        """What the first process has."""
+        if self.world == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, 0, device=torch.device(self.device))
+        return values[0]
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of every process's tensor, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def tensor_parallel(tp: int, fsdp: int = 1, tail: Sequence[str] = ()) -> dict[str, Any]:
+    """What `from_pretrained` is told where `tp` processes share the heads and weights of every layer.
+
+    Args:
+        fsdp: how many such groups there are, over which the weights are sharded further.
+        tail: modules that are sharded each by itself, where transformers would shard them as one; so they must be for a
+            loss of what the first of them gives.
+
+    Raises:
+        KVSurgeryError: this version of transformers does not share them in both ways.
+    """
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if fsdp > 1 and version < (5, 18):
+        raise KVSurgeryError(
+            f"transformers {transformers.__version__} shares a model over one group of processes only; start {tp}, or "
+            "use 5.18 or newer"
+        )
+    if version < (5, 0):
+        return {"tp_plan": "auto"}
+    from transformers.distributed import DistributedConfig
+
+    return {
+        "distributed_config": DistributedConfig(
+            tp_size=tp, fsdp_size=fsdp, fsdp_plan=dict.fromkeys(tail, "free_full_weight")
+        )
+    }
+
+
+def is_first() -> bool:
+    """Whether this is the first of the processes that a launcher started, by the environment that it left."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def started_processes(device: str | None = None) -> Iterator[Processes]:
+    """The processes that a launcher started, by the environment that it left; NCCL on CUDA, else gloo.
+
+    Args:
+        device: default is CUDA where there is one, a device for each process of a machine.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if world == 1:
+        yield Processes(device=device)
+        return
+    if device == "cuda":
+        device = f"cuda:{local}"
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device(device))
+    else:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        yield Processes(dist.get_rank(), world, local, local_world, device)
+    finally:
+        dist.destroy_process_group()

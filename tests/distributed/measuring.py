@@ -1,0 +1,64 @@
+"""What profiles a process measures, alone or as one of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from kvsurgery.processes import Processes
+from kvsurgery.score.attention import attention_profile
+from kvsurgery.score.mesh import Mesh
+from kvsurgery.score.recurrence import Recurrence
+from kvsurgery.score.reform import Sample, sample_ranks
+from kvsurgery.score.retrieval import retrieval_scores
+from kvsurgery.score.subject import Subject
+from kvsurgery.score.training import GateOptions, fingerprint, train_gates
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needles import Needle
+from tests.families import tokens
+from tests.score.test_gate_training import DATA, OPTIONS, prompts, recalls
+from tests.tiny_recall import FOLDER, task
+
+
+def measure(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
+    """Scores by every method that these processes can share, and how training went."""
+    found = {"attention": attention_profile(subject, recalls, 4, data=DATA, mesh=mesh).scores}
+    for loss in ("distill", "lm"):
+        options = GateOptions(**OPTIONS, loss=loss)
+        profile, history = train_gates(subject, prompts, options, data=DATA, mesh=mesh)
+        found |= {f"{loss} scores": profile.scores, f"{loss} history": history}
+    if mesh.tp == mesh.processes.world:
+        sample = Sample(tokens(1, 60)[0].numpy(), range(1, 55), range(55, 58), (range(9, 12), range(30, 32)))
+        ranks = sample_ranks(subject, sample, Recurrence(chunk=16, budget=12, keep=2, window=4), 4, mesh)
+        found |= {f"reform {kind}": of for kind, of in ranks.items()}
+    return found
+
+
+def retrieve(subject: Subject, mesh: Mesh) -> np.ndarray:
+    """Retrieval scores of the bundled model, which answers."""
+    rng, words = np.random.default_rng(0), task.vocabulary()
+    haystack = Haystack(task.filler(rng, 1, 400)[0], "filler")
+    key, *values = (words[token] for token in task.facts(rng, 1, 1)[0][0])
+    value = " ".join(values)
+    needle = Needle(f"remember {key} {value} .", value, f"recall {key}", value)
+    sizes = {"lengths": (60, 200), "depths": (0.1, 0.6)}
+    return retrieval_scores(subject, haystack, [needle], method="headkv-r", **sizes, mesh=mesh).scores
+
+
+def work(cases: list[tuple[Path, int, int]]) -> list[tuple[Any, ...]]:
+    """Of models and sizes of a mesh: what is measured, how much of the layers lies here, what a model is known by."""
+    processes = Processes(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    found = []
+    for folder, tp, sp in cases:
+        mesh = Mesh(processes, tp, sp)
+        subject = mesh.load(str(folder))
+        if folder == FOLDER / "model":
+            found.append(({"headkv-r": retrieve(subject, mesh)}, 0, ""))
+            continue
+        weights = list(subject.model.get_decoder().layers.parameters())
+        held = sum((weight.to_local() if hasattr(weight, "to_local") else weight).numel() for weight in weights)
+        found.append((measure(subject, mesh), held, fingerprint(subject)))
+    return found

@@ -1,0 +1,88 @@
+"""Profiles that several processes measure are those that one process measures, however they share the work."""
+
+import numpy as np
+import pytest
+
+from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.processes import Processes
+from kvsurgery.score.mesh import Mesh, check_rope
+from kvsurgery.score.subject import Subject
+from kvsurgery.score.training import fingerprint
+from tests.distributed import measuring, process
+from tests.distributed.start import start
+from tests.distributed.test_tensor_parallel import WIDE
+from tests.families import make, stock
+from tests.subjects import subject_of
+from tests.tiny_recall import FOLDER
+
+# by processes: family, and how many of them share heads and tokens
+CASES = {
+    2: [
+        ("llama-tied-mha", 1, 1),
+        ("llama", 2, 1),
+        ("phi3", 2, 1),
+        ("llama-tied-mha", 1, 2),
+        ("gemma2", 1, 2),
+        (FOLDER / "model", 2, 1),
+    ],
+    4: [("qwen3", 1, 2), ("llama", 2, 2), ("llama", 2, 1)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", CASES)
+def test_processes_measure_what_one_does(count, tmp_path):
+    """Sharded weights, prompts dealt to all, gradients summed; embeddings that are tied to the head."""
+    cases = [case for case in CASES[count] if case[1] in (1, count) or process.MESHES]
+    folders = {name: make(name, tmp_path / name, **WIDE) for name, *_ in cases if isinstance(name, str)}
+    ranks = start(count, measuring.work, tmp_path, [(folders.get(name, name), tp, sp) for name, tp, sp in cases])
+    for number, (name, tp, sp) in enumerate(cases):
+        subject = Subject.load(str(folders.get(name, name)))
+        if name == FOLDER / "model":
+            expected = {"headkv-r": measuring.retrieve(subject, Mesh())}
+        else:
+            expected = measuring.measure(subject, Mesh())
+            whole = sum(weight.numel() for weight in subject.model.get_decoder().layers.parameters())
+            held = [rank[number][1] for rank in ranks]
+            assert max(held) < (0.9 if name == "phi3" else 1.2 / count) * whole, (name, tp, sp)
+            assert ranks[0][number][2] == fingerprint(subject), (name, tp, sp)
+        for rank in ranks:
+            for method, values in rank[number][0].items():
+                np.testing.assert_allclose(
+                    values, expected[method], rtol=0, atol=1e-5, err_msg=f"{name} {tp} {sp} {method}"
+                )
+                np.testing.assert_array_equal(values, ranks[0][number][0][method])
+
+
+class TestMesh:
+    def test_prompts_are_dealt_evenly(self):
+        dealt = [list(Mesh(Processes(rank, 3)).share(6)) for rank in range(3)]
+        assert dealt == [[0, 3], [1, 4], [2, 5]]
+        assert list(Mesh().share(5)) == [0, 1, 2, 3, 4]
+        with pytest.raises(ProfileError, match="4 prompts cannot be dealt evenly to 3 processes; give a multiple of 3"):
+            Mesh(Processes(0, 3)).share(4)
+
+    def test_what_a_process_has(self):
+        """Of twelve: three groups, in each two share the tokens of a prompt and two of each its heads."""
+        import torch
+
+        meshes = [Mesh(Processes(rank, 12), tp=2, sp=2) for rank in range(12)]
+        assert [[*mesh.share(6)] for mesh in meshes] == [[group, group + 3] for group in range(3) for _ in range(4)]
+        tokens = torch.arange(1, 6)[None]
+        assert [mesh.tokens(tokens)[0].tolist() for mesh in meshes[:4]] == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
+        # of eight heads two each; of attention that is replicated four
+        assert [mesh.heads(8, 2) for mesh in meshes[:4]] == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
+        assert [mesh.heads(8, 4) for mesh in meshes[:4]] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
+
+    @pytest.mark.parametrize(("tp", "sp"), [(3, 1), (2, 4), (0, 1)])
+    def test_processes_that_cannot_be_grouped(self, tp, sp):
+        with pytest.raises(ProfileError, match=f"4 processes cannot be grouped by {tp * sp}; start a multiple"):
+            Mesh(Processes(0, 4), tp, sp)
+
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+    def test_rope_that_depends_on_the_length_of_a_prompt(self, kind):
+        subject = subject_of(stock("llama", num_hidden_layers=1), name="org/long")
+        check_rope(subject)
+        subject.model.get_decoder().rotary_emb.rope_type = kind
+        with pytest.raises(UnsupportedModel, match=f"org/long has {kind} RoPE, .* leave --sp out"):
+            check_rope(subject)
