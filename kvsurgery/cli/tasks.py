@@ -18,7 +18,11 @@ POSITIVE = click.IntRange(min=1)
 # option -> its type, its default and what it says; `_FIELDS` says whose it is
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "lengths": (Several(Tokens()), None, "tokens of whole prompts.  [default: five up to 32000; ruler: 4K]"),
-    "text": (str, None, "around what is hidden, a file or the Hub id of a dataset.  [default: generated]"),
+    "text": (
+        str,
+        None,
+        "around what is hidden, a file or a dataset of the Hub, owner/name[:config].  [default: generated]",
+    ),
     "samples": (POSITIVE, None, "prompts of each length.  [default: 5, 10, and 20 of each of RULER's tasks]"),
     "depths": (Several(click.FLOAT), None, "where needles lie, 0 to 1.  [default: ten]"),
     "needles": (str, None, "your own, a JSONL file.  [default: ours]"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsurgery import hub
 from kvsurgery.errors import TextError
+from kvsurgery.text.hub_dataset import dataset_rows
 
 ENDINGS = (".jsonl", ".json")
 LONGEST_LINE = 1 << 26  # characters
@@ -34,7 +35,8 @@ def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterat
     if path.is_file():
         rows = _json_rows(path) if _begins_with(path, "[") else _lines(path)
     elif hub.is_repo_id(source) and not path.exists():
-        rows = _dataset_rows(source, config, split)
+        taken = enumerate(dataset_rows(source, config, split), 1)
+        rows = ((f"{source} {config}/{split}, row {number}", row) for number, row in taken)
     else:
         raise TextError(f"cannot read rows of {source}: there is no such file, and it is no Hub id of a dataset")
     for number, (place, row) in enumerate(rows, 1):  # noqa: B007  (counted)
@@ -112,25 +114,6 @@ def _parsed(line: str, place: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{place}: not JSON: {error}") from error
-
-
-def _dataset_rows(source: str, config: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Only the rows that are taken are downloaded."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise TextError(
-            f"{source} is no file, and to read a dataset `datasets` is needed: pip install 'kvsurgery[eval]'"
-        ) from error
-    try:
-        rows = iter(load_dataset(source, config, split=split, streaming=True))
-        for number in count(1):
-            if (row := next(rows, None)) is None:
-                return
-            yield f"{source} {config}/{split}, row {number}", row
-    except Exception as error:  # whatever the library or the network raises
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise TextError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
 
 
 def _check(row: Any, fields: Fields, place: str) -> None:

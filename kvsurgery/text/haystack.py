@@ -11,8 +11,8 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvsurgery import hub
 from kvsurgery.errors import TextError
+from kvsurgery.text.hub_dataset import dataset_of, dataset_rows
 
 # of the built-in text: sentences that fit together, are not alike, and hold no numbers or names to look for
 SUBJECTS = (
@@ -60,7 +60,8 @@ class Haystack:
         What is unknown to the tokenizer, or spells one of its special tokens, is left out.
 
         Args:
-            source: a text file, the Hub id of a dataset whose rows have a `text`, or None for generated text.
+            source: a text file, the Hub id of a dataset whose rows have a `text`, as `owner/name` or
+                `owner/name:configuration`, or None for generated text.
             tokenizer: of the model that will read it.
             length: tokens that are needed.
             seed: of generated text.
@@ -72,8 +73,8 @@ class Haystack:
             parts, name = islice(_generated(seed), length), "generated text"
         elif os.path.exists(source):
             parts, name = [_file(source)], os.path.basename(source)
-        elif hub.is_repo_id(source):
-            parts, name = _dataset(source), source
+        elif dataset := dataset_of(source):
+            parts, name = _dataset(source, *dataset), source
         else:
             raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
         special, read, count, unknown, seen = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
@@ -143,24 +144,12 @@ def _file(path: str) -> str:
         raise TextError(f"cannot read text {path}: {error.strerror}") from error
 
 
-def _dataset(source: str) -> Iterator[str]:
-    """Rows of a dataset's training split; only those that are taken are downloaded."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise TextError(
-            f"{source} is no file, and to read a dataset `datasets` is needed: pip install datasets"
-        ) from error
-    try:
-        for row in load_dataset(source, split="train", streaming=True):
-            if not isinstance(row.get("text"), str):
-                raise TextError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
-            yield row["text"] + "\n\n"
-    except TextError:
-        raise
-    except Exception as error:  # whatever the library or the network raises
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise TextError(f"no file {source} is here, and as a dataset it cannot be read: {reason}") from error
+def _dataset(source: str, dataset: str, config: str | None) -> Iterator[str]:
+    """Texts of a dataset's training split."""
+    for row in dataset_rows(dataset, config, "train"):
+        if not isinstance(row.get("text"), str):
+            raise TextError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
+        yield row["text"] + "\n\n"
 
 
 def _generated(seed: int) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""Rows of datasets on the Hub, with the library `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from kvsurgery import hub
+from kvsurgery.errors import TextError
+
+
+def dataset_of(source: str) -> tuple[str, str | None] | None:
+    """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither."""
+    dataset, colon, config = source.partition(":")
+    if not hub.is_repo_id(dataset) or (colon and not re.fullmatch(r"[^/\\:]+", config)):
+        return None
+    return dataset, config or None
+
+
+def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
+    """Rows of a split, in their order; only those that are taken are downloaded.
+
+    Args:
+        config: a configuration of the dataset. None: the only one, or its default.
+
+    Raises:
+        TextError: `datasets` is not installed, the dataset cannot be read, or needs a configuration.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise TextError(
+            f"{dataset} is no file, and to read a dataset `datasets` is needed: pip install datasets"
+        ) from error
+    try:
+        yield from load_dataset(dataset, config, split=split, streaming=True)
+    except Exception as error:  # whatever the library or the network raises
+        reason, *more = (str(error) or type(error).__name__).splitlines()
+        if reason.startswith("Config name is missing"):  # the second line names those that there are
+            several = f"dataset {dataset} has several configurations; give one, as {dataset}:NAME."
+            raise TextError(" ".join([several, *more[:1]])) from error
+        raise TextError(f"no file {dataset} is here, and as a dataset it cannot be read: {reason}") from error
