@@ -16,7 +16,7 @@ from kvsurgery.cli.options import Several, Tokens, decided, kind_options
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 
 if TYPE_CHECKING:
-    from kvsurgery.evaluate.points import Sweep
+    from kvsurgery.evaluate.sweep_results import Sweep
 
 # axis -> what its values are, and what it says, as `convert` takes one of them
 AXES: dict[str, tuple[click.ParamType, str]] = {
@@ -156,8 +156,8 @@ def _show(found: Sweep) -> None:
     """A row for each setting, the original's first."""
     from kvsurgery import console
     from kvsurgery.cli.evaluate import cells
-    from kvsurgery.evaluate.points import named, varied
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
+    from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles
 
     compared, telling = len(found.original) <= MOST_COMPARED, varied(found.axes)
@@ -184,7 +184,7 @@ def _show(found: Sweep) -> None:
 
 def _notes(found: Sweep) -> Iterator[str]:
     """What was left out, and what was evaluated once for several settings."""
-    from kvsurgery.evaluate.points import named
+    from kvsurgery.evaluate.sweep_results import named
 
     reasons = Counter(point.skipped for point in found.points if point.skipped)
     for reason, count in reasons.items():

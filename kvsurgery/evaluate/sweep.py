@@ -18,10 +18,10 @@ from kvsurgery.convert.output import check_space
 from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
-from kvsurgery.evaluate.points import Point, Sweep, named, varied
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, Options, Progress
 from kvsurgery.evaluate.sample import Sample, Task
+from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import started_processes

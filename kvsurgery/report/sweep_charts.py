@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsurgery.console import size
-from kvsurgery.evaluate.points import Point, Sweep, named, varied
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
+from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.report.charts import FONT, Chart, Panel, label, looks, names_above
 from kvsurgery.report.colours import LIGHT
 from kvsurgery.report.findings import score, titles

@@ -17,10 +17,10 @@ from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError, PolicyErr
 from kvsurgery.evaluate import runner
 from kvsurgery.evaluate import sweep as sweeping
 from kvsurgery.evaluate.needle import NeedleTask
-from kvsurgery.evaluate.points import Point, Sweep
 from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
 from kvsurgery.evaluate.sweep import sweep
+from kvsurgery.evaluate.sweep_results import Point, Sweep
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of
 from kvsurgery.score.profile import HeadProfile
 from tests.evaluate.recall import MODEL, convert
