@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from budgets import HERE, load_task
+from budgets import HERE
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
 from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
 from synthetic import emitted
@@ -40,15 +41,16 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from kvsurgery import console
 from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.memory import peak_memory
-from kvsurgery.score.recurrence import Recurrence
-from kvsurgery.score.reform import Sample, embedding_ranking
-from kvsurgery.score.subject import Subject
 from templates.kv_encode import Encoder
 from templates.kv_layout import KVLayout
 from templates.kv_reform import Reform
 
+sys.path.append(str(HERE))
+import embedding
+import task
+
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-SETTINGS = Reform((), chunk=256, encode_budget=128, window=32, keep=16, pool=33, recompute_budget=384, query_length=2)
+SETTINGS = Reform((), **{name.replace("-", "_"): size for name, size in embedding.SETTINGS.items()})
 LONG = 8192  # tokens
 RANKED = 1024  # tokens of the prompts that heads are ranked by
 SEED = 1234
@@ -99,13 +101,7 @@ def answer(method: Method, prompt: torch.Tensor, figures: Figures | None = None)
 
 def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
     """All embedding heads of the bundled model, the best at the recall task first."""
-    task, samples = load_task(), []
-    for tokens in task.prompts(SEED + 1, count, length).tokens:
-        start = int((tokens[:-1] == tokens[-1]).nonzero()[0]) - 1  # of the fact whose key is asked for
-        context, question = range(length - SETTINGS.query_length), range(length - SETTINGS.query_length, length)
-        samples.append(Sample(tokens.numpy(), context, question, (range(start, start + task.FACT),)))
-    recurrence = Recurrence(SETTINGS.chunk, SETTINGS.encode_budget, SETTINGS.keep, SETTINGS.window)
-    profile = embedding_ranking(Subject.load(str(HERE / "model")), {"pattern": samples}, recurrence=recurrence)
+    profile = embedding.measure(SEED + 1, count, length)
     return [(head.layer, head.state, head.head) for head in profile.ranking.best("pattern")]
 
 
@@ -149,7 +145,7 @@ def measure(
         progress: is told after every prompt how many are done, of how many.
     """
     figures = {method.name: Figures() for method in compared}
-    questions = load_task().prompts(SEED, samples + 1, length)
+    questions = task.prompts(SEED, samples + 1, length)
     for number, (prompt, expected) in enumerate(zip(*questions, strict=True)):
         first = number % len(compared)
         for method in compared[first:] + compared[:first]:
@@ -170,7 +166,7 @@ def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
     """Bytes that reading a prompt with REFORM has left: counted, and by the formula."""
     model, settings = recall_model(), method.settings
     encoder = Encoder(model.model, KVLayout.from_config(model.config), settings)
-    embeddings = encoder.read(input_ids=load_task().prompts(SEED, 1, length).tokens)
+    embeddings = encoder.read(input_ids=task.prompts(SEED, 1, length).tokens)
     layers = [layer for layer in encoder.cache.layers if layer.is_initialized]
     states = [embeddings, *(part for layer in layers for part in (layer.keys, layer.values))]
     predicted = settings.encode_bytes(length, model.config.num_key_value_heads, model.config.head_dim, 4)
@@ -188,7 +184,7 @@ def process_peak(method: Method | None, length: int) -> int:
     """High-water mark of this process after one prompt; None: before any."""
     torch.set_num_threads(1)
     recall_model()
-    prompt = load_task().prompts(SEED, 1, length).tokens
+    prompt = task.prompts(SEED, 1, length).tokens
     if method is not None:
         answer(method, prompt)
     return peak_memory()

@@ -27,23 +27,24 @@ SETTINGS = {
 }
 
 
-def samples() -> list[Sample]:
-    """Prompts, each with the tokens of the fact that its end asks for."""
+def samples(seed: int, count: int, length: int) -> list[Sample]:
+    """Prompts of `length` tokens, each with the tokens of the fact that its end asks for."""
     made = []
-    for tokens in prompts(SEED, COUNT, LENGTH).tokens.numpy():
+    for tokens in prompts(seed, count, length).tokens.numpy():
         [told] = (tokens[:-QUESTION] == tokens[-1]).nonzero()[0] - 1
-        context, question = range(LENGTH - QUESTION), range(LENGTH - QUESTION, LENGTH)
+        context, question = range(length - QUESTION), range(length - QUESTION, length)
         made.append(Sample(tokens, context, question, (range(told, told + FACT),)))
     return made
 
 
-def measure() -> HeadProfile:
-    """A reform profile of the bundled model."""
+def measure(seed: int = SEED, count: int = COUNT, length: int = LENGTH) -> HeadProfile:
+    """A reform profile of the bundled model, by `count` prompts of `length` tokens."""
     recurrence = Recurrence(
         SETTINGS["chunk"], SETTINGS["encode-budget"], keep=SETTINGS["keep"], window=SETTINGS["window"]
     )
-    data = {"data": "recall task", "seed": SEED, "tool": __version__}
-    return embedding_ranking(load(), {"pattern": samples()}, recurrence=recurrence, data=data)
+    data = {"data": "recall task", "seed": seed, "tool": __version__}
+    made = {"pattern": samples(seed, count, length)}
+    return embedding_ranking(load(), made, recurrence=recurrence, data=data)
 
 
 def main() -> None:

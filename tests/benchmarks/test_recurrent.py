@@ -31,7 +31,7 @@ CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered}
 
 @pytest.fixture(scope="module")
 def prompts() -> torch.Tensor:
-    return recurrent.load_task().prompts(3, 2, 450).tokens
+    return recurrent.task.prompts(3, 2, 450).tokens
 
 
 def made(name: str, settings: Reform) -> Method:
@@ -72,7 +72,7 @@ def test_no_chunk_sees_more_than_the_budget_and_itself(name: str, prompts: torch
 
 def test_the_retriever_finds_the_fact() -> None:
     pytest.importorskip("bm25s")
-    tokens, answers = recurrent.load_task().prompts(5, 8, 900)
+    tokens, answers = recurrent.task.prompts(5, 8, 900)
     method, found = BM25(SMALL, part=64), 0
     for prompt, expected in zip(tokens, answers, strict=True):
         _, chosen = method.read(recurrent.recall_model(), prompt[None], 1)
