@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 
 from kvsurgery.errors import TextError
@@ -51,7 +51,7 @@ class BabilongTask:
     tasks: tuple[str, ...] | None = None
     lengths: tuple[str, ...] | None = None
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, of each the first row of every length, then the second.
 
         Raises:
@@ -60,8 +60,8 @@ class BabilongTask:
         parts = self._parts(reader)
         for task in dict.fromkeys(task for task, _ in parts):
             columns = [self._samples(reader, *part) for part in parts if part[0] == task]
-            for row in zip_longest(*columns):
-                yield from filter(None, row)
+            rows = chain.from_iterable(zip_longest(*columns))
+            yield from islice(filter(None, rows), limit)
 
     def _parts(self, reader: Reader) -> list[tuple[str, str]]:
         """Tasks and lengths, in the order of their numbers."""

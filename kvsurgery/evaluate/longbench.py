@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -48,7 +48,7 @@ class LongBenchTask:
     longest: int | None = None
     prompts: str | None = None
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Dataset by dataset, in the order of the rows.
 
         Raises:
@@ -61,16 +61,16 @@ class LongBenchTask:
         prompts = _prompts(self.prompts)
         for name in self._files():
             config = f"{name}_e" if self.extended else name
-            numbers = {dataset: count() for dataset in DATASETS}
+            numbers = {dataset: islice(count(), limit) for dataset in self.datasets or DATASETS}
             for row in read_rows(in_folder(self.source, config), FIELDS, config=config, split="test"):
                 dataset = row["dataset"].removesuffix("_e")
                 if dataset not in DATASETS:
                     raise TextError(f"{self.source}: `dataset` {dataset!r} is none of {', '.join(DATASETS)}")
-                if dataset in (self.datasets or DATASETS):
+                if dataset in numbers and (number := next(numbers[dataset], None)) is not None:
                     if dataset not in prompts:
                         raise TextError(f"{self.prompts} has no prompt for {dataset}")
                     prompt = prompts[dataset].format(context=row["context"], input=row["input"])
-                    yield self._sample(reader, dataset, next(numbers[dataset]), row, prompt)
+                    yield self._sample(reader, dataset, number, row, prompt)
 
     def _files(self) -> list[str]:
         """Datasets that have a file of their own, or anything for a single file."""

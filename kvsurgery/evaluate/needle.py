@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class NeedleTask:
     text: str | None = None
     needles: str | None = None
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """The grid, needle by needle.
 
         Raises:
@@ -59,18 +59,18 @@ class NeedleTask:
                     f"{prompt.overhead} tokens; give longer --lengths"
                 )
         haystack = Haystack.read(self.text, tokenizer, max(lengths), reader.seed)
-        for number, (needle, prompt) in enumerate(zip(needles, prompts, strict=True)):
-            for length, depth in product(lengths, self.depths):
-                rng = np.random.default_rng([reader.seed, number, length, round(1000 * depth)])
-                text = haystack.piece(rng, length - prompt.overhead)
-                yield Sample(
-                    task="needle",
-                    name=f"{length}/{depth}/{number}",
-                    tokens=prompt.around(text, needle_place(text, depth, tokenizer))[0],
-                    metric="rouge1_recall",
-                    also=("string_match_all",),
-                    answers=(needle.answer,),
-                    limit=ANSWER * len(token_ids(tokenizer, needle.answer)),
-                    facts={"tokens": length, "depth": depth},
-                    stops=STOPS,
-                )
+        grid = product(enumerate(zip(needles, prompts, strict=True)), lengths, self.depths)
+        for (number, (needle, prompt)), length, depth in islice(grid, limit):
+            rng = np.random.default_rng([reader.seed, number, length, round(1000 * depth)])
+            text = haystack.piece(rng, length - prompt.overhead)
+            yield Sample(
+                task="needle",
+                name=f"{length}/{depth}/{number}",
+                tokens=prompt.around(text, needle_place(text, depth, tokenizer))[0],
+                metric="rouge1_recall",
+                also=("string_match_all",),
+                answers=(needle.answer,),
+                limit=ANSWER * len(token_ids(tokenizer, needle.answer)),
+                facts={"tokens": length, "depth": depth},
+                stops=STOPS,
+            )

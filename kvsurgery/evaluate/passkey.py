@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, product
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ class PasskeyTask:
     hidden: str | None = None
     asked: str | None = None
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Prompt by prompt, of all lengths each; of these, passkey by passkey.
 
         Raises:
@@ -65,35 +66,43 @@ class PasskeyTask:
         needed = max(lengths) * (TEXTS if self.text is None else 1)
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
         alphabet = _alphabet(reader, haystack)
-        for number in range(self.prompts):
-            for length in lengths:
-                rng = np.random.default_rng([reader.seed, number, length])
-                # where there are enough, no token twice, so that a cue is of one passkey
-                repeated = self.count * self.size > len(alphabet)
-                keys = rng.choice(alphabet, (self.count, self.size), replace=repeated)
-                hidden = [words.hide(place, key) for place, key in enumerate(keys)]
-                rooms = [
-                    length - len(words.opening) - sum(map(len, hidden)) - len(words.ask(place, key))
-                    for place, key in enumerate(keys)
-                ]
-                if min(rooms) < 0:
-                    raise TextError(
-                        f"{self.count} passkeys of {self.size} tokens take {-min(rooms)} tokens more than a prompt of "
-                        f"{length} has; give longer --lengths, or fewer or shorter passkeys"
-                    )
-                text, depths = haystack.piece(rng, max(rooms)), np.sort(rng.integers(0, min(rooms) + 1, self.count))
-                for place, (key, room) in enumerate(zip(keys, rooms, strict=True)):
-                    parts = np.split(text[:room], depths)
-                    pieces = [piece for pair in zip(parts, [*hidden, []], strict=True) for piece in pair]
-                    yield Sample(
-                        task="passkey",
-                        name=f"{length}/{number}/{place}",
-                        tokens=np.concatenate([words.opening, *pieces, words.ask(place, key)]).astype(np.int64),
-                        metric="token_accuracy",
-                        limit=self.size - words.cued,
-                        facts={"tokens": length},
-                        answer_tokens=key[words.cued :],
-                    )
+        prompts = (
+            self._prompt(words, haystack, alphabet, length, number, reader.seed)
+            for number, length in product(range(self.prompts), lengths)
+        )
+        yield from islice(chain.from_iterable(prompts), limit)
+
+    def _prompt(
+        self, words: _Words, haystack: Haystack, alphabet: np.ndarray, length: int, number: int, seed: int
+    ) -> Iterator[Sample]:
+        """One prompt, with each of its passkeys asked for."""
+        rng = np.random.default_rng([seed, number, length])
+        # where there are enough, no token twice, so that a cue is of one passkey
+        repeated = self.count * self.size > len(alphabet)
+        keys = rng.choice(alphabet, (self.count, self.size), replace=repeated)
+        hidden = [words.hide(place, key) for place, key in enumerate(keys)]
+        rooms = [
+            length - len(words.opening) - sum(map(len, hidden)) - len(words.ask(place, key))
+            for place, key in enumerate(keys)
+        ]
+        if min(rooms) < 0:
+            raise TextError(
+                f"{self.count} passkeys of {self.size} tokens take {-min(rooms)} tokens more than a prompt of "
+                f"{length} has; give longer --lengths, or fewer or shorter passkeys"
+            )
+        text, depths = haystack.piece(rng, max(rooms)), np.sort(rng.integers(0, min(rooms) + 1, self.count))
+        for place, (key, room) in enumerate(zip(keys, rooms, strict=True)):
+            parts = np.split(text[:room], depths)
+            pieces = [piece for pair in zip(parts, [*hidden, []], strict=True) for piece in pair]
+            yield Sample(
+                task="passkey",
+                name=f"{length}/{number}/{place}",
+                tokens=np.concatenate([words.opening, *pieces, words.ask(place, key)]).astype(np.int64),
+                metric="token_accuracy",
+                limit=self.size - words.cued,
+                facts={"tokens": length},
+                answer_tokens=key[words.cued :],
+            )
 
     def _words(self, tokenizer: PreTrainedTokenizerBase) -> _Words:
         if self.hidden is not None or self.asked is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, product
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class PerplexityTask:
     pieces: int = 10
     text: str | None = None
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Piece by piece, of all lengths each; those of one number end at the same token, so that lengths compare.
 
         Raises:
@@ -53,14 +54,13 @@ class PerplexityTask:
         longest = max(lengths)
         needed = longest * (TEXTS if self.text is None else 1)
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
-        for number in range(self.pieces):
+        for number, length in islice(product(range(self.pieces), lengths), limit):
             piece = haystack.piece(np.random.default_rng([reader.seed, number]), longest - len(start))
-            for length in lengths:
-                yield Sample(
-                    task="perplexity",
-                    name=f"{length}/{number}",
-                    tokens=np.concatenate([start, piece[len(piece) + len(start) - length :]]).astype(np.int64),
-                    metric="perplexity",
-                    continuation=self.continuation,
-                    facts={"tokens": length},
-                )
+            yield Sample(
+                task="perplexity",
+                name=f"{length}/{number}",
+                tokens=np.concatenate([start, piece[len(piece) + len(start) - length :]]).astype(np.int64),
+                metric="perplexity",
+                continuation=self.continuation,
+                facts={"tokens": length},
+            )

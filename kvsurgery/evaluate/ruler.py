@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class RulerTask:
             if path is None
         }
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, of each the first sample of every length, then the second.
 
         Raises:
@@ -94,7 +94,7 @@ class RulerTask:
         for task, length in product(draws, self.lengths):
             _Room(reader, task, length).smallest(draws[task](_rng(reader, task, length, 0), length, 0))
         for task, draw in draws.items():
-            for number, length in product(range(self.count), self.lengths):
+            for number, length in islice(product(range(self.count), self.lengths), limit):
                 puzzle = draw(_rng(reader, task, length, number), length, number)
                 yield Sample(
                     task=f"ruler/{task}",

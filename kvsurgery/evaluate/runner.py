@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -298,17 +297,13 @@ def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Itera
     """
     if not tasks:
         raise KVSurgeryError("there is no task to run; name some, such as needle")
-    counts: Counter[str] = Counter()
     seen: set[tuple[str, str]] = set()
     for name, task in tasks.items():
         before = len(seen)
-        for sample in task.samples(reader):
-            if counts[sample.task] == limit:
-                continue
+        for sample in task.samples(reader, limit):
             if sample.key in seen:
                 raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
             seen.add(sample.key)
-            counts[sample.task] += 1
             yield sample
         if len(seen) == before:
             raise KVSurgeryError(f"{name} has no samples; check its options and files")

@@ -83,8 +83,11 @@ class Sample:
 class Task(Protocol):
     """What is asked: a frozen dataclass whose fields are its settings."""
 
-    def samples(self, reader: Reader) -> Iterator[Sample]:
-        """Its questions, the same for equal readers; those that come first are representative, since `--limit` cuts.
+    def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
+        """Its questions, the same for equal readers; those that come first are representative.
+
+        Args:
+            limit: of each `Sample.task` no more are made than the first ones up to it. None: all.
 
         Raises:
             TextError: a text, or what is asked about it, cannot be used.

@@ -14,6 +14,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.babilong import ASKED, BabilongTask
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.text.metrics import METRICS
+from tests.evaluate.limits import check_limits
 from tests.vocabularies import TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "babilong"
@@ -108,6 +109,10 @@ def test_tasks_and_lengths_can_be_chosen(folder):
         ("babilong/qa1", "4k/0"), ("babilong/qa1", "4k/1"), ("babilong/qa1", "4k/2"), ("babilong/qa5", "4k/0"),
     ]  # fmt: skip
     assert samples(folder / "qa8_16k.jsonl")[0].facts == {"length": "16k"}
+
+
+def test_a_limit_is_of_each_task(folder):
+    check_limits(BabilongTask(str(folder)), READER, spare=2)  # a row of each of three lengths is made at once
 
 
 def test_a_dataset_has_a_configuration_by_length_and_a_split_by_task(monkeypatch):

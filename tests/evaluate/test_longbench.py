@@ -12,6 +12,7 @@ from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.evaluate.longbench import DATASETS, EXTENDED, LongBenchTask
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.text.metrics import METRICS
+from tests.evaluate.limits import check_limits
 from tests.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "longbench"
@@ -99,6 +100,12 @@ def test_long_prompts_lose_their_middle(tmp_path, kind, chat, longest):
     # as many of the first words as of the last, about, but for what the prompt takes
     gap = next(place for place, number in enumerate(whole) if number != place)
     assert whole[gap + 1 :] == list(range(1000 - len(whole[gap + 1 :]), 1000))
+
+
+def test_a_limit_is_of_each_dataset(tmp_path):
+    mixed = [{"dataset": name} for name in ("qasper", "hotpotqa", "hotpotqa", "qasper", "lcc", "qasper", "qasper")]
+    check_limits(LongBenchTask(str(write(tmp_path, *mixed))), READER)
+    assert len(samples(tmp_path / "hotpotqa.jsonl", datasets=("qasper",))) == 4
 
 
 def test_the_context_is_the_models(tmp_path):

@@ -21,6 +21,7 @@ from kvsurgery.evaluate.ruler_questions import read_hotpot, read_squad
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.metrics import METRICS
+from tests.evaluate.limits import check_limits
 from tests.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "ruler"
@@ -188,6 +189,10 @@ def test_a_seed_gives_it_again_and_another_gives_another(task):
         assert (one.tokens == other.tokens).all()
         assert one.answers == other.answers
     assert len({sample.answers for sample in first + second}) == 8
+
+
+def test_a_limit_is_of_each_task():
+    check_limits(RulerTask((600, 700), ("niah_single_1", "fwe"), count=3), reader())
 
 
 class TestNiah:

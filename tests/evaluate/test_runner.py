@@ -22,6 +22,7 @@ from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
 from kvsurgery.evaluate.sample import Sample
+from tests.evaluate.limits import check_limits
 from tests.evaluate.recall import MODEL, tasks
 from tests.families import make
 from tests.shards import tree
@@ -36,8 +37,8 @@ class Plain:
     lengths: tuple[int, ...] = (20, 24, 30)
     limit: int = 4
 
-    def samples(self, reader):
-        for length in self.lengths:
+    def samples(self, reader, limit=None):
+        for length in self.lengths[:limit]:
             tokens = np.full(length, 20, dtype=np.int64)
             yield Sample("plain", str(length), tokens, "qa_f1", answers=("a",), limit=self.limit)
 
@@ -190,7 +191,7 @@ def test_what_is_beyond_the_context_is_left_out(tmp_path):
 class Uneven:
     """Prompts whose answers may be of different lengths."""
 
-    def samples(self, reader):
+    def samples(self, reader, limit=None):
         for number in range(4):
             tokens = np.arange(20, 50, dtype=np.int64)
             yield Sample("uneven", str(number), tokens, "qa_f1", answers=("a",), limit=1 + 2 * number)
@@ -209,7 +210,7 @@ class Stopped:
 
     stop: str
 
-    def samples(self, reader):
+    def samples(self, reader, limit=None):
         tokens = np.arange(20, 50, dtype=np.int64)
         yield Sample("stopped", "0", tokens, "exact_match", answers=("nothing",), limit=6, stops=(self.stop,))
 
@@ -228,6 +229,11 @@ def test_a_limit_takes_the_first_samples_of_each_task(language):
     taken = [sample.key for sample in runner.taken({**tasks(language), "plain": Plain()}, reader, 2)]
     assert [task for task, _ in taken] == ["needle"] * 2 + ["passkey"] * 2 + ["perplexity"] * 2 + ["plain"] * 2
     assert taken[0] == ("needle", "96/0.0/0")
+
+
+@pytest.mark.parametrize("name", ["needle", "passkey", "perplexity"])
+def test_no_more_samples_are_made_than_the_limit(name, language):
+    check_limits(tasks(language)[name], reader_of(MODEL))
 
 
 @pytest.mark.parametrize(
