@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# limit and use, of cgroups v2 and v1; without a limit v2 says "max", and v1 some 2^63 bytes
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -75,12 +82,25 @@ def peak_of(device: torch.device) -> LiveBytes | CudaBytes:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that tensors can still take on a device."""
+    """Bytes that tensors can still take on a device; on a CPU, within the limit of the container."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    return min(_machine_bytes(), _container_bytes())
+
+
+def _machine_bytes() -> int:
+    if MEMINFO.exists():
+        [line] = [line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")]
         return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_bytes() -> float:
+    """What a limit on the memory of this container leaves; cached files give way, as in MemAvailable."""
+    for most, used in CGROUP_FILES:
+        limit = CGROUP / most
+        if limit.exists() and (size := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in limit.with_name("memory.stat").read_text().splitlines())
+            return int(size) - int((CGROUP / used).read_text()) + int(stat["active_file"]) + int(stat["inactive_file"])
+    return math.inf
