@@ -23,6 +23,8 @@ PROFILE = "profile.safetensors"
 SCORES = np.float32([[0.2, 0.9, 0.4], [0.7, 0.1, 0.8]])
 MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=4)
 CONVERT = ("convert", "llama", "--profile", PROFILE, "--out", "out")
+# modules that take long to load
+HEAVY = {"huggingface_hub", "numpy", "torch", "transformers"}
 # what a progress bar's line begins with
 BARS = ("converting", "reverting", "verifying")
 

@@ -1,0 +1,57 @@
+"""The help of every command: it has examples that can be typed, and loads nothing heavy."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from kvsurgery.cli import cli
+from tests.command import HEAVY, done
+
+
+def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command and subcommand, with what one types to get there."""
+    yield path, group
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+EVERY = dict(commands(cli, "kvsurgery"))
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from click.testing import CliRunner; from kvsurgery.cli import cli\n"
+        f"for path in {[path.split()[1:] for path in EVERY]}:\n"
+        "    assert CliRunner().invoke(cli, [*path, '--help']).exit_code == 0\n"
+        f"print({HEAVY} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("path", EVERY)
+class TestHelp:
+    def examples(self, path: str) -> list[str]:
+        """The example command lines of a help page."""
+        text = done(*path.split()[1:], "--help").out.replace("\\\n", " ")
+        return [line.strip() for line in text.splitlines() if line.strip().startswith(path)]
+
+    def test_an_example(self, path: str) -> None:
+        assert self.examples(path)
+
+    def test_examples_are_valid_command_lines(self, path: str) -> None:
+        for example in self.examples(path):
+            command, words = cli, shlex.split(example)[1:]
+            while isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), words.pop(0))
+            command.make_context("", words)

@@ -1,0 +1,164 @@
+"""`kvsurgery profile import`: published files in, a profile or one clear line out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kvsurgery.cli.profile import profile
+from kvsurgery.cli.profile.importing import headkv
+from kvsurgery.score.importers import HEADKV_METHODS
+from kvsurgery.score.profile import HeadProfile
+from tests.cli.profile_command import LLAMA, refusal, run, write_inputs
+from tests.hub_server import Blob, serve
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with a model's config, DuoAttention's files and HeadKV's."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+class TestImport:
+    @pytest.mark.parametrize("path", ["gates", "gates/full_attention_heads.tsv"])
+    def test_duo(self, here, path):
+        output = run("import", "duo", path, "--model", "llama", "-o", "p.safetensors")
+        made = HeadProfile.load("p.safetensors")
+        assert made.scores.tolist() == [[1, 0], [0.25, 1]]
+        assert (made.method, made.granularity, made.base_model, made.base_revision) == ("duo", "kv", "llama", None)
+        assert (made.sink, made.recent, made.model.head_dim) == (8, 16, 8)
+        assert "2 of 4 at the maximum" in output
+        assert "kvsurgery convert --profile p.safetensors --out DIR" in output
+
+    def test_headkv(self, here):
+        run("import", "headkv", "R.json", "--model", "llama", "-o", "p.safetensors", "--method", "headkv-r2")
+        made = HeadProfile.load("p.safetensors")
+        assert (made.method, made.granularity) == ("headkv-r2", "query")
+        np.testing.assert_array_equal(made.scores, [[h / 16 for h in range(4)], [0.25 + h / 16 for h in range(4)]])
+
+    def test_headkv_is_copy_scores_unless_told(self, here):
+        run("import", "headkv", "R.json", "--model", "llama", "-o", "p.safetensors")
+        assert HeadProfile.load("p.safetensors").method == "headkv-r"
+
+    def test_methods_are_those_of_the_library(self):
+        [option] = [option for option in headkv.params if option.name == "method"]
+        assert tuple(option.type.choices) == HEADKV_METHODS
+
+    def test_config_json_stands_for_its_folder(self, here):
+        run("import", "duo", "gates", "--model", "llama/config.json", "-o", "one")
+        run("import", "duo", "gates", "--model", "llama", "-o", "other")
+        assert Path("one").read_bytes() == Path("other").read_bytes()
+
+    def test_another_name_for_the_model(self, here):
+        options = ("--model", "llama", "--base-model", "meta-llama/Tiny", "--revision", "abc", "-o", "p.safetensors")
+        run("import", "duo", "gates", *options)
+        made = HeadProfile.load("p.safetensors")
+        assert (made.base_model, made.base_revision) == ("meta-llama/Tiny", "abc")
+
+    def test_the_model_itself_is_not_overwritten(self, here):
+        before = Path("llama/config.json").read_bytes()
+        line = refusal("import", "duo", "gates", "--model", "llama", "-o", "llama/config.json")
+        assert line == "llama/config.json exists and is not a head profile; give another output file"
+        assert Path("llama/config.json").read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("duo", "nowhere", "--model", "llama"), "cannot read nowhere: No such file or directory"),
+            (("duo", "R.json", "--model", "llama"), "R.json, line 1: "),
+            (("headkv", "gates/full_attention_heads.tsv", "--model", "llama"), "full_attention_heads.tsv is not JSON"),
+            (("duo", "gates", "--model", "wide"), "gates/full_attention_heads.tsv holds 2 x 2 scores, but wide has 3"),
+            (("headkv", "R.json", "--model", "wide"), "R.json holds 8 heads, but wide has 3 layers of 6 query heads"),
+            (("duo", "gates", "--model", "gates"), "model_type"),
+            (("duo", "gates", "--model", "broken"), "config.json is not JSON"),
+            (("duo", "gates", "--model", "empty"), "cannot read empty/config.json"),
+            (("duo", "gates", "--model", "./nowhere"), "./nowhere is no model folder, no config.json and no Hub id"),
+            (("duo", "gates", "--model", "R.json/config.json/x"), "no model folder"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    )
+    def test_refusals_leave_nothing(self, here, arguments, message):
+        for name in ("wide", "broken", "empty"):
+            (here / name).mkdir()
+        wide = {**LLAMA, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+        (here / "wide/config.json").write_text(json.dumps(wide))
+        (here / "broken/config.json").write_text("{")
+        assert message in refusal("import", *arguments, "-o", "p.safetensors")
+        assert not list(here.glob("p.safetensors*"))
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("duo", "gates", "-o", "p"),
+            ("duo", "gates", "--model", "llama"),
+            ("headkv", "R.json", "--model", "llama", "-o", "p", "--method", "duo"),
+            ("duo", "gates", "--model", "llama", "-o", "p", "--method", "headkv-r"),
+            ("razor", "gates", "--model", "llama", "-o", "p"),
+        ],
+        ids=" ".join,
+    )
+    def test_usage(self, here, arguments):
+        result = CliRunner().invoke(profile, ["import", *arguments])
+        assert result.exit_code == 2
+        assert not Path("p").exists()
+
+
+class TestImportFromTheHub:
+    """In a process of its own: huggingface_hub reads its endpoint when it is imported."""
+
+    def command(self, here, endpoint, *arguments, **environment):
+        script = "import time; time.sleep = lambda s: None\nfrom kvsurgery.cli import main; main()"
+        return subprocess.run(
+            [sys.executable, "-c", script, "profile", "import", "duo", "gates", "-o", "p.safetensors", *arguments],
+            cwd=here,
+            env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(here / "hf"), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def test_only_the_config_is_read(self, here):
+        (here / "llama/model.safetensors").write_bytes(b"weights that nobody needs for this")
+        with serve() as hub:
+            commit = hub.publish("org/llama", here / "llama").refs["main"]
+            done = self.command(here, hub.url, "--model", "org/llama")
+            assert done.returncode == 0, done.stderr
+            files = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
+            assert files == {"config.json"}
+        made = HeadProfile.load(here / "p.safetensors")
+        assert (made.base_model, made.base_revision) == ("org/llama", commit)
+        # and again without the Hub, from its cache
+        (here / "p.safetensors").unlink()
+        done = self.command(here, hub.url, "--model", "org/llama", HF_HUB_OFFLINE="1")
+        assert done.returncode == 0, done.stderr
+        assert HeadProfile.load(here / "p.safetensors") == made
+
+    def test_revision(self, here):
+        with serve() as hub:
+            repo = hub.publish("org/llama", here / "llama")
+            old = repo.refs["main"]
+            repo.commit({"config.json": Blob(json.dumps({**LLAMA, "num_hidden_layers": 9}).encode())}, "main")
+            done = self.command(here, hub.url, "--model", "org/llama", "--revision", old)
+            assert done.returncode == 0, done.stderr
+        assert HeadProfile.load(here / "p.safetensors").base_revision == old
+
+    @pytest.mark.parametrize("trouble", ["unknown", "gated", "down"])
+    def test_one_line_of_trouble(self, here, trouble):
+        with serve() as hub:
+            hub.publish("org/llama", here / "llama").gated = trouble == "gated"
+            name = "org/nothing" if trouble == "unknown" else "org/llama"
+            endpoint = "http://127.0.0.1:9" if trouble == "down" else hub.url
+            done = self.command(here, endpoint, "--model", name)
+        assert done.returncode == 1
+        lines = done.stderr.splitlines()
+        assert lines[-1].startswith("kvsurgery: ")
+        assert name in lines[-1]
+        assert "Traceback" not in done.stderr
+        assert not list(here.glob("p.safetensors*"))
