@@ -43,7 +43,9 @@ OPTIONS = {
 @click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="What is measured.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--text", help="Text to hide things in: a file, or the Hub id of a dataset.  [default: generated]")
+@click.option(
+    "--text", help="Text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: generated]"
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--device", help="Where the model runs.  [default: cuda where there is one]")
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights; auto is the checkpoint's.")
