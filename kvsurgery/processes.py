@@ -120,14 +120,17 @@ def started_processes(device: str | None = None) -> Iterator[Processes]:
     if world == 1:
         yield Processes(device=device)
         return
+    own = not dist.is_initialized()  # else the caller's group is taken
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device(device))
-    else:
+    if own and device == "cpu":
         dist.init_process_group("gloo", timeout=PATIENCE)
+    elif own:
+        dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device(device))
     try:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield Processes(dist.get_rank(), world, local, local_world, device)
     finally:
-        dist.destroy_process_group()
+        if own:
+            dist.destroy_process_group()

@@ -9,17 +9,25 @@ from typing import Any
 
 import torch
 
+from kvsurgery.bench.caches import stored_bytes
 from kvsurgery.bench.contenders import contenders, load_models, positions_of, usable
 from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
 from kvsurgery.bench.timing import read_bandwidth
+from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import versions
 from kvsurgery.inspection import inspect_checkpoint
+from kvsurgery.processes import started_processes
+from kvsurgery.resources import template_module
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
 CHUNK = {"cpu": 512, "cuda": 2048}
+
+
+def silent(done: int, of: int, note: str) -> None:
+    """Progress that nobody is told of."""
 
 
 def benchmark(
@@ -30,10 +38,10 @@ def benchmark(
     lengths: tuple[int, ...] | None = None,
     chunk: int | None = None,
     command: str = "",
-    progress: Callable[[int, int, str], None] = lambda done, of, note: None,
+    progress: Callable[[int, int, str], None] = silent,
     **options: Any,
 ) -> Bench:
-    """Measure a converted checkpoint beside the original.
+    """Measure a converted checkpoint beside the original; processes that a launcher started share both.
 
     Args:
         folder: the converted checkpoint; its code is executed.
@@ -45,7 +53,7 @@ def benchmark(
         options: what else `Workload` has.
 
     Raises:
-        CheckpointError: `folder` was not converted, or a model cannot be loaded.
+        CheckpointError: `folder` was not converted, or not for so many processes, or a model cannot be loaded.
         KVSurgeryError: numbers that make no sense, a device that is not there, weights that do not fit, or prompts
             beyond the context.
     """
@@ -53,6 +61,7 @@ def benchmark(
     if facts.surgery is None:
         raise CheckpointError(f"{folder} is no converted checkpoint; give a folder that `kvsurgery convert` wrote")
     where, new, positions = _device(device), options.get("new", Workload.new), positions_of(folder)
+    layout = template_module("kv_layout").KVLayout.from_config(read_config(folder))
     budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
     lengths = lengths or default_lengths(where, positions - new, budget)
     for length in lengths:
@@ -61,37 +70,45 @@ def benchmark(
                 f"{length:,} and {new:,} new tokens are beyond the {positions:,} positions of {folder}; "
                 "measure shorter prompts"
             )
-    work = Workload(lengths, chunk=chunk or CHUNK[where.type], **options)
-    converted, original = load_models(folder, source, where)
-    found, left_out = usable(contenders(converted, original))
-    bandwidth = read_bandwidth(where)
+    work = Workload(lengths, chunk=chunk or CHUNK[where], **options)
+    with started_processes(where) as processes:
+        if processes.world not in layout.processes:
+            counts = " or ".join(map(str, layout.processes))
+            raise CheckpointError(
+                f"{processes.world} processes were started, and {folder} was converted for {counts}; "
+                f"start as many, or convert it with --tp {processes.world}"
+            )
+        converted, original = load_models(folder, source, processes)
+        part = (0, 1) if facts.surgery.replicated else (processes.rank, processes.world)
+        found, left_out = usable(contenders(converted, original, part))
+        bandwidth = read_bandwidth(converted.device)
+        rows = measure(found, work, bandwidth, progress if processes.rank == 0 else silent, processes)
     return Bench(
         models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
         command=command,
         settings={
             **asdict(work),
-            "device": where.type,
+            "device": where,
+            "processes": processes.world,
             "attention": original.get_decoder().config._attn_implementation,
         },
-        versions={**versions(str(where)), "threads": str(torch.get_num_threads())},
+        versions={**versions(processes.device), "threads": str(torch.get_num_threads())},
         checkpoint=facts.to_json(),
-        weights=sum(part.nbytes for part in original.parameters()),
+        weights=sum(map(stored_bytes, original.parameters())),
         bandwidth=bandwidth,
         contenders=tuple(contender.name for contender in found),
         left_out=left_out,
-        rows=measure(found, work, bandwidth, progress),
+        rows=rows,
     )
 
 
-def default_lengths(device: torch.device, room: int, budget: int | None) -> tuple[int, ...]:
+def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
     """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
-    within = {min(length, room) for length in LENGTHS[device.type]}
+    within = {min(length, room) for length in LENGTHS[device]}
     return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
 
 
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+def _device(name: str | None) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")

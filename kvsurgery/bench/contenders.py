@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery import console
-from kvsurgery.bench.caches import WIDTHS, unusable
+from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
 from kvsurgery.bench.results import CONVERTED, ORIGINAL
 from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.plan.family import Family
+from kvsurgery.processes import Processes
 from kvsurgery.resources import template_module
 
 
@@ -77,34 +80,45 @@ def positions_of(folder: Path) -> int:
         raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def load_models(folder: Path, source: Path | None, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
+def load_models(
+    folder: Path,
+    source: Path | None,
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The converted model and the original, both on a device and in the dtype that they are stored in.
 
     The original runs with SDPA, eager where it has soft caps. Without a source, it is the stock class over the
     converted model's own parameters, which take memory once: the folder is the original's checkpoint but for the order
-    of heads. With one, both lie in memory.
+    of heads. With one, or where processes share each of them, both lie in memory.
 
     Raises:
         CheckpointError: one of them cannot be loaded, or they are not of one shape.
         KVSurgeryError: their weights do not fit.
     """
-    config = read_config(folder)
+    config, several = read_config(folder), processes.world > 1
     weights = [Checkpoint.open(folder).size]
     if source is not None:
         shapes = [Family.of(own).dimensions(own) for own in (_stock(config), read_config(source))]
         if shapes[0] != shapes[1]:
             raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
         weights.append(Checkpoint.open(source).size)
-    free = free_bytes(device)
-    if sum(weights) > free:
-        hint = "; leave --source out: the original is then measured over the same weights" if source else ""
+    elif several:
+        weights *= 2
+    device = torch.device(processes.device)
+    # processes share the memory of a machine, and have a GPU each
+    needed, free = sum(weights) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
+    if needed > free:
+        once = source and not several
+        hint = "; leave --source out: the original is then measured over the same weights" if once else ""
         raise KVSurgeryError(
-            f"weights take {console.size(sum(weights))}, {console.size(free)} are free on {device.type}{hint}"
+            f"weights take {console.size(needed)}, {console.size(free)} are free on {device.type}{hint}"
         )
-    converted = load(folder, device=str(device))
-    if source is None:
+    with processes.first():  # the code is copied by one
+        get_class_from_dynamic_module(config["auto_map"][auto_class(config)], folder)
+    converted = load(folder, device=str(device), processes=processes.world)
+    if source is None and not several:
         return converted, sharing(converted, AutoConfig.from_pretrained(folder))
-    return converted, load(source, device=str(device))
+    return converted, load(source or folder, device=str(device), processes=processes.world, stock=True)
 
 
 def _stock(config: dict[str, Any]) -> dict[str, Any]:
@@ -125,14 +139,20 @@ def sharing(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def contenders(converted: PreTrainedModel, original: PreTrainedModel) -> Iterator[Contender]:
+def contenders(
+    converted: PreTrainedModel, original: PreTrainedModel, part: tuple[int, int] = (0, 1)
+) -> Iterator[Contender]:
     """The converted model, the original with its DynamicCache, and with every backend of QuantizedCache.
 
     The latter have as many bits as the converted model's cache, where they can and it is quantised, else 4.
+
+    Args:
+        part: which of the parts of all heads the models have here, and how many there are.
     """
     for model in (converted, original):
         model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, without an end token
-    layout = template_module("kv_layout").KVLayout.from_config(converted.config)
+    rank, count = part
+    layout = template_module("kv_layout").KVLayout.from_config(converted.config).parts(count)[rank]
     reform = template_module("kv_reform").Reform.from_config(converted.config)
     with torch.no_grad():
         kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device)).past_key_values)
@@ -174,4 +194,5 @@ def step_weights(model: PreTrainedModel, batch: int) -> int:
     share = min(1.0, batch * config.num_experts_per_tok / experts) if experts else 1.0
     embedding, head = decoder.get_input_embeddings().weight, model.get_output_embeddings().weight
     own = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
-    return head.nbytes + round(sum(part.nbytes * (share if ".experts." in name else 1) for name, part in own.items()))
+    held = {name: stored_bytes(part) * (share if ".experts." in name else 1) for name, part in own.items()}
+    return stored_bytes(head) + round(sum(held.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import torch
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.bench.contenders import Contender, step_weights
 from kvsurgery.bench.memory import peak_of
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Phase, Row
+from kvsurgery.bench.results import CONVERTED, ORIGINAL, PHASES, Phase, Row
 from kvsurgery.bench.timing import Stopwatch, quartiles
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
+from kvsurgery.processes import Processes
 
 # decode steps that are not counted; on a GPU, the third captures the ones that follow
 WARM = 4
@@ -58,9 +59,13 @@ class Workload:
 
 
 def measure(
-    found: list[Contender], work: Workload, bandwidth: float, progress: Callable[[int, int, str], None]
+    found: list[Contender],
+    work: Workload,
+    bandwidth: float,
+    progress: Callable[[int, int, str], None],
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
 ) -> tuple[Row, ...]:
-    """Rows of all contenders at every batch and length.
+    """Rows of all contenders at every batch and length; of several processes times of the first, memory of the fullest.
 
     Contenders take turns within a round, and a round begins with another one each time, so that what else the machine
     does hits all alike. A turn holds one cache at a time.
@@ -68,19 +73,23 @@ def measure(
     Args:
         bandwidth: bytes a second that the device reads.
         progress: is told the turns done, of how many, and what they are about.
+        processes: that share the models, and do all of it at once.
+
+    Raises:
+        KVSurgeryError: one of several processes is out of memory, where the others wait for it.
     """
     rows: list[Row] = []
     done, of = 0, len(work.cells) * (1 + work.rounds) * len(found)
     for batch, tokens in work.cells:
         ids = prompts(found[0].model, batch, tokens, work.seed)
-        turns = [Turns(contender, ids, work) for contender in found]
+        turns = [Turns(contender, ids, work, processes) for contender in found]
         for number in range(1 + work.rounds):
             first = number % len(turns)
             for turn in turns[first:] + turns[:first]:
                 progress(done, of, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
                 turn.take(warm=number > 0)
                 done += 1
-        rows += [turn.row(bandwidth) for turn in turns]
+        rows += [fullest(processes.gather([turn.row(bandwidth)])) for turn in turns]
     progress(done, of, "")
     return tuple(rows)
 
@@ -92,16 +101,31 @@ def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, tokens), generator=generator).to(model.device)
 
 
+def fullest(rows: list[Row]) -> Row:
+    """The row of the first process, with the memory of the one that holds most."""
+    first = rows[0]
+    if first.skipped:
+        return first
+    most = {name: max(getattr(row, name) or 0 for row in rows) or None for name in ("kv_bytes", "predicted", "floor")}
+    peaks = {
+        name: replace(phase, peak_bytes=max(getattr(row, name).peak_bytes for row in rows))
+        for name in PHASES
+        if (phase := getattr(first, name))
+    }
+    return replace(first, **most, **peaks)
+
+
 class Turns:
     """What one contender does with the prompts `ids` [batch, tokens], again and again."""
 
-    def __init__(self, contender: Contender, ids: torch.Tensor, work: Workload):
-        self.contender, self.ids, self.work = contender, ids, work
+    def __init__(self, contender: Contender, ids: torch.Tensor, work: Workload, processes: Processes):
+        self.contender, self.ids, self.work, self.processes = contender, ids, work, processes
         self.batch, self.tokens = ids.shape
         self.seconds: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}
         self.held: list[int] = []  # KV bytes before the first decode step and after the last
-        self.skipped = contender.unreadable(self.batch, self.tokens, work.new)
+        reasons = processes.gather([contender.unreadable(self.batch, self.tokens, work.new)])
+        self.skipped = next(filter(None, reasons), None)
 
     @torch.no_grad()
     def take(self, warm: bool) -> None:
@@ -114,6 +138,10 @@ class Turns:
             else:
                 self._find_peaks()
         except Exception as error:
+            if ran_out(error) and self.processes.world > 1:
+                raise KVSurgeryError(
+                    f"out of memory at {self.batch} x {self.tokens:,} tokens; measure shorter prompts"
+                ) from error
             if ran_out(error):
                 self.skipped = "out of memory"
             elif self.contender.name in (CONVERTED, ORIGINAL):

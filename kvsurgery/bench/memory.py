@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,6 +30,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if FakeTensor in types:  # shapes without memory, by which distributed tensors are planned
+            return function(*args, **(kwargs or {}))
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of several others: its own operations on those come here
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}

@@ -66,6 +66,9 @@ def bench(
     takes, at the bandwidth that a sum over a large tensor has here. Memory is the most that tensors hold beside the
     weights.
 
+    Processes that torchrun starts share both models by tensor parallelism, as many as DIR was converted for (--tp).
+    Times are then of the first of them, memory is of the one that holds most.
+
     Prompts that a checkpoint with a reform profile gathers tokens of go through `generate` and have a time to the first
     token only.
 
@@ -74,6 +77,7 @@ def bench(
     \b
     kvsurgery bench ./llama3-duo
     kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
+    torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
     from transformers.utils import logging
 
@@ -81,6 +85,7 @@ def bench(
     from kvsurgery.bench.benchmark import benchmark
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.errors import Interrupted
+    from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
     logging.set_verbosity_error()
@@ -94,6 +99,8 @@ def bench(
             found = benchmark(folder, original, command=command, progress=advance, **options)
     except KeyboardInterrupt:
         raise Interrupted("nothing is kept") from None
+    if not is_first():
+        return
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         found.save(out)
@@ -168,6 +175,8 @@ def _notes(found: Bench) -> Iterator[str]:
     for row in found.rows:
         if row.skipped:
             yield f"not measured: {row.contender} at {row.batch} x {row.tokens:,} tokens: {row.skipped}"
+    if (count := found.settings["processes"]) > 1:
+        yield f"{count} processes share the models: times are of the first, memory is of the one that holds most"
     rounds, chunk = found.settings["rounds"], found.settings["chunk"]
     counted = "one round" if rounds == 1 else f"{rounds} rounds"
     yield f"medians of {counted}, chunks of {chunk:,} tokens; --lengths, --batches and --rounds measure more"

@@ -15,6 +15,7 @@ from kvsurgery.emit.provenance import PROVENANCE
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.plan.family import Family
+from kvsurgery.processes import tensor_parallel
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLED = 256  # bytes of every tensor, by which a checkpoint is known again
@@ -44,24 +45,29 @@ def reader_of(folder: str | Path, seed: int = 0) -> Reader:
     return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed)
 
 
-def load(folder: str | Path, *, device: str, dtype: str = "auto") -> PreTrainedModel:
+def load(
+    folder: str | Path, *, device: str, dtype: str = "auto", processes: int = 1, stock: bool = False
+) -> PreTrainedModel:
     """A model in evaluation mode that decodes greedily, whatever its checkpoint samples with, up to its end tokens.
 
     Of a converted checkpoint the emitted code runs. Stock models with a soft cap run eager, since SDPA leaves it out.
 
     Args:
         dtype: of the weights; "auto" is the checkpoint's.
+        processes: that share it by tensor parallelism.
+        stock: load the stock class, of a converted checkpoint too.
 
     Raises:
         CheckpointError: it cannot be loaded.
         UnsupportedModel: a family without a patch.
     """
     config = read_config(folder)
-    converted = "kv_surgery" in config
-    options = {"trust_remote_code": True} if converted else {}
-    if not converted and config.get("attn_logit_softcapping"):
+    name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
+    options = tensor_parallel(processes) if processes > 1 else {}
+    if "kv_surgery" in config and not stock:
+        options["trust_remote_code"] = True
+    elif config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
-    name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     try:
         model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, **options).to(device).eval()
     except (OSError, ValueError, ImportError) as error:

@@ -42,7 +42,7 @@ def test_the_original_shares_the_weights(mixed: Callable[[str], Converted], fami
 
 def test_every_kind_of_cache_takes_part(mixed: Callable[[str], Converted], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that do not run here are left out, with a reason."""
-    models = load_models(mixed("llama").folder, None, CPU)
+    models = load_models(mixed("llama").folder, None)
     names = [contender.name for contender in contenders(*models)]
     assert names == ["converted", "original", *(f"original, {backend} int4" for backend in WIDTHS)]
     monkeypatch.setattr(module, "unusable", lambda make: "it is not installed")
@@ -54,7 +54,7 @@ def test_every_kind_of_cache_takes_part(mixed: Callable[[str], Converted], monke
 def test_as_many_bits_as_the_converted_cache(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Where a backend has them."""
     quantised = convert_folder(checkpoint("qwen3"), tmp_path / "int2", sparsity=0.5, quantisation=Quantisation(8))
-    names = [contender.name for contender in contenders(*load_models(quantised.folder, None, CPU))]
+    names = [contender.name for contender in contenders(*load_models(quantised.folder, None))]
     assert names[2:] == ["original, quanto int4", "original, hqq int8"]
 
 
@@ -81,15 +81,15 @@ def test_weights_that_do_not_fit(
 ) -> None:
     weights = (checkpoint("llama") / "model.safetensors").stat().st_size
     monkeypatch.setattr(module, "free_bytes", lambda device: weights * 3 // 2)
-    load_models(mixed("llama").folder, None, CPU)
+    load_models(mixed("llama").folder, None)
     with pytest.raises(KVSurgeryError, match=r"weights take .* are free on cpu; leave --source out"):
-        load_models(mixed("llama").folder, checkpoint("llama"), CPU)
+        load_models(mixed("llama").folder, checkpoint("llama"))
     monkeypatch.setattr(module, "free_bytes", lambda device: weights // 2)
     with pytest.raises(KVSurgeryError, match=r"are free on cpu$"):
-        load_models(mixed("llama").folder, None, CPU)
+        load_models(mixed("llama").folder, None)
 
 
 def test_a_source_of_another_shape(mixed: Callable[[str], Converted], tmp_path: Path) -> None:
     other = make("llama", tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=f"{re.escape(str(other))} is not what .* was made of: 2 layers"):
-        load_models(mixed("llama").folder, other, CPU)
+        load_models(mixed("llama").folder, other)

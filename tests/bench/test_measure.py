@@ -16,6 +16,7 @@ from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
 from kvsurgery.bench.results import Row
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.processes import Processes
 from kvsurgery.resources import template_module
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
@@ -34,7 +35,7 @@ def silent(done: int, of: int, note: str) -> None:
 @pytest.fixture(scope="module")
 def pair(mixed: Callable[[str], Converted]) -> list[Contender]:
     """The converted model and the original."""
-    found = contenders(*load_models(mixed("llama").folder, None, CPU))
+    found = contenders(*load_models(mixed("llama").folder, None))
     return [next(found), next(found)]
 
 
@@ -95,7 +96,7 @@ def test_contenders_take_turns(clock: SimpleNamespace, pair: list[Contender]) ->
 
 
 def rows_of(folder: Converted, work: Workload = WORK) -> list[Row]:
-    found = contenders(*load_models(folder.folder, None, CPU))
+    found = contenders(*load_models(folder.folder, None))
     return list(measure([next(found), next(found)], work, 1e9, silent))
 
 
@@ -175,12 +176,12 @@ def test_what_fails(pair: list[Contender], monkeypatch: pytest.MonkeyPatch) -> N
         ("original", MemoryError(), "out of memory"),
         ("original, hqq int4", ValueError("an odd size\nof which more"), "ValueError: an odd size"),
     ]:
-        turns = Turns(replace(pair[1], name=name, make=failing(error)), ids, WORK)
+        turns = Turns(replace(pair[1], name=name, make=failing(error)), ids, WORK, Processes())
         turns.take(warm=False)
         turns.take(warm=True)
         assert turns.row(1.0) == Row(name, 20, 1, skipped=said)
     with pytest.raises(ValueError, match="an odd size"):
-        Turns(replace(pair[0], make=failing(ValueError("an odd size"))), ids, WORK).take(warm=False)
+        Turns(replace(pair[0], make=failing(ValueError("an odd size"))), ids, WORK, Processes()).take(warm=False)
 
 
 @pytest.mark.parametrize(

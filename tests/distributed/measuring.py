@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from kvsurgery.processes import Processes
 from kvsurgery.score.attention import attention_profile
@@ -48,9 +47,8 @@ def retrieve(subject: Subject, mesh: Mesh) -> np.ndarray:
     return retrieval_scores(subject, haystack, [needle], method="headkv-r", **sizes, mesh=mesh).scores
 
 
-def work(cases: list[tuple[Path, int, int]]) -> list[tuple[Any, ...]]:
+def work(processes: Processes, cases: list[tuple[Path, int, int]]) -> list[tuple[Any, ...]]:
     """Of models and sizes of a mesh: what is measured, how much of the layers lies here, what a model is known by."""
-    processes = Processes(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
     found = []
     for folder, tp, sp in cases:
         mesh = Mesh(processes, tp, sp)

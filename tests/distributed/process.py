@@ -10,9 +10,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from kvsurgery.processes import Processes
 from tests.families import tokens
 
 BATCH, PROMPT, NEW = 2, 21, 3
+# a model that processes share
+WIDE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
+WIDE |= {"vocab_size": 104}  # some versions of transformers want it to divide
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 FIVE = VERSION >= (5, 0)
 MESHES = VERSION >= (5, 18)  # before, stock models do not load onto a mesh of tensors and data either
@@ -56,10 +60,9 @@ def compute(model: torch.nn.Module, chunks: bool = True) -> dict[str, Any]:
     return found
 
 
-def work(folders: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def work(processes: Processes, folders: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """What one of several processes computes of every checkpoint, or says against it."""
-    found: dict[str, Any] = {}
-    world = torch.distributed.get_world_size()
+    found, world = {}, processes.world
     for name, folder in folders.items():
         model = load(folder, tp_size=world)
         if name == "one block":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +17,19 @@ import torch.distributed.tensor
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, dynamic_module_utils  # noqa: F401
 from transformers.utils import logging
 
+from kvsurgery.processes import started_processes
+
 PATIENCE = 240  # seconds
 
 
 def start(count: int, work: Callable[..., Any], out: Path, *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returns in each of some processes, by rank, as torchrun starts them."""
+    """What `work(processes, *arguments)` returns in each of some processes, by rank, as torchrun starts them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, work.__module__])
-    given = count, Path(dynamic_module_utils.HF_MODULES_CACHE), out, work, arguments
-    processes = [context.Process(target=_be, args=(rank, *given), daemon=True) for rank in range(count)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = Path(dynamic_module_utils.HF_MODULES_CACHE), out, work, arguments
+    processes = [context.Process(target=_be, args=((rank, count, port), *given), daemon=True) for rank in range(count)]
     for one in processes:
         one.start()
     for one in processes:
@@ -34,16 +39,18 @@ def start(count: int, work: Callable[..., Any], out: Path, *arguments: Any) -> l
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _be(rank: int, world: int, modules: Path, out: Path, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _be(
+    place: tuple[int, int, int], modules: Path, out: Path, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     """Be one of several processes; what it finds is saved as `{rank}.pt`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    rank, world, port = map(str, place)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dynamic_module_utils.HF_MODULES_CACHE = str(modules)
     sys.path.insert(0, str(modules))
-    torch.distributed.init_process_group("gloo", f"file://{out / 'store'}", rank=rank, world_size=world)
-    torch.save(work(*arguments), out / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    with started_processes("cpu") as processes:
+        torch.save(work(processes, *arguments), out / f"{rank}.pt")
+        torch.distributed.barrier()

@@ -9,8 +9,8 @@ from kvsurgery.score.mesh import Mesh, check_rope
 from kvsurgery.score.subject import Subject
 from kvsurgery.score.training import fingerprint
 from tests.distributed import measuring, process
+from tests.distributed.process import WIDE
 from tests.distributed.start import start
-from tests.distributed.test_tensor_parallel import WIDE
 from tests.families import make, stock
 from tests.subjects import subject_of
 from tests.tiny_recall import FOLDER

@@ -12,14 +12,13 @@ from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
 from templates.kv_layout import KVLayout
 from tests.distributed import process
+from tests.distributed.process import WIDE
 from tests.distributed.start import start
 from tests.families import largest, make
 from tests.surgery import convert_folder, random_profile
 
 pytestmark = pytest.mark.slow
 
-WIDE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
-WIDE |= {"vocab_size": 104}  # some versions of transformers want it to divide
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "olmo2", "gemma2"]
 # a scale for every element loses nothing
 LOSSLESS = Quantisation(8, "per-token", 1, 5)

@@ -1,0 +1,56 @@
+"""A benchmark over several processes that share both models."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from kvsurgery.bench.benchmark import benchmark
+from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.errors import CheckpointError
+from kvsurgery.processes import Processes
+from templates.kv_layout import KVLayout
+from tests.distributed.process import WIDE
+from tests.distributed.start import start
+from tests.families import make
+from tests.surgery import convert_folder
+
+pytestmark = pytest.mark.slow
+WORK = {"lengths": (24,), "batches": (2,), "new": 6, "chunk": 16, "rounds": 1}
+
+
+def run(processes: Processes, folder: Path, source: Path | None, wrong: Path) -> tuple[Bench, str]:
+    """A benchmark, and what is said of a checkpoint for another number of processes."""
+    try:
+        benchmark(wrong, device="cpu", **WORK)
+    except CheckpointError as error:
+        return benchmark(folder, source, device="cpu", **WORK), str(error)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_two_processes_share_both_models(family, tmp_path):
+    """Bytes are of one process: half of them, or as many where attention is replicated."""
+    source = make(family, tmp_path / "source", **WIDE)
+    shared, alone = (
+        convert_folder(source, tmp_path / name, full_heads=5, tp=tp, tp_uneven=tp > 1).folder
+        for name, tp in (("shared", 2), ("alone", 1))
+    )
+    found, other = start(2, run, tmp_path, shared, source if family == "llama" else None, alone)
+    assert found[0].rows[0].kv_bytes == other[0].rows[0].kv_bytes
+    bench, refusal = found
+    assert (
+        refusal
+        == f"2 processes were started, and {alone} was converted for 1; start as many, or convert it with --tp 2"
+    )
+    rows = {row.contender: row for row in bench.rows}
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(shared))
+    held = [part.kv_bytes(2, 24, 6, itemsize=4) for part in layout.parts(2)]
+    assert held[0] != held[1]
+    replicated = family == "phi3"
+    assert rows[CONVERTED].kv_bytes == rows[CONVERTED].predicted == (sum(held) if replicated else max(held))
+    dense = layout.dense_bytes(2, 24, 6, itemsize=4)
+    assert rows[ORIGINAL].kv_bytes == (dense if replicated else dense // 2)
+    assert all(row.decode.count == 2 and row.prefill.peak_bytes and row.first_token.seconds for row in rows.values())
+    assert bench.settings["processes"] == 2
+    whole = benchmark(shared, device="cpu", **WORK)
+    assert whole.weights / 2 < bench.weights < (0.9 if replicated else 0.6) * whole.weights
