@@ -14,12 +14,10 @@ from kvsurgery.bench.contenders import contenders, load_models, positions_of, us
 from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
 from kvsurgery.bench.timing import read_bandwidth
-from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import versions
 from kvsurgery.inspection import inspect_checkpoint
 from kvsurgery.processes import started_processes
-from kvsurgery.resources import template_module
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
@@ -61,7 +59,6 @@ def benchmark(
     if facts.surgery is None:
         raise CheckpointError(f"{folder} is no converted checkpoint; give a folder that `kvsurgery convert` wrote")
     where, new, positions = _device(device), options.get("new", Workload.new), positions_of(folder)
-    layout = template_module("kv_layout").KVLayout.from_config(read_config(folder))
     budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
     lengths = lengths or default_lengths(where, positions - new, budget)
     for length in lengths:
@@ -72,12 +69,6 @@ def benchmark(
             )
     work = Workload(lengths, chunk=chunk or CHUNK[where], **options)
     with started_processes(where) as processes:
-        if processes.world not in layout.processes:
-            counts = " or ".join(map(str, layout.processes))
-            raise CheckpointError(
-                f"{processes.world} processes were started, and {folder} was converted for {counts}; "
-                f"start as many, or convert it with --tp {processes.world}"
-            )
         converted, original = load_models(folder, source, processes)
         part = (0, 1) if facts.surgery.replicated else (processes.rank, processes.world)
         found, left_out = usable(contenders(converted, original, part))

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery import console
 from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
 from kvsurgery.bench.results import CONVERTED, ORIGINAL
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, KVSurgeryError
-from kvsurgery.evaluate.checkpoint import load
+from kvsurgery.evaluate.answering import GATHERED_ALONE
+from kvsurgery.evaluate.checkpoint import copy_code, load
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import Processes
 from kvsurgery.resources import template_module
@@ -35,6 +34,7 @@ class Contender:
         make: an empty cache for a prompt of so many tokens and so many new ones.
         layout: `KVLayout` of the model's heads, as the converted model keeps them.
         reform: `Reform`, if the model gathers tokens of long prompts.
+        shared: whether processes share the model.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Contender:
     make: Callable[[int, int], Any]
     layout: Any
     reform: Any = None
+    shared: bool = False
 
     def reads_at_once(self, tokens: int) -> bool:
         """Whether a prompt goes through the whole model; of others, `generate` gathers tokens first."""
@@ -57,6 +58,8 @@ class Contender:
 
     def unreadable(self, batch: int, tokens: int, new: int) -> str | None:
         """Why such prompts cannot be read here; None if they can. What is quantised is not foretold."""
+        if self.shared and not self.reads_at_once(tokens):
+            return GATHERED_ALONE
         positions = self.model.config.get_text_config().max_position_embeddings
         if self.reads_at_once(tokens) and tokens + new > positions:
             return f"{tokens:,} and {new:,} new tokens are beyond its {positions:,} positions"
@@ -114,11 +117,11 @@ def load_models(
             f"weights take {console.size(needed)}, {console.size(free)} are free on {device.type}{hint}"
         )
     with processes.first():  # the code is copied by one
-        get_class_from_dynamic_module(config["auto_map"][auto_class(config)], folder)
-    converted = load(folder, device=str(device), processes=processes.world)
+        copy_code(folder)
+    converted = load(folder, device=str(device), tp=processes.world)
     if source is None and not several:
         return converted, sharing(converted, AutoConfig.from_pretrained(folder))
-    return converted, load(source or folder, device=str(device), processes=processes.world, stock=True)
+    return converted, load(source or folder, device=str(device), tp=processes.world, stock=True)
 
 
 def _stock(config: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +165,7 @@ def contenders(
         cache.expect_prompt(prompt)
         return cache
 
-    yield Contender(CONVERTED, converted, head_level, layout, reform)
+    yield Contender(CONVERTED, converted, head_level, layout, reform, count > 1)
     yield Contender(ORIGINAL, original, lambda prompt, new: DynamicCache(config=original.config), layout)
     for backend, widths in WIDTHS.items():
         bits = layout.quantisation.bits if layout.quantisation and layout.quantisation.bits in widths else 4

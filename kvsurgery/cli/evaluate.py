@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     help="Where everything is written; what was interrupted goes on there.",
 )
 @task_options
+@click.option("--tp", type=int, default=1, show_default=True, help="Processes that share the models: all, or none do.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as_json: bool, **options: Any) -> None:
+def evaluate(
+    ctx: click.Context, folder: Path, source: str | None, out: Path, tp: int, as_json: bool, **options: Any
+) -> None:
     """Ask the converted checkpoint DIR, and the original, the same questions, and compare the answers.
 
     Everything is decoded through the KV cache: the prompt first, but for its last 50 tokens where answers are short,
@@ -41,12 +44,14 @@ def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as
     command goes on where it was interrupted. The code in DIR is executed: verify it first.
 
     needle, passkey, perplexity and ruler are made here, in words that the tokenizer has to know; babilong and longbench
-    are read. Processes that torchrun starts share the samples.
+    are read. Processes that torchrun starts share the samples; with --tp they share the models instead, which were
+    converted for as many.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks longbench --longbench ./LongBench/data --batch 4
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
+    torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
     from transformers.utils import logging
 
@@ -71,7 +76,7 @@ def evaluate(ctx: click.Context, folder: Path, source: str | None, out: Path, as
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
     with console.step_progress("evaluating") as advance:
-        results = evaluate(models, tasks, out, run, device=options["device"], command=command, progress=advance)
+        results = evaluate(models, tasks, out, run, device=options["device"], command=command, progress=advance, tp=tp)
     if not is_first():
         return
     if (ruler := tasks.get("ruler")) is not None and ruler.tasks is None:

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import decoding
 from kvsurgery.evaluate.sample import Sample
 from kvsurgery.text.metrics import METRICS
 
 TOKEN_ACCURACY = "token_accuracy"
+
+
+GATHERED_ALONE = "processes that share a model do not read beyond its recompute budget"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +28,13 @@ class Respondent:
     Attributes:
         tokenizer: by which its answers are spelt.
         chunk: tokens of a prompt that it reads at once. None: all.
+        shared: whether other processes share the model, and wait for this one.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chunk: int | None = None
+    shared: bool = False
 
     def records(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
         """A record of each sample, as a file of answers has it.
@@ -49,6 +55,9 @@ class Respondent:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
+            if self.shared:
+                longest = max(len(sample.tokens) for sample in fitting)
+                raise KVSurgeryError(f"out of memory at {longest:,} tokens; leave longer prompts out") from error
         # only here, where nothing holds the frames of the failure any longer
         free()
         if len(fitting) == 1:
@@ -59,6 +68,8 @@ class Respondent:
         """Why a sample is too long, if it is. What REFORM reads may be longer than the context."""
         positions = self.model.config.get_text_config().max_position_embeddings
         prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
+        if self.shared and budget is not None and prompt > budget:
+            return GATHERED_ALONE
         if budget is not None and not sample.continuation:
             prompt = min(prompt, budget)
         if prompt + sample.limit <= positions:

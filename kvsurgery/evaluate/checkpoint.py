@@ -8,6 +8,7 @@ import torch
 import transformers
 from blake3 import blake3
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
@@ -16,6 +17,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import tensor_parallel
+from kvsurgery.resources import template_module
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLED = 256  # bytes of every tensor, by which a checkpoint is known again
@@ -45,25 +47,37 @@ def reader_of(folder: str | Path, seed: int = 0) -> Reader:
     return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed)
 
 
-def load(
-    folder: str | Path, *, device: str, dtype: str = "auto", processes: int = 1, stock: bool = False
-) -> PreTrainedModel:
+def copy_code(folder: str | Path) -> None:
+    """Let transformers copy a converted checkpoint's code, which several processes must not do at once."""
+    config = read_config(folder)
+    if "kv_surgery" in config:
+        get_class_from_dynamic_module(config["auto_map"][auto_class(config)], folder)
+
+
+def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, stock: bool = False) -> PreTrainedModel:
     """A model in evaluation mode that decodes greedily, whatever its checkpoint samples with, up to its end tokens.
 
     Of a converted checkpoint the emitted code runs. Stock models with a soft cap run eager, since SDPA leaves it out.
 
     Args:
         dtype: of the weights; "auto" is the checkpoint's.
-        processes: that share it by tensor parallelism.
+        tp: processes that share it by tensor parallelism.
         stock: load the stock class, of a converted checkpoint too.
 
     Raises:
-        CheckpointError: it cannot be loaded.
+        CheckpointError: it cannot be loaded, or was not converted for so many processes.
         UnsupportedModel: a family without a patch.
     """
     config = read_config(folder)
+    if "kv_surgery" in config and not stock:
+        counts = template_module("kv_layout").KVLayout.from_config(config).processes
+        if tp not in counts:
+            raise CheckpointError(
+                f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
+                f"as many, or convert it with --tp {tp}"
+            )
     name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
-    options = tensor_parallel(processes) if processes > 1 else {}
+    options = tensor_parallel(tp) if tp > 1 else {}
     if "kv_surgery" in config and not stock:
         options["trust_remote_code"] = True
     elif config.get("attn_logit_softcapping"):

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
-from kvsurgery.evaluate.checkpoint import fingerprint, load, reader_of
+from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_of
 from kvsurgery.evaluate.records import (
     SETTINGS,
     append_lines,
@@ -82,6 +82,7 @@ class Evaluation:
     options: Options
     tasks: Mapping[str, Any]
     processes: Processes
+    tp: int = 1
 
     @classmethod
     def open(
@@ -92,17 +93,21 @@ class Evaluation:
         options: Options = Options(),
         processes: Processes = Processes(),  # noqa: B008  (frozen)
         progress: Progress | None = None,
+        tp: int = 1,
     ) -> Evaluation:
         """Make the samples, and begin or go on in a folder.
 
         Args:
             checkpoint: whose tokenizer and context the samples are made for.
             tasks: by name.
+            tp: processes that share a model by tensor parallelism: all, or each has its own.
 
         Raises:
-            KVSurgeryError: a task has no samples or cannot make them; the folder cannot be used, or holds an evaluation
-                with other settings.
+            KVSurgeryError: only some would share it; a task has no samples or cannot make them; the folder cannot be
+                used, or holds an evaluation with other settings.
         """
+        if tp not in (1, processes.world):
+            raise KVSurgeryError(f"{tp} processes are to share the models, {processes.world} were started; start {tp}")
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
             samples = []
@@ -111,7 +116,7 @@ class Evaluation:
                 if progress is not None and processes.rank == 0:
                     progress(len(samples), None, f"prompts of {sample.task}")
         described = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
-        made = cls(Path(folder), tuple(samples), reader, options, described, processes)
+        made = cls(Path(folder), tuple(samples), reader, options, described, processes, tp)
         with processes.first():
             if processes.rank == 0:
                 made._begin()
@@ -138,25 +143,26 @@ class Evaluation:
         if not batches:
             return
         with self.processes.first():
-            model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype)
+            copy_code(checkpoint)
+        model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.tp)
         if (rows := model.config.get_text_config().vocab_size) != self.reader.vocabulary:
             raise KVSurgeryError(
                 f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
                 "it is of another model"
             )
-        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk)
+        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.tp > 1)
         count = sum(sample.key in done for sample in self.samples)
-        rank, world = self.processes.rank, self.processes.world
+        dealt = Processes() if self.tp > 1 else self.processes  # those that share a model answer all together
 
         def report(note: str) -> None:
-            if progress is not None and rank == 0:
+            if progress is not None and self.processes.rank == 0:
                 progress(count, len(self.samples), f"{name}: {note}")
 
-        for start in range(0, len(batches), world):
-            mine = batches[start + rank] if start + rank < len(batches) else []
-            gathered = self.processes.gather(respondent.records(mine, report))
+        for start in range(0, len(batches), dealt.world):
+            mine = batches[start + dealt.rank] if start + dealt.rank < len(batches) else []
+            gathered = dealt.gather(respondent.records(mine, report))
             fresh = [record for record in gathered if (record["task"], record["sample"]) not in done]
-            if rank == 0:
+            if self.processes.rank == 0:
                 append_lines(self._path(name), fresh)
             count += len(fresh)
             report(batches[start][0].task)
@@ -259,6 +265,7 @@ def evaluate(
     device: str | None = None,
     command: str = "",
     progress: Progress | None = None,
+    tp: int = 1,
 ) -> Results:
     """Run tasks on one or two models, "original" and "converted", and write `results.json`.
 
@@ -270,6 +277,7 @@ def evaluate(
         folder: where everything is written; an evaluation that was interrupted there goes on.
         device: default is CUDA where there is one.
         command: what was typed, for the results.
+        tp: as `Evaluation.open` takes it.
 
     Raises:
         KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
@@ -277,7 +285,7 @@ def evaluate(
     """
     with started_processes(device) as processes:
         try:
-            evaluation = Evaluation.open(folder, next(iter(models.values())), tasks, options, processes, progress)
+            evaluation = Evaluation.open(folder, next(iter(models.values())), tasks, options, processes, progress, tp)
             for name, checkpoint in models.items():
                 evaluation.answer(name, checkpoint, progress)
         except KeyboardInterrupt:

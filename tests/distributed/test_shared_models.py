@@ -1,4 +1,4 @@
-"""A benchmark over several processes that share both models."""
+"""A benchmark and an evaluation over several processes that share the models."""
 
 from pathlib import Path
 
@@ -7,11 +7,14 @@ from transformers import AutoConfig
 
 from kvsurgery.bench.benchmark import benchmark
 from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
-from kvsurgery.errors import CheckpointError
+from kvsurgery.errors import CheckpointError, KVSurgeryError
+from kvsurgery.evaluate.records import read_lines
+from kvsurgery.evaluate.runner import Options, evaluate
 from kvsurgery.processes import Processes
 from templates.kv_layout import KVLayout
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
+from tests.evaluate.recall import MODEL, convert, tasks, write_language
 from tests.families import make
 from tests.surgery import convert_folder
 
@@ -21,10 +24,9 @@ WORK = {"lengths": (24,), "batches": (2,), "new": 6, "chunk": 16, "rounds": 1}
 
 def run(processes: Processes, folder: Path, source: Path | None, wrong: Path) -> tuple[Bench, str]:
     """A benchmark, and what is said of a checkpoint for another number of processes."""
-    try:
+    with pytest.raises(CheckpointError) as refusal:
         benchmark(wrong, device="cpu", **WORK)
-    except CheckpointError as error:
-        return benchmark(folder, source, device="cpu", **WORK), str(error)
+    return benchmark(folder, source, device="cpu", **WORK), str(refusal.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -38,10 +40,7 @@ def test_two_processes_share_both_models(family, tmp_path):
     found, other = start(2, run, tmp_path, shared, source if family == "llama" else None, alone)
     assert found[0].rows[0].kv_bytes == other[0].rows[0].kv_bytes
     bench, refusal = found
-    assert (
-        refusal
-        == f"2 processes were started, and {alone} was converted for 1; start as many, or convert it with --tp 2"
-    )
+    assert refusal.startswith(f"2 processes are to share {alone}, which was converted for 1;")
     rows = {row.contender: row for row in bench.rows}
     layout = KVLayout.from_config(AutoConfig.from_pretrained(shared))
     held = [part.kv_bytes(2, 24, 6, itemsize=4) for part in layout.parts(2)]
@@ -54,3 +53,24 @@ def test_two_processes_share_both_models(family, tmp_path):
     assert bench.settings["processes"] == 2
     whole = benchmark(shared, device="cpu", **WORK)
     assert whole.weights / 2 < bench.weights < (0.9 if replicated else 0.6) * whole.weights
+
+
+def answer(processes: Processes, folder: Path, language: Path, out: Path) -> None:
+    """An evaluation in a folder of its own, and one of as many models as processes is refused."""
+    models = {"original": MODEL, "converted": folder}
+    with pytest.raises(KVSurgeryError, match="3 processes are to share the models, 2 were started; start 3"):
+        evaluate(models, tasks(language), out, Options(batch=4), tp=3)
+    evaluate(models, tasks(language), out, Options(batch=4), device="cpu", tp=2)
+
+
+def test_two_processes_that_share_the_models_answer_as_one(tmp_path):
+    write_language(tmp_path)
+    folder = convert(tmp_path / "recall-tp2", sparsity=0.5, tp=2)
+    start(2, answer, tmp_path, folder, tmp_path, tmp_path / "shared")
+    evaluate({"original": MODEL, "converted": folder}, tasks(tmp_path), tmp_path / "alone", Options(batch=4))
+    for name in ("original", "converted"):
+        shared, alone = (read_lines(tmp_path / place / f"answers-{name}.jsonl") for place in ("shared", "alone"))
+        assert len(shared) == 20
+        for one, other in zip(shared, alone, strict=True):
+            assert one.pop("nll", 0) == pytest.approx(other.pop("nll", 0), rel=1e-5)
+            assert one == other
