@@ -96,11 +96,8 @@ def tensor_parallel(tp: int, fsdp: int = 1, tail: Sequence[str] = ()) -> dict[st
         return {"tp_plan": "auto"}
     from transformers.distributed import DistributedConfig
 
-    return {
-        "distributed_config": DistributedConfig(
-            tp_size=tp, fsdp_size=fsdp, fsdp_plan=dict.fromkeys(tail, "free_full_weight")
-        )
-    }
+    plan = {"fsdp_size": fsdp, "fsdp_plan": dict.fromkeys(tail, "free_full_weight")} if fsdp > 1 else {}
+    return {"distributed_config": DistributedConfig(tp_size=tp, **plan)}
 
 
 def is_first() -> bool:

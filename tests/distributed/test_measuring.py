@@ -34,6 +34,7 @@ CASES = {
 def test_processes_measure_what_one_does(count, tmp_path):
     """Sharded weights, prompts dealt to all, gradients summed; embeddings that are tied to the head."""
     cases = [case for case in CASES[count] if case[1] in (1, count) or process.MESHES]
+    cases = [case for case in cases if isinstance(case[0], str) or process.ODD]
     folders = {name: make(name, tmp_path / name, **WIDE) for name, *_ in cases if isinstance(name, str)}
     ranks = start(count, measuring.work, tmp_path, [(folders.get(name, name), tp, sp) for name, tp, sp in cases])
     for number, (name, tp, sp) in enumerate(cases):
