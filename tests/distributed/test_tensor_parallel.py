@@ -73,10 +73,11 @@ def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
         for refusal in found["one block"]:  # without a cache, and with one
             assert "convert it with --tp" in refusal
         assert "a long prompt is read by all heads" in found["long"]
-        for name, reference in {"pipeline": "llama", "tensors and data": "uneven"}.items():
+        for name, reference in {"pipeline": "llama", "tp_plan": "llama", "tensors and data": "uneven"}.items():
             if name in found:
                 check_results(name, found[name], alone(reference))
     if "pipeline" in ranks[0]:
+        assert [found["tp_plan"]["bytes"] for found in ranks] == [found["llama"]["bytes"] for found in ranks]
         assert sum(found["pipeline"]["bytes"] for found in ranks) == alone("llama")["bytes"]
 
 
