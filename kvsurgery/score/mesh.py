@@ -9,8 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.processes import Processes
@@ -76,6 +74,8 @@ class Mesh:
 
     def _shard(self, subject: Subject) -> None:
         """Keep a part of every layer's frozen weights here, gathered when the layer is computed."""
+        from torch.distributed.fsdp import fully_shard
+
         mesh = DeviceMesh(torch.device(self.processes.device).type, range(self.processes.world))
         for layer in subject.model.get_decoder().layers:
             fully_shard(layer, mesh=mesh)
@@ -133,6 +133,8 @@ class Mesh:
 
     def _exchanged(self, states: torch.Tensor, held: int, wanted: int) -> torch.Tensor:
         """States of which this process holds a part along one dimension, as its part along another."""
+        from torch.distributed.tensor import DTensor, Shard
+
         whole = DTensor.from_local(states, self._sharing, [Shard(held)])
         return whole.redistribute(placements=[Shard(wanted)]).to_local()
 

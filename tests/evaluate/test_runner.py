@@ -297,7 +297,7 @@ def command(full: Path, language: Path, out: Path) -> list[str]:
 @pytest.fixture
 def environment(tmp_path):
     """Of other processes: on one core, without what earlier ones have copied."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf"), "ACCELERATE_USE_CPU": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf")}
 
 
 @pytest.mark.slow
