@@ -69,7 +69,7 @@ class Operation:
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
         windows, fitted = family.windows(checkpoint.config), None
         if demand is not None:
-            fitted = fit(profile, windows, Footprint.of(checkpoint, family), demand, **options)
+            fitted = fit(profile, windows, Footprint.of(checkpoint, family, options.get("tp", 1)), demand, **options)
             options |= fitted.choice.options
         policy = decide(profile, windows, **options)
         if reform is not None:

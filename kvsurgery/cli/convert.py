@@ -48,18 +48,7 @@ if TYPE_CHECKING:
     "memory",
     type=Size(),
     help="Instead of these: take the least harmful policy with which weights, KV cache and workspace fit, such as 24GB "
-    "or 24GiB; `kvsurgery fit` shows the choice.",
-)
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    help="Lay heads out for so many processes of tensor parallelism, or a divisor of that: every layer gets a multiple "
-    "of it of full heads.  [default: 1]",
-)
-@click.option(
-    "--tp-uneven",
-    is_flag=True,
-    help="With --tp: keep exactly the full heads asked for, though some processes hold more.",
+    "or 24GiB; with --tp, on each device. `kvsurgery fit` shows the choice.",
 )
 @click.option("--context", type=Tokens(), help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.")
 @click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]")
@@ -149,12 +138,8 @@ def convert(
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
-def _options(
-    memory: int | None, context: int | None, batch: int | None, tp: int | None, tp_uneven: bool, **options: Any
-) -> dict[str, Any]:
+def _options(memory: int | None, context: int | None, batch: int | None, **options: Any) -> dict[str, Any]:
     """The options as `Operation.prepare` takes them."""
-    if tp is None and tp_uneven:
-        raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
     sizes = {name: options.pop(f"reform_{name}") for name in REFORM_SIZES}
     options |= {"sizes": {name: value for name, value in sizes.items() if value is not None}}
     given = {name: options.pop(name) for name in ("sparsity", "threshold", "full_heads", "budget", "kv_bits")}
@@ -164,10 +149,7 @@ def _options(
             flag = "--batch" if context is None else "--context"
             raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
         bits = given.pop("kv_bits", None)
-        parallel = {} if tp is None else {"tp": tp, "tp_uneven": tp_uneven}
-        return {**given, **parallel, **decided(bits=bits and int(bits), **options)}
-    if tp is not None:
-        raise click.UsageError("--fit makes room on one device, and --tp splits heads over several; leave one out")
+        return {**given, **decided(bits=bits and int(bits), **options)}
     if given:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise click.UsageError(f"--fit decides {flags}; leave one of them out")

@@ -24,7 +24,9 @@ ROWS = 12
 @click.argument("source", metavar="[SRC]", required=False)
 @click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--memory", type=Size(), required=True, help="What there is: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30.")
+@click.option(
+    "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
+)
 @click.option(
     "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
 )
@@ -69,12 +71,13 @@ def fit(
     The score kept is that of every head, times the share of the context that it keeps (of a budgeted head: the share of
     attention that so many tokens hold if it falls off like Zipf's law), times what its bits leave of it.
 
-    The memory is the model's: leave room for the CUDA context, and for what else runs. `convert --fit` converts in one
-    go.
+    The memory is the model's: leave room for the CUDA context, and for what else runs. With --tp it is that of one
+    device, and so is what is printed, of the process that holds most. `convert --fit` converts in one go.
 
     \b
     kvsurgery fit ./llama3 --profile duo.safetensors --memory 24GB --context 128K --batch 4
     kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
+    kvsurgery fit ./llama3-70b --profile duo.safetensors --memory 80GB --context 128K --batch 4 --tp 8
     """
     from kvsurgery import console
     from kvsurgery.cli import plan

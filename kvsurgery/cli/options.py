@@ -141,11 +141,30 @@ _SIZES = (
         help="Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
         "a smaller pool and more even budgets.",
     ),
+    click.option(
+        "--tp",
+        type=click.IntRange(min=1),
+        help="Lay heads out for so many processes of tensor parallelism, or a divisor of that: every layer gets a "
+        "multiple of it of full heads.  [default: 1]",
+    ),
+    click.option(
+        "--tp-uneven",
+        is_flag=True,
+        help="With --tp: keep exactly the full heads asked for, though some processes hold more.",
+    ),
 )
 
 
 def decided(
-    method: str | None, rest: str | None, window: int, kernel_size: int, pool: str, bits: int | None, **options: Any
+    method: str | None,
+    rest: str | None,
+    window: int,
+    kernel_size: int,
+    pool: str,
+    bits: int | None,
+    tp: int | None = None,
+    tp_uneven: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """The options as `decide` takes them, with a cache of so many bits."""
     from kvsurgery.decide.policy import Quantisation, Selection
@@ -158,5 +177,9 @@ def decided(
     if given and bits is None:
         flags = " and ".join(f"--kv-{name.replace('_', '-')}" for name in given)
         raise click.UsageError(f"{flags} goes with --kv-bits; add that, or leave it out")
+    if tp is None and tp_uneven:
+        raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
+    parallel = {} if tp is None else {"tp": tp, "tp_uneven": tp_uneven}
     quantisation = {} if bits is None else {"quantisation": Quantisation(bits, **given)}
-    return {**options, **quantisation, "rest": rest or implied, "selection": Selection(window, kernel_size, pool)}
+    selection = Selection(window, kernel_size, pool)
+    return {**options, **parallel, **quantisation, "rest": rest or implied, "selection": selection}

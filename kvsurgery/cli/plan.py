@@ -119,7 +119,7 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         lines.append(describe_reform(policy["reform"]))
     console.stdout.print("\n".join(lines) + "\n", markup=False)
     if "fit" in facts:
-        print_fit(facts["fit"])
+        print_fit(facts["fit"], policy.get("tp", 1))
 
 
 def describe_reform(reform: Mapping[str, Any]) -> str:
@@ -130,16 +130,18 @@ def describe_reform(reform: Mapping[str, Any]) -> str:
     )
 
 
-def print_fit(fit: Mapping[str, Any]) -> None:
-    """How a memory is filled."""
+def print_fit(fit: Mapping[str, Any], processes: int) -> None:
+    """How a memory is filled, that of each process."""
     whole, weights, cache, workspace = (
         console.size(fit[name]) for name in ("total", "weights", "kv_bytes", "workspace")
     )
     whole_prompt = fit["chunk"] == fit["context"] - fit["new_tokens"]
     prefill = "the prompt at once" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
+    where = f" on each of {processes} devices" if processes > 1 else ""
     console.stdout.print(
-        f"{whole} of {console.size(fit['memory'])} for {fit['batch']} x {fit['context']:,} tokens: weights {weights}, "
-        f"KV cache {cache}, workspace {workspace} with {prefill}\n{fit['kept']:.2%} of the score kept\n"
+        f"{whole} of {console.size(fit['memory'])}{where} for {fit['batch']} x {fit['context']:,} tokens: "
+        f"weights {weights}, KV cache {cache}, workspace {workspace} with {prefill}\n"
+        f"{fit['kept']:.2%} of the score kept\n"
     )
 
 

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsurgery import console, resources
+from kvsurgery.decide.blocks import arrange
 from kvsurgery.decide.budgets import MAX_BUDGET, allocate_budgets
 from kvsurgery.decide.footprint import Footprint
+from kvsurgery.decide.mask import ranked_heads
 from kvsurgery.decide.policy import Quantisation, decide, kv_scores, usual_rest
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
@@ -42,7 +44,7 @@ class Demand:
     """What has to fit where.
 
     Attributes:
-        memory: bytes, for weights, KV cache and workspace.
+        memory: bytes, for weights, KV cache and workspace; of one device, where several share the model.
         context: tokens of a sequence: its prompt, and what is generated.
         batch: sequences.
         new_tokens: how many of the context are generated; budgeted heads keep all of these.
@@ -83,9 +85,9 @@ class Candidate:
 
     Attributes:
         full_heads, rest, budget, quantisation: as `decide` takes them.
-        kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it.
+        kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it, in the process that holds most.
         chunk: tokens of the prompt that go through at a time.
-        total: bytes of weights, KV cache and workspace, at the peak of a prefill.
+        total: bytes of weights, KV cache and workspace, at the peak of a prefill, in a process.
         kept: share of the scores, from 0 to 1.
     """
 
@@ -151,15 +153,16 @@ def fit(
 ) -> Fit:
     """Price every policy and choose the best that fits: over full heads, budgets and bits.
 
-    Streaming heads have the sizes that are given, and every number of full heads is a candidate. Budgeted ones have
-    mean budgets of four sizes an octave (..., 64, 80, 96, 112, 128, ...), with full heads in steps of 1/256 of all.
+    Streaming heads have the sizes that are given, and every number of full heads is a candidate, of blocks that are
+    alike every multiple of them. Budgeted ones have mean budgets of four sizes an octave (..., 64, 80, 96, 112, 128,
+    ...), with full heads in steps of 1/256 of all.
 
     Args:
         profile, windows: as `decide` takes them.
-        footprint, demand: the model, and what has to fit.
+        footprint, demand: what a process holds and computes of the model, and what has to fit.
         rest: what heads are that are not full, as `decide` takes it.
         quantisation: scheme, group size and residual of a quantised cache; its bits are chosen.
-        options: of `decide`: sink, recent, beta, selection, group_reduce.
+        options: of `decide`: sink, recent, beta, selection, group_reduce, tp, tp_uneven.
 
     Raises:
         PolicyError: nothing fits, options are out of range, or every score is 0.
@@ -170,14 +173,16 @@ def fit(
     windowed = {"quantisation": replace(quantisation, bits=8)} if quantisation.streaming else {}
     example = decide(profile, windows, full_heads=0, rest=rest, **least, **options, **windowed)
     scores = kv_scores(profile, example.options.get("group_reduce", "mean"))
-    scores = scores[[window is None for window in windows]].ravel()
+    scores = scores[[window is None for window in windows]]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
-    prices = _Prices(footprint, demand, windows, scores, _bits(quantisation, footprint.model.head_dim))
+    # a strict layout has so many full heads at a time
+    run = 1 if options.get("tp_uneven") else options.get("tp", 1)
+    prices = _Prices(footprint, demand, windows, scores, _bits(quantisation, footprint.model.head_dim), run)
     if rest == "streaming":
         sizes = example.options["sink"], example.options["recent"]
-        candidates = [*prices.streaming(range(prices.heads + 1), *sizes)]
+        candidates = [*prices.streaming(range(0, prices.heads + 1, run), *sizes)]
     else:
         budgeted = prices.budgeted(example.options["beta"], example.selection.window)
         candidates = [*prices.streaming([prices.heads], 0, 1), *budgeted]
@@ -188,7 +193,8 @@ def fit(
 
 
 class _Prices:
-    """What heads cost and keep, of one model for one demand; scores float32 [heads] are those of eligible KV heads."""
+    """What heads cost and keep, of one model for one demand; scores float32 [layers, kv_heads] are those of layers with
+    full attention, of which so many heads a `run` are full."""
 
     def __init__(
         self,
@@ -197,12 +203,15 @@ class _Prices:
         windows: Sequence[int | None],
         scores: np.ndarray,
         quantisations: Sequence[Quantisation | None],
+        run: int,
     ):
         self.footprint, self.demand, self.quantisations = footprint, demand, quantisations
-        self.scores, self.heads = scores, scores.size
+        self.scores, self.heads, self.run = scores, scores.size, run
+        # processes that hold different heads
+        self.shares = scores.shape[1] // footprint.model.kv_heads
         # as `decide` ranks them
-        self.ranking = np.argsort(-scores, kind="stable")
-        self.top = np.concatenate([[0.0], scores[self.ranking].cumsum(dtype=np.float64)])
+        self.ranking = ranked_heads(scores, run)
+        self.top = np.concatenate([[0.0], scores.flat[self.ranking].cumsum(dtype=np.float64)])
         native = [window for window in windows if window is not None]
         self.native = {
             how: sum(
@@ -217,40 +226,49 @@ class _Prices:
     def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
         """Candidates with so many full heads, whose others stream."""
         context, total = self.demand.context, float(self.top[-1])
-        tokens = min(sink + recent, context)
+        tokens, own = min(sink + recent, context), self.heads // self.shares
         for quantisation in self.quantisations:
             layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantisation=quantisation)
             one = self._one_bytes(layout)
-            full, fidelity = self._bytes(context, quantisation), _fidelity(quantisation)
+            full, fidelity = self._bytes(np.array([context]), quantisation), _fidelity(quantisation)
             of_others = tokens / context * (fidelity if layout.quantised_window else 1)
             for count in counts:
                 if count or quantisation is None or quantisation.streaming:
                     top = float(self.top[count])
                     kept = top * fidelity + (total - top) * of_others
-                    kv = count * full + (self.heads - count) * one
+                    # processes differ by no more than one full head, which may be smaller than one that streams
+                    fulls = count // self.shares, -(-count // self.shares)
+                    kv = max(part * full + (own - part) * one for part in fulls)
                     yield self._candidate(count, "streaming", None, quantisation, kv, kept)
 
     def budgeted(self, beta: float, window: int) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets."""
-        demand, others = self.demand, np.ones(self.heads, dtype=bool)
+        demand, others = self.demand, np.ones(self.scores.shape, dtype=bool)
         window = min(window, demand.prompt)
-        for count in range(0, self.heads, -(-self.heads // STEPS)):
-            others[self.ranking[:count]] = False
+        for count in range(0, self.heads, -(-self.heads // STEPS // self.run) * self.run):
+            others.flat[self.ranking[:count]] = False
             scores = self.scores[others]
             if not scores.any():  # a pool cannot follow them
                 return
             for budget in _budgets(demand.prompt):
-                budgets = allocate_budgets(scores, budget, beta)
+                budgets = np.zeros(others.shape, dtype=np.int64)
+                budgets[others] = allocate_budgets(scores, budget, beta)
                 tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
-                shares = float(scores.astype(np.float64) @ np.log1p(tokens)) / log1p(demand.context)
+                tokens[~others] = demand.context
+                shares = float(scores.astype(np.float64) @ np.log1p(tokens[others])) / log1p(demand.context)
+                if self.shares > 1:
+                    orders = [blocks.order for blocks in arrange(~others, budgets, self.shares)]
+                    tokens = np.take_along_axis(tokens, np.array(orders), 1)
+                # [layers, heads of each process, process after process]
+                processes = np.split(tokens, self.shares, axis=1)
                 for quantisation in self.quantisations:
                     kept = (float(self.top[count]) + shares) * _fidelity(quantisation)
-                    kv = count * self._bytes(demand.context, quantisation) + self._bytes(tokens, quantisation)
+                    kv = max(self._bytes(held, quantisation) for held in processes)
                     yield self._candidate(count, "budgeted", budget, quantisation, kv, kept)
 
     def _candidate(self, count, rest, budget, quantisation, kv: int, kept: float) -> Candidate:
         kv = self.demand.batch * (kv + self.native[quantisation])
-        budgeted = self.heads - count if rest == "budgeted" else 0
+        budgeted = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
             (fixed[quantisation is not None] + budgeted * waiting, chunk)
             for chunk, (fixed, waiting) in self.workspaces.items()
@@ -263,9 +281,9 @@ class _Prices:
         """Bytes of one sequence in a layer."""
         return layout.kv_bytes(self.demand.context, 0, 0, self.footprint.model.head_dim, self.footprint.itemsize)
 
-    def _bytes(self, tokens: int | np.ndarray, quantisation: Quantisation | None = None) -> int:
+    def _bytes(self, tokens: np.ndarray, quantisation: Quantisation | None) -> int:
         """Bytes of one sequence's heads that keep so many tokens each: `LayerLayout.kv_bytes` of many at once."""
-        tokens, itemsize, head_dim = np.asarray(tokens), self.footprint.itemsize, self.footprint.model.head_dim
+        itemsize, head_dim = self.footprint.itemsize, self.footprint.model.head_dim
         token = 2 * head_dim * itemsize
         if quantisation is None:
             return int(tokens.sum()) * token

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvsurgery.checkpoint.headers import DTYPES
+from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.decide.blocks import check_blocks
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.plan.family import Family
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
+# what processes of tensor parallelism share of a layer, by its rows and by its columns
+ROWS = re.compile(r".*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)")
+COLUMNS = re.compile(r".*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where a config does not say: the most that a supported family has by default
 EXPERTS = 8
 # states of keys, and as many of values, that a GPU dequantises together while a chunk attends to tiles
@@ -21,10 +25,11 @@ DEQUANTISED = 1 << 24
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model's weights, and the widths that its activations follow from.
+    """A model's weights, and the widths that its activations follow from: of the process of tensor parallelism that
+    holds most.
 
     Attributes:
-        model: attention dimensions.
+        model: attention dimensions, with the heads that a process computes.
         weights: bytes; an output layer that is the embedding counts once.
         itemsize: bytes of an element of its projections, and so of activations and cache.
         hidden: width of the hidden state.
@@ -40,12 +45,16 @@ class Footprint:
     vocabulary: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, family: Family) -> Footprint:
-        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in.
+    def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
+        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in, by so many processes.
 
         Raises:
             UnsupportedModel: its config makes no sense.
+            PolicyError: its heads do not divide over the processes.
         """
+        model = family.dimensions(checkpoint.config)
+        check_blocks(processes, model.kv_heads)
+        share = 1 if family.replicated else processes
         hidden, tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
         tensors = [tensor for tensor in checkpoint.tensors if not (tied and tensor.name == "lm_head.weight")]
         fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
@@ -58,12 +67,18 @@ class Footprint:
                 itemsize = max(itemsize, DTYPES[tensor.dtype] // 8)
             elif match := DOWN.fullmatch(tensor.name):
                 # the gate after its activation, up, and their product; a fused gate lives as long as its up
-                held = (4 if fused or match[1] else 3) * width
+                own = -(-width // processes)
+                held = (4 if match[1] else 3) * own
+                if fused:  # and gathered, by way of a copy
+                    held = 4 * width + (2 * own if processes > 1 else 0)
                 # experts run together, on copies of their tokens
                 inner = max(inner, _experts(checkpoint) * (hidden + held) if match[1] else held)
+        if processes > 1:
+            # a share of the MLP may be less than what lies beside it, or than a norm that is computed in float32
+            inner = max(inner + hidden, 4 * hidden)
         return cls(
-            family.dimensions(checkpoint.config),
-            sum(tensor.size for tensor in tensors),
+            replace(model, query_heads=model.query_heads // share, kv_heads=model.kv_heads // share),
+            sum(_held(tensor, family, processes) for tensor in tensors),
             itemsize,
             hidden,
             inner,
@@ -92,6 +107,19 @@ class Footprint:
             attention += 4 * min(DEQUANTISED, batch * context * model.kv_heads * model.head_dim)
         elements = tokens * (3 * self.hidden + 2 * model.head_dim) + max(tokens * self.inner, attention)
         return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
+
+
+def _held(tensor: Tensor, family: Family, processes: int) -> int:
+    """Bytes of a tensor that a process holds at most.
+
+    Embedding and output layer count whole, which they are before transformers 5.18.
+    """
+    role = family.role(tensor.name)
+    axis = -min(2, len(tensor.shape)) if ROWS.fullmatch(role.part) else -1 if COLUMNS.fullmatch(role.part) else None
+    if role.layer is None or axis is None or not tensor.size:
+        return tensor.size
+    along = tensor.shape[axis]
+    return tensor.size // along * -(-along // processes)
 
 
 def _experts(checkpoint: Checkpoint) -> int:

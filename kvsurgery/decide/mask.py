@@ -40,16 +40,22 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
 
 
 def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
-    """The best heads, so many times `size` and a multiple of that in every layer: bool [layers, kv_heads].
+    """The best heads, so many times `size` and a multiple of that in every layer: bool [layers, kv_heads]."""
+    chosen = np.zeros(scores[eligible].shape, dtype=bool)
+    chosen.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
+    mask = np.zeros(scores.shape, dtype=bool)
+    mask[eligible] = chosen
+    return mask
 
-    A layer's heads, the best first, are cut into runs of `size`. Their sums fall, so that the best runs of the model
-    are the first ones of every layer, and no other choice has a larger sum.
+
+def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
+    """Heads of [layers, kv_heads] by their place in the flattened array, the best first, in runs of `size` of a layer.
+
+    A layer's heads, the best first, are cut into runs. Their sums fall, so that the best runs of the model are the
+    first ones of every layer, and no other choice of so many has a larger sum.
     """
     # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
-    ranked = np.argsort(-scores, axis=1, kind="stable").reshape(len(scores), -1, size)
-    sums = np.take_along_axis(scores[:, None], ranked, 2).sum(2, dtype=np.float64)
-    sums[~eligible] = -np.inf
-    layers, runs = np.unravel_index(np.argsort(-sums, axis=None, kind="stable")[:count], sums.shape)
-    mask = np.zeros(scores.shape, dtype=bool)
-    mask[layers[:, None], ranked[layers, runs]] = True
-    return mask
+    ranked = np.argsort(-scores, axis=1, kind="stable")
+    sums = np.take_along_axis(scores, ranked, 1).reshape(len(scores), -1, size).sum(2, dtype=np.float64)
+    places = ranked + scores.shape[1] * np.arange(len(scores))[:, None]
+    return places.reshape(-1, size)[np.argsort(-sums, axis=None, kind="stable")].ravel()
