@@ -74,8 +74,9 @@ class Footprint:
                 # experts run together, on copies of their tokens
                 inner = max(inner, _experts(checkpoint) * (hidden + held) if match[1] else held)
         if processes > 1:
-            # a share of the MLP may be less than what lies beside it, or than a norm that is computed in float32
-            inner = max(inner + hidden, 4 * hidden)
+            # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
+            queries = model.query_heads * model.head_dim if family.replicated else 0
+            inner = max(inner + hidden, 4 * hidden, 9 * queries)
         return cls(
             replace(model, query_heads=model.query_heads // share, kv_heads=model.kv_heads // share),
             sum(_held(tensor, family, processes) for tensor in tensors),

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,11 @@ class TestTheCommandThatIsPrinted:
             ("duo", ("--recent", 300, "--kv-residual", 0, "--kv-streaming")),
             ("headkv-r2", ("--new-tokens", 100)),
             ("headkv-r2", ("--method", "duo")),
+            ("duo", ("--tp", 2)),
+            ("duo", ("--tp", 4, "--tp-uneven")),
+            ("headkv-r2", ("--tp", 2)),
         ],
-        ids=["duo", "streaming", "budgets", "windows", "headkv", "headkv streaming"],
+        ids=["duo", "streaming", "budgets", "windows", "headkv", "headkv streaming", "tp", "tp uneven", "tp budgets"],
     )
     def test_takes_the_bytes_that_were_printed(self, deep: Path, method: str, options: tuple) -> None:
         for memory in memories(*typed(deep, method), *options):
@@ -100,19 +104,26 @@ class TestTheCommandThatIsPrinted:
             chosen, new = choice(facts), facts["fit"]["new_tokens"]
             assert f"{chosen['total']}B" == memory
             converted = layout("deep-fit")
-            assert converted.kv_bytes(2, 1000 - new, new, itemsize=4) == chosen["kv_bytes"] == facts["fit"]["kv_bytes"]
+            parts = converted.parts(facts["policy"].get("tp", 1))
+            held = max(part.kv_bytes(2, 1000 - new, new, itemsize=4) for part in parts)
+            assert held == chosen["kv_bytes"] == facts["fit"]["kv_bytes"]
             assert (converted.quantisation.bits if converted.quantisation else 32) == chosen["bits"]
             assert sum(layer.full for layer in converted.layers) == chosen["full_heads"]
             provenance = json.loads(Path("deep-fit/kvsurgery.json").read_text())
             assert {**provenance["options"], "hash": provenance["policy"]} == facts["policy"]
             shutil.rmtree("deep-fit")
 
-    @pytest.mark.parametrize("method", METHODS)
-    def test_is_what_convert_does_in_one_go(self, deep: Path, method: str) -> None:
-        _, memory, _ = memories(*typed(deep, method))
-        facts = found(*typed(deep, method, memory))
+    @pytest.mark.parametrize(
+        ("method", "options"),
+        [("duo", ()), ("headkv-r2", ()), ("duo", ("--tp", 2)), ("headkv-r2", ("--tp", 4, "--tp-uneven"))],
+        ids=["duo", "headkv", "tp", "tp uneven"],
+    )
+    def test_is_what_convert_does_in_one_go(self, deep: Path, method: str, options: tuple) -> None:
+        _, memory, _ = memories(*typed(deep, method), *options)
+        facts = found(*typed(deep, method, memory), *options)
         done(*as_typed(facts["command"]))
-        convert = ("convert", deep, "--profile", deep.parent / method, "--fit", memory, *SIZE, "--out", "one-go")
+        convert = ("convert", deep, "--profile", deep.parent / method, "--fit", memory, *SIZE, *options)
+        convert = *convert, "--out", "one-go"
         assert json.loads(done(*convert, "--json").out)["fit"] == facts["fit"]
         assert tree(Path("one-go")) == tree(Path("deep-fit"))
         again = done(*convert).out
@@ -211,6 +222,24 @@ class TestWhatItSays:
         facts = found("fit", "--profile", PROFILE, "--memory", "80GB", "--context", written)
         assert facts["fit"]["context"] == meant
 
+    def test_several_processes_fit_where_one_does_not(self, deep: Path) -> None:
+        facts = [found(*typed(deep), "--tp", count)["fit"] for count in (1, 2, 4)]
+        assert [facts[0]["kv_bytes"] // one["kv_bytes"] for one in facts] == [1, 2, 4]
+        for smaller, larger in pairwise(reversed(facts)):
+            assert smaller["weights"] < larger["weights"]
+            assert smaller["workspace"] < larger["workspace"]
+        tight = *typed(deep, memory=f"{facts[2]['total']}B"), "--tp", 4
+        assert found(*tight)["fit"]["kept"] == 1
+        assert " on each of 4 devices for 2 x 1,000 tokens: weights " in done(*tight).out
+        assert " devices " not in done(*typed(deep)).out
+
+    def test_attention_that_is_replicated_has_a_whole_cache(self, checkpoint, tmp_path: Path) -> None:
+        random_profile(checkpoint("phi3")).save(tmp_path / PROFILE)
+        words = ("fit", checkpoint("phi3"), "--profile", tmp_path / PROFILE, "--memory", "1GB", "--context", 100)
+        one, two = (found(*words, "--tp", count)["fit"] for count in (1, 2))
+        assert one["kv_bytes"] == two["kv_bytes"]
+        assert one["weights"] > two["weights"]
+
     def test_layers_with_a_window_of_their_own_count(self, checkpoint, tmp_path: Path) -> None:
         random_profile(checkpoint("gemma2")).save(tmp_path / PROFILE)
         facts = found("fit", checkpoint("gemma2"), "--profile", tmp_path / PROFILE, "--memory", "1GB", "--context", 100)
@@ -257,6 +286,7 @@ class TestRefusals:
             (("--sink", -1), "--sink must be >= 0"),
             (("--kv-group-size", 3), "--kv-bits 8: the group size 3"),
             (("--rest", "budgeted", "--beta", 1), "--beta must be > 1"),
+            (("--tp", 2), r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2"),
         ],
         ids=str,
     )

@@ -153,7 +153,6 @@ def test_blocks_that_do_not_divide_the_heads(here: Path) -> None:
     [
         (("--tp", "0"), "'--tp': 0 is not in the range"),
         (("--tp-uneven",), "--tp-uneven goes with --tp"),
-        (("--fit", "1GB", "--context", "1K", "--tp", "3"), "--fit makes room on one device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -9,7 +9,7 @@ from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.decide.footprint import DEQUANTISED, Footprint
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.errors import UnsupportedModel
+from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.plan.family import Family
 from templates.kv_heads import CUDA_BLOCK
 from templates.kv_layout import KVLayout
@@ -20,9 +20,9 @@ from tests.surgery import convert_folder
 MODEL = ModelDimensions(layers=1, query_heads=4, kv_heads=2, head_dim=8)
 
 
-def footprint(folder) -> Footprint:
+def footprint(folder, processes: int = 1) -> Footprint:
     checkpoint = Checkpoint.open(folder)
-    return Footprint.of(checkpoint, Family.of(checkpoint.config))
+    return Footprint.of(checkpoint, Family.of(checkpoint.config), processes)
 
 
 class TestWeights:
@@ -38,6 +38,29 @@ class TestWeights:
         apart = footprint(llama_checkpoint(tmp_path / "apart"))
         tied = footprint(llama_checkpoint(tmp_path / "tied", tie_word_embeddings=True))
         assert apart.weights - tied.weights == 10 * 12 * 4
+
+    @pytest.mark.parametrize("family", ["llama-bias", "phi3", "olmo2", "gemma2", "mixtral", "qwen3_moe", "pixtral"])
+    def test_two_processes_share_projections_and_experts(self, checkpoint, family):
+        """What a process really holds is in tests/distributed."""
+        model, found = stock(family), footprint(checkpoint(family), 2)
+        layers = model.get_decoder().layers.named_parameters()
+        shared = sum(
+            weight.nbytes
+            for name, weight in layers
+            if "proj" in name and not name.endswith(("o_proj.bias", "down_proj.bias"))
+        )
+        assert found.weights == sum(weight.nbytes for weight in model.parameters()) - shared // 2
+
+    def test_a_width_that_does_not_divide(self, tmp_path):
+        """Of 41 columns and rows, one process has 21."""
+        wide = {"intermediate_size": 41}
+        one, two = (footprint(make("llama", tmp_path / "odd", **wide), count) for count in (1, 2))
+        attention = 48 * 48 * 2 + 48 * 24 * 2
+        assert one.weights - two.weights == 4 * 4 * (attention // 2 + 3 * 48 * 20)
+
+    def test_heads_that_do_not_divide(self, checkpoint):
+        with pytest.raises(PolicyError, match=r"--tp has to divide the 4 KV heads of a layer \(1, 2, 4\), got 3"):
+            footprint(checkpoint("llama"), 3)
 
     @pytest.mark.parametrize(("dtype", "itemsize"), [("F32", 4), ("BF16", 2)])
     def test_dtype(self, tmp_path, dtype, itemsize):
@@ -57,6 +80,24 @@ class TestWidths:
     )
     def test_mlp(self, checkpoint, family, inner):
         assert footprint(checkpoint(family)).inner == inner
+
+    @pytest.mark.parametrize(
+        ("family", "processes", "inner", "heads"),
+        [
+            ("llama", 2, 4 * 48, 4),
+            ("mixtral", 4, 2 * (48 + 4 * 10) + 48, 2),
+            ("phi3", 2, 9 * 48, 8),
+            ("olmo2", 4, 9 * 48, 8),
+        ],
+    )
+    def test_of_a_process(self, checkpoint, family, processes, inner, heads):
+        """An MLP is shared, but norms in float32 are not, nor queries that are gathered."""
+        found = footprint(checkpoint(family), processes)
+        assert (found.inner, found.model.query_heads) == (inner, heads)
+
+    def test_a_fused_mlp_is_gathered(self, tmp_path):
+        wide = make("phi3", tmp_path / "wide", intermediate_size=400)
+        assert footprint(wide, 2).inner == 4 * 400 + 2 * 200 + 48
 
     def test_activations_by_hand(self):
         found = Footprint(MODEL, weights=0, itemsize=2, hidden=16, inner=100, vocabulary=50)
