@@ -96,6 +96,7 @@ def convert(
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --out ./llama3-duo-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
     kvsurgery convert ./llama3 --profile duo.safetensors --tp 4 --out ./llama3-tp4
+    kvsurgery convert ./llama3-70b --profile duo.safetensors --fit 80GB --context 128K --tp 8 --out ./llama3-70b-tp8
     kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     """
     from kvsurgery import console

@@ -342,7 +342,7 @@ def _budgets(prompt: int) -> list[int]:
 def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:
     smallest = min(candidates, key=lambda candidate: candidate.total)
     workspace = smallest.total - smallest.kv_bytes - footprint.weights
-    hint = "shorten --context, or lower --batch or --chunk"
+    hint = "shorten --context, lower --batch or --chunk, or raise --tp"
     if any(candidate.rest == "budgeted" for candidate in candidates):
         hint += "; or give --rest streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(
