@@ -43,12 +43,12 @@ class TestWeights:
     def test_two_processes_share_projections_and_experts(self, checkpoint, family):
         """What a process really holds is in tests/distributed."""
         model, found = stock(family), footprint(checkpoint(family), 2)
+        whole = ("o_proj.bias", "down_proj.bias")
         layers = model.get_decoder().layers.named_parameters()
-        shared = sum(
-            weight.nbytes
-            for name, weight in layers
-            if "proj" in name and not name.endswith(("o_proj.bias", "down_proj.bias"))
-        )
+        split = [
+            weight for name, weight in layers if ("proj" in name or "experts" in name) and not name.endswith(whole)
+        ]
+        shared = sum(weight.nbytes for weight in split)
         assert found.weights == sum(weight.nbytes for weight in model.parameters()) - shared // 2
 
     def test_a_width_that_does_not_divide(self, tmp_path):
@@ -120,14 +120,15 @@ class TestWidths:
             Footprint.of(found, Family.of(found.config))
 
 
-def activations(model: torch.nn.Module, batch: int, prompt: int, chunk: int) -> int:
-    """Bytes at the peak of a prefill in chunks, beside the cache and the keys and values on their way in."""
+def activations(model: torch.nn.Module, batch: int, prompt: int, chunk: int, processes: int = 1) -> int:
+    """Bytes at the peak of a prefill in chunks in one of the processes, beside the cache and keys and values on their
+    way in."""
     ids, cache = tokens(batch, prompt, vocabulary=90), None
     with torch.no_grad(), LiveBytes() as allocated:
         for part in ids.split(chunk, 1):
             output = model(part, past_key_values=cache, logits_to_keep=1)
             cache = output.past_key_values
-    layout = KVLayout.from_config(model.config)
+    layout = KVLayout.from_config(model.config).parts(processes)[0]
     return allocated.take() - layout.prefill_peak_bytes(batch, prompt, chunk=chunk, itemsize=model.dtype.itemsize)
 
 
