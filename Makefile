@@ -6,8 +6,9 @@ PYTEST = -m pytest -q -n $(WORKERS)
 
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# of all that torch installs, a run imports little
-export PIP_NO_COMPILE = 1
+# of all that torch installs, a run imports little: that gets compiled. To pip 0 means not to compile
+export PIP_NO_COMPILE = 0
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
 
