@@ -63,27 +63,29 @@ format: .venv/ready
 	.venv/bin/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# the others begin as hard links to .venv's files, of which pip replaces those that are of another version
+COPY = rm -rf $(@D) && cp -al .venv $(@D) && rm $@
+INSTALL = $(@D)/bin/python -m pip install -q
+
 # Triton comes after torch, whose CUDA builds ask for a version of their own; 3.6's interpreter fails on numpy 2.4
 .venv-triton-3.6.0/ready: TRITON = triton==3.6.0
 .venv-triton-newest/ready: TRITON = triton
 
-.venv-triton-%/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-triton-$*
-	grep -v '^numpy==' constraints.txt > .venv-triton-$*/constraints.txt
-	.venv-triton-$*/bin/pip install -q -c .venv-triton-$*/constraints.txt torch transformers pytest pytest-xdist 'numpy<2.4'
-	.venv-triton-$*/bin/pip install -q $(TRITON)
+.venv-triton-%/ready: .venv/ready
+	$(COPY)
+	$(INSTALL) $(TRITON) 'numpy<2.4'
 	touch $@
 
-.venv-extras/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-extras
-	.venv-extras/bin/pip install -q -c constraints.txt -e '.[dev,eval,quant]'
+.venv-extras/ready: .venv/ready
+	$(COPY)
+	$(INSTALL) -c constraints.txt -e '.[dev,eval,quant]'
 	touch $@
 
 .PRECIOUS: .venv-%/ready .venv-triton-%/ready
-.venv-%/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-$*
-	grep -vE '^(transformers|tokenizers|huggingface.hub|hf-xet)==' constraints.txt > .venv-$*/constraints.txt
-	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt -e '.[dev]' transformers==$*
+.venv-%/ready: .venv/ready
+	$(COPY)
+	grep -vE '^(transformers|tokenizers|huggingface.hub|hf-xet)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -c $(@D)/constraints.txt -e '.[dev]' transformers==$*
 	touch $@
 
 clean:

@@ -1,0 +1,37 @@
+"""What the code imports is declared: an environment may hold more than a user's does."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WITH_OTHERS = {"markupsafe"}  # is jinja2's
+
+
+def imported(folder: str) -> dict[str, str]:
+    """Module outside of the standard library, and a file that imports it."""
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= dict.fromkeys((name.partition(".")[0] for name in names), path.name)
+    return {name: path for name, path in found.items() if name not in sys.stdlib_module_names}
+
+
+def test_the_tool_imports_its_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + [line for name in extras.keys() - {"dev"} for line in extras[name]]
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    found = imported("kvsurgery")
+    assert {"torch", "click"} <= found.keys()
+    assert {name: path for name, path in found.items() if name not in declared | WITH_OTHERS | {"kvsurgery"}} == {}
+
+
+def test_emitted_code_imports_torch_and_transformers_and_kernels() -> None:
+    assert imported("templates").keys() == {"torch", "transformers", "triton", "flash_attn"}
