@@ -19,6 +19,8 @@ from huggingface_hub import HfApi
 from kvsurgery import hub
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import KVSurgeryError, UnsupportedModel
+from kvsurgery.hub import ranges
+ranges.LONGEST_WAIT = 0  # 31 s, likewise
 
 def headers(repo_id, revision=None):
     with hub.headers(repo_id, revision) as remote:
