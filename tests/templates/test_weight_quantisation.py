@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
 from kvsurgery.decide.policy import Quantisation
+from kvsurgery.processes import tensor_parallel
 from templates.kv_layout import TILE, KVLayout
+from tests.distributed.start import start
 from tests.families import largest, tokens
 from tests.reference import reference_logits
 from tests.surgery import RECENT, SINK, convert_folder
@@ -31,7 +33,10 @@ def torchao():
     return TorchAoConfig(package.Int8WeightOnlyConfig()), kind
 
 
-@pytest.fixture(params=[quanto, torchao])
+BACKENDS = [quanto, torchao]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     """What `from_pretrained` takes as `quantization_config`, and the class of a quantised weight."""
     return request.param()
@@ -85,3 +90,28 @@ def test_weights_and_cache_quantised_together(checkpoint, mixed, backend, tmp_pa
     # the type of keys and values is that of activations, whatever weights have
     layout = KVLayout.from_config(model.config)
     assert kv_cache.allocated_bytes() == layout.kv_bytes(2, ids.shape[1], 9, itemsize=4)
+
+
+def compute(processes, folder, make):
+    """Logits of one process of several that share a quantised model, and the numbers that it holds of a projection."""
+    config, kind = make()
+    options = {"quantization_config": config, **tensor_parallel(processes.world)}
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **options).eval()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert isinstance(weight, kind)
+    return stepwise(model, tokens(2, PROMPT + STEPS)), weight.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", BACKENDS)
+def test_two_processes_share_quantised_weights(make, checkpoint, tmp_path):
+    """Scales of rows that are cut in two are of each half, so that the error is no larger than that of one process."""
+    config, _ = make()
+    converted = convert_folder(checkpoint("qwen3"), tmp_path / "tp2", sparsity=0.5, tp=2)
+    ids = tokens(2, PROMPT + STEPS)
+    exact, alone = stepwise(converted.model, ids), stepwise(converted.load(quantization_config=config), ids)
+    ranks = start(2, compute, tmp_path, converted.folder, make)
+    for shared, held in ranks:
+        assert 0.2 < ((shared - exact).norm() / (alone - exact).norm()).item() < 1.2
+        assert 2 * held == converted.model.model.layers[0].self_attn.q_proj.weight.numel()
+        assert shared.equal(ranks[0][0])
