@@ -75,17 +75,22 @@ class Processes:
         return tensor
 
 
-def tensor_parallel(tp: int, fsdp: int = 1, tail: Sequence[str] = ()) -> dict[str, Any]:
+def tensor_parallel(device: str, tp: int, fsdp: int = 1, tail: Sequence[str] = ()) -> dict[str, Any]:
     """What `from_pretrained` is told where `tp` processes share the heads and weights of every layer.
 
     Args:
+        device: where they compute.
         fsdp: how many such groups there are, over which the weights are sharded further.
         tail: modules that are sharded each by itself, where transformers would shard them as one; so they must be for a
             loss of what the first of them gives.
 
     Raises:
-        KVSurgeryError: this version of transformers does not share them in both ways.
+        KVSurgeryError: this version of transformers does not share them in both ways, or not on that device.
     """
+    if device == "cpu" and torch.cuda.is_available():
+        raise KVSurgeryError(
+            "transformers shares models over GPUs where there are some; hide them: CUDA_VISIBLE_DEVICES="
+        )
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if fsdp > 1 and version < (5, 18):
         raise KVSurgeryError(

@@ -77,7 +77,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
                 f"as many, or convert it with --tp {tp}"
             )
     name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
-    options = tensor_parallel(tp) if tp > 1 else {}
+    options = tensor_parallel(device, tp) if tp > 1 else {}
     if "kv_surgery" in config and not stock:
         options["trust_remote_code"] = True
     elif config.get("attn_logit_softcapping"):

@@ -95,8 +95,8 @@ class Subject:
                 f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {name} evenly"
             )
         norm = "model.language_model.norm" if family.text else "model.norm"
-        parallel = tensor_parallel(tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        parallel = tensor_parallel(device, tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
         try:
             auto = getattr(transformers, [*family.classes][-1])
             model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()

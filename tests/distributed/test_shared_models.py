@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from kvsurgery.bench.benchmark import benchmark
@@ -10,7 +11,7 @@ from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.runner import Options, evaluate
-from kvsurgery.processes import Processes
+from kvsurgery.processes import Processes, tensor_parallel
 from templates.kv_layout import KVLayout
 from tests.distributed import process
 from tests.distributed.process import WIDE
@@ -54,6 +55,15 @@ def test_two_processes_share_both_models(family, tmp_path):
     assert bench.settings["processes"] == 2
     whole = benchmark(shared, device="cpu", **WORK)
     assert whole.weights / 2 < bench.weights < (0.9 if replicated else 0.7) * whole.weights
+
+
+def test_processors_where_there_are_gpus(monkeypatch):
+    """transformers takes these, whatever a command says."""
+    assert tensor_parallel("cpu", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(KVSurgeryError, match="hide them: CUDA_VISIBLE_DEVICES="):
+        tensor_parallel("cpu", 2)
+    assert tensor_parallel("cuda:1", 2)
 
 
 def answer(processes: Processes, folder: Path, language: Path, out: Path) -> None:

@@ -95,7 +95,7 @@ def test_weights_and_cache_quantised_together(checkpoint, mixed, backend, tmp_pa
 def compute(processes, folder, make):
     """Logits of one process of several that share a quantised model, and the numbers that it holds of a projection."""
     config, kind = make()
-    options = {"quantization_config": config, **tensor_parallel(processes.world)}
+    options = {"quantization_config": config, **tensor_parallel("cpu", processes.world)}
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **options).eval()
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert isinstance(weight, kind)
