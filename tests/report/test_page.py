@@ -168,6 +168,12 @@ class TestParts:
         assert "Quality" not in page.text
         assert page.table("Batch 1")
 
+    def test_a_benchmark_over_several_processes(self, tmp_path):
+        alone = builders.bench()
+        assert "share the models" not in written(tmp_path, alone).text
+        shared = builders.bench(settings={**alone.settings, "processes": 4})
+        assert "4 processes share the models: times are of the first" in written(tmp_path, shared).text
+
     def test_of_an_original_alone(self, tmp_path):
         task = builders.task("needle", 0.97, 0)
         task = replace(task, scores={"original": task.scores["original"]}, difference=None)
