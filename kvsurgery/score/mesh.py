@@ -47,19 +47,27 @@ class Mesh:
         """How many prompts are measured at a time."""
         return self.processes.world // (self.tp * self.sp)
 
-    def load(self, source: str, revision: str | None = None, *, dtype: str = "auto") -> Subject:
+    @property
+    def group(self) -> int:
+        """Which of the groups this process is in."""
+        return self.processes.rank // (self.tp * self.sp)
+
+    def load(self, source: str, revision: str | None = None, *, dtype: str = "auto", sharded: bool = True) -> Subject:
         """`Subject.load` on every process, each with a part of the weights: of heads (tensor parallelism), and of what
         then is left over all groups (FSDP2).
 
         Without tensor parallelism the processes of a machine take turns, so that its memory holds one whole model at a
         time, and each reads the whole checkpoint; `lm_head` is not sharded.
 
+        Args:
+            sharded: whether groups share weights, for which all have to compute layers equally often.
+
         Raises:
             UnsupportedModel: a layer's KV heads cannot be shared evenly, or a prompt's tokens.
             KVSurgeryError: this version of transformers does not share weights in both ways.
         """
         device, parts = self.processes.device, self.tp * self.sp
-        if self.processes.world == 1:
+        if self.processes.world == 1 or not (sharded or self.tp > 1):
             return Subject.load(source, revision, device=device, dtype=dtype)
         if self.tp > 1:
             fsdp = self.processes.world // self.tp
@@ -92,7 +100,7 @@ class Mesh:
             raise ProfileError(
                 f"{prompts} prompts cannot be dealt evenly to {self.groups} processes; give a multiple of {self.groups}"
             )
-        return range(self.processes.rank // (self.tp * self.sp), prompts, self.groups)
+        return range(self.group, prompts, self.groups)
 
     def tokens(self, whole: torch.Tensor) -> torch.Tensor:
         """This process's part [batch, tokens / sp] of what [batch, tokens] says of a prompt.
@@ -111,9 +119,17 @@ class Mesh:
         """How many processes measure the same heads over the same prompts."""
         return self.tp if subject.replicated else 1
 
-    def of_all_heads(self, subject: Subject, own: np.ndarray) -> np.ndarray:
-        """What processes that share heads have measured, each [layers, its own heads], as [layers, heads]."""
-        held, copies = own.shape[1], self.copies(subject)
+    def held(self, subject: Subject, heads: int) -> int:
+        """How many of a layer's heads a process has."""
+        return heads * self.copies(subject) // self.tp
+
+    def total(self, own: np.ndarray, copies: int) -> np.ndarray:
+        """The sum over groups of what processes have measured, each [layers, its own heads]: float64 [layers, heads].
+
+        Args:
+            copies: how many processes of a group measure the same heads.
+        """
+        held = own.shape[1]
         whole = torch.zeros(len(own), held * self.tp // copies, dtype=torch.float64)
         whole[:, self.heads(whole.shape[1], held)] = torch.from_numpy(own).double() / copies
         return self.processes.add(whole.to(self.processes.device)).cpu().numpy()

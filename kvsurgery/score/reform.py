@@ -87,7 +87,7 @@ def embedding_ranking(
         neighbours: tokens over which scores are averaged.
         data: where the samples are from, for the provenance.
         progress: is told after every sample how many are done, of how many.
-        mesh: the processes that share heads; all of them read every sample.
+        mesh: the processes that share heads, and their groups samples.
 
     Returns:
         A profile of method "reform": embedding heads and ranking, by the original's head indices.
@@ -104,18 +104,24 @@ def embedding_ranking(
     everything = [sample for of_task in samples.values() for sample in of_task]
     for sample in everything:
         _check_positions(subject, sample, recurrence)
+    query, key = (mesh.held(subject, of) for of in (subject.dimensions.query_heads, subject.dimensions.kv_heads))
+    heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
+    # hidden states belong to no head
+    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(subject) for kind in KINDS}
     mnr, done = {}, 0
     for task, of_task in samples.items():
         if not of_task:
             raise ProfileError(f"there are no {task} samples to rank heads by")
-        ranks = []
-        for sample in of_task:
-            ranks.append(sample_ranks(subject, sample, recurrence, neighbours, mesh))
+        totals = {kind: np.zeros((subject.dimensions.layers, heads[kind])) for kind in KINDS}
+        for number, sample in enumerate(of_task):
             done += 1
+            if number % mesh.groups != mesh.group:
+                continue
+            for kind, ranks in sample_ranks(subject, sample, recurrence, neighbours, key).items():
+                totals[kind] += ranks
             if progress is not None and mesh.processes.rank == 0:
                 progress(done, len(everything))
-        means = {kind: np.mean([each[kind] for each in ranks], axis=0) for kind in KINDS}
-        # hidden states belong to no head
+        means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
         mnr[task] = {kind: mean if kind == "hidden" else subject.by_original_head(mean) for kind, mean in means.items()}
     ranking = Ranking(mnr)
     lengths = [len(sample.tokens) for sample in everything]
@@ -131,13 +137,12 @@ def embedding_ranking(
 
 
 def sample_ranks(
-    subject: Subject,
-    sample: Sample,
-    recurrence: Recurrence,
-    neighbours: int,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    subject: Subject, sample: Sample, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Mean normalised rank of one sample's gold tokens, by every head.
+    """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
+
+    Args:
+        kv_heads: that a layer has here, where processes share them; default all.
 
     Returns:
         float64 [layers, heads] of the model's heads as they lie: "q", "k", "v", "attention", and [layers, 1] "hidden".
@@ -148,7 +153,6 @@ def sample_ranks(
     scores = _Scores(sample, subject.dimensions.layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
     *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
-    kv_heads = subject.dimensions.kv_heads * mesh.copies(subject) // mesh.tp
     reading = Reading(subject, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk)
@@ -159,11 +163,10 @@ def sample_ranks(
         reading.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables):
         raise ProfileError(f"states of {subject.name} are no finite numbers; measure it in another dtype")
-    own = {
+    return {
         kind: np.stack([mean_rank(table, sample.gold_places, neighbours) for table in tables])
         for kind, tables in scores.tables.items()
     }
-    return {kind: ranks if kind == "hidden" else mesh.of_all_heads(subject, ranks) for kind, ranks in own.items()}
 
 
 def similarity(context: torch.Tensor, question: torch.Tensor) -> torch.Tensor:

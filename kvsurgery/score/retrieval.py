@@ -92,7 +92,7 @@ def retrieval_scores(
             right answer has.
         seed: of the pieces of text.
         progress: called after each trial with trials done, trials in all, and right answers.
-        mesh: the processes that share heads; all of them see every trial.
+        mesh: the processes that share heads, and their groups trials.
 
     Raises:
         ProfileError: an option is out of range, the text or the model's maximum is too short, a needle cannot be told,
@@ -116,9 +116,12 @@ def retrieval_scores(
 
     rng = np.random.default_rng(seed)
     trials = list(product(depths, zip(needles, prompts, limits, strict=True), lengths))
-    total, successes, best, best_said = 0.0, 0, -1.0, ""
+    heads = mesh.held(subject, subject.dimensions.query_heads)
+    total, successes, best = np.zeros((subject.dimensions.layers, heads)), 0, (-1.0, "")
     for done, (depth, (needle, prompt, limit), length) in enumerate(trials, 1):
         text = haystack.piece(rng, length - prompt.overhead)
+        if (done - 1) % mesh.groups != mesh.group:
+            continue
         tokens, real = prompt.around(text, needle_place(text, depth, subject.text))
         steps = answer(subject, tokens, top=len(real), limit=limit)
         said = subject.text.decode([step.token for step in steps], skip_special_tokens=True).strip()
@@ -126,23 +129,24 @@ def retrieval_scores(
         if result > RIGHT:
             successes += 1
             for step in steps:
-                scores = [
+                total += [
                     copy_score(layer, real, tokens, step.token) if method == "headkv-r" else mass_score(layer, real)
                     for layer in step.layers
                 ]
-                total = total + np.stack(scores)
-        if result > best:
-            best, best_said = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
+        if result > best[0]:
+            best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
         if progress is not None and mesh.processes.rank == 0:
             progress(done, len(trials), successes)
+    successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
+        share, said = max(mesh.processes.gather([best]))
         raise ProfileError(
             f"none of {len(trials)} trials had a right answer, so there are no scores: the best {metric} was "
-            f"{100 * best:.0f} ({best_said}), and over {100 * RIGHT:.0f} is right; try shorter --lengths, needles that "
+            f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter --lengths, needles that "
             "this model can answer (--needles), or its instruction-tuned variant"
         )
     return subject.profile(
-        mesh.of_all_heads(subject, total / successes),
+        mesh.total(total, mesh.copies(subject)) / successes,
         method,
         "query",
         provenance={

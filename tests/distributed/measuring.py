@@ -11,7 +11,7 @@ from kvsurgery.processes import Processes
 from kvsurgery.score.attention import attention_profile
 from kvsurgery.score.mesh import Mesh
 from kvsurgery.score.recurrence import Recurrence
-from kvsurgery.score.reform import Sample, sample_ranks
+from kvsurgery.score.reform import Sample, embedding_ranking
 from kvsurgery.score.retrieval import retrieval_scores
 from kvsurgery.score.subject import Subject
 from kvsurgery.score.training import GateOptions, fingerprint, train_gates
@@ -29,11 +29,16 @@ def measure(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
         options = GateOptions(**OPTIONS, loss=loss)
         profile, history = train_gates(subject, prompts, options, data=DATA, mesh=mesh)
         found |= {f"{loss} scores": profile.scores, f"{loss} history": history}
-    if mesh.tp == mesh.processes.world:
-        sample = Sample(tokens(1, 60)[0].numpy(), range(1, 55), range(55, 58), (range(9, 12), range(30, 32)))
-        ranks = sample_ranks(subject, sample, Recurrence(chunk=16, budget=12, keep=2, window=4), 4, mesh)
-        found |= {f"reform {kind}": of for kind, of in ranks.items()}
-    return found
+    return found if mesh.tp < mesh.processes.world else found | rank_heads(subject, mesh)
+
+
+def rank_heads(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
+    """Mean normalised ranks of the states of all heads."""
+    gold = range(9, 12), range(30, 32)
+    samples = [Sample(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
+    recurrence = Recurrence(chunk=16, budget=12, keep=2, window=4)
+    ranking = embedding_ranking(subject, {"pattern": samples}, recurrence=recurrence, neighbours=4, mesh=mesh).ranking
+    return {f"reform {kind}": ranks for kind, ranks in ranking.mnr["pattern"].items()}
 
 
 def retrieve(subject: Subject, mesh: Mesh) -> np.ndarray:
@@ -52,10 +57,11 @@ def work(processes: Processes, cases: list[tuple[Path, int, int]]) -> list[tuple
     found = []
     for folder, tp, sp in cases:
         mesh = Mesh(processes, tp, sp)
-        subject = mesh.load(str(folder))
         if folder == FOLDER / "model":
-            found.append(({"headkv-r": retrieve(subject, mesh)}, 0, ""))
+            subject = mesh.load(str(folder), sharded=False)
+            found.append(({"headkv-r": retrieve(subject, mesh), **rank_heads(subject, mesh)}, 0, ""))
             continue
+        subject = mesh.load(str(folder))
         weights = list(subject.model.get_decoder().layers.parameters())
         held = sum((weight.to_local() if hasattr(weight, "to_local") else weight).numel() for weight in weights)
         found.append((measure(subject, mesh), held, fingerprint(subject)))

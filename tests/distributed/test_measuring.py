@@ -23,6 +23,7 @@ CASES = {
         ("phi3", 2, 1),
         ("llama-tied-mha", 1, 2),
         ("gemma2", 1, 2),
+        (FOLDER / "model", 1, 1),
         (FOLDER / "model", 2, 1),
     ],
     4: [("qwen3", 1, 2), ("llama", 2, 2), ("llama", 2, 1)],
@@ -40,7 +41,7 @@ def test_processes_measure_what_one_does(count, tmp_path):
     for number, (name, tp, sp) in enumerate(cases):
         subject = Subject.load(str(folders.get(name, name)))
         if name == FOLDER / "model":
-            expected = {"headkv-r": measuring.retrieve(subject, Mesh())}
+            expected = {"headkv-r": measuring.retrieve(subject, Mesh()), **measuring.rank_heads(subject, Mesh())}
         else:
             expected = measuring.measure(subject, Mesh())
             whole = sum(weight.numel() for weight in subject.model.get_decoder().layers.parameters())

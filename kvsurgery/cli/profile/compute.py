@@ -26,7 +26,7 @@ PASSKEYS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
 NEEDLES = ("needles", "lengths", "depths")
 TEXTS = 8  # of generated text, how many contexts are drawn from
-SHARED = ("duo", "attention")  # methods whose prompts processes share
+ALIKE = ("duo", "attention")  # methods of which all processes compute layers equally often
 # the options that a method has, beside those of all
 OPTIONS = {
     "duo": (*GATES, *PASSKEYS),
@@ -108,9 +108,9 @@ def compute(
     headkv-*   what comes through a head from a needle that the model copies (r, er) or reasons about (r2)
     reform     which heads' states find the tokens that a question needs
 
-    Processes that `torchrun` starts share the work: with --tp the heads and weights of each layer (tensor parallelism);
-    of duo and attention also the prompts and, over all processes, the weights (FSDP2); with --sp the tokens of each
-    prompt, for contexts that one device has no room for.
+    Processes that `torchrun` starts share the prompts, with --tp the heads and weights of each layer (tensor
+    parallelism). Of duo and attention they also share the weights, over all processes (FSDP2), and with --sp the tokens
+    of each prompt, for contexts that one device has no room for; of the others either prompts or heads.
 
     \b
     kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
@@ -136,9 +136,10 @@ def compute(
     check_output(out)
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
-        if tp < processes.world and method not in SHARED:
-            raise click.UsageError(f"of --method {method} processes share heads only: --tp {processes.world}")
-        subject = mesh.load(source, revision, dtype=dtype)
+        alike = method in ALIKE
+        if not alike and (sp > 1 or tp not in (1, processes.world)):
+            raise click.UsageError(f"processes that measure {method} share heads, with --tp {processes.world}, or none")
+        subject = mesh.load(source, revision, dtype=dtype, sharded=alike)
         measure = {"duo": _duo, "attention": _attention, "reform": _reform}.get(method, _headkv)
         try:
             with console.step_progress(f"measuring {method}") as advance:
