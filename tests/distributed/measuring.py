@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def measure(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
     return found if mesh.tp < mesh.processes.world else found | rank_heads(subject, mesh)
 
 
+def resume(subject: Subject, mesh: Mesh, checkpoint: Path) -> np.ndarray:
+    """Gates of a training that was interrupted halfway and goes on."""
+
+    def stopping(step: int, place: int) -> tuple:
+        if step == OPTIONS["steps"] // 2:
+            raise KeyboardInterrupt
+        return prompts(step, place)
+
+    given = {"data": DATA, "checkpoint": checkpoint, "mesh": mesh}
+    with suppress(KeyboardInterrupt):
+        train_gates(subject, stopping, GateOptions(**OPTIONS), **given)
+    return train_gates(subject, prompts, GateOptions(**OPTIONS), **given, resume=True)[0].scores
+
+
 def rank_heads(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
     """Mean normalised ranks of the states of all heads."""
     gold = range(9, 12), range(30, 32)
@@ -52,10 +67,10 @@ def retrieve(subject: Subject, mesh: Mesh) -> np.ndarray:
     return retrieval_scores(subject, haystack, [needle], method="headkv-r", **sizes, mesh=mesh).scores
 
 
-def work(processes: Processes, cases: list[tuple[Path, int, int]]) -> list[tuple[Any, ...]]:
+def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) -> list[tuple[Any, ...]]:
     """Of models and sizes of a mesh: what is measured, how much of the layers lies here, what a model is known by."""
     found = []
-    for folder, tp, sp in cases:
+    for number, (folder, tp, sp) in enumerate(cases):
         mesh = Mesh(processes, tp, sp)
         if folder == FOLDER / "model":
             subject = mesh.load(str(folder), sharded=False)
@@ -64,5 +79,6 @@ def work(processes: Processes, cases: list[tuple[Path, int, int]]) -> list[tuple
         subject = mesh.load(str(folder))
         weights = list(subject.model.get_decoder().layers.parameters())
         held = sum((weight.to_local() if hasattr(weight, "to_local") else weight).numel() for weight in weights)
-        found.append((measure(subject, mesh), held, fingerprint(subject)))
+        measured = measure(subject, mesh) | {"resumed": resume(subject, mesh, out / f"{number}.state")}
+        found.append((measured, held, fingerprint(subject)))
     return found
