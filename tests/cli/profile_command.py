@@ -19,15 +19,18 @@ LLAMA = {
 GATES = "1.0\t-0.001\n0.25\t1.0\n"
 
 
-def write_inputs(folder):
-    """A model's config, DuoAttention's files and HeadKV's."""
+@pytest.fixture(name="here")
+def working_folder(tmp_path, monkeypatch):
+    """A working folder with a model's config, DuoAttention's files and HeadKV's."""
     for name in ("llama", "gates"):
-        (folder / name).mkdir()
-    (folder / "llama/config.json").write_text(json.dumps(LLAMA))
-    (folder / "gates/full_attention_heads.tsv").write_text(GATES)
-    (folder / "gates/config.json").write_text('{"sink_size": 8, "recent_size": 16}')
+        (tmp_path / name).mkdir()
+    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "gates/full_attention_heads.tsv").write_text(GATES)
+    (tmp_path / "gates/config.json").write_text('{"sink_size": 8, "recent_size": 16}')
     heads = {f"{layer}-{head}": [layer / 2, head / 8] for layer in (1, 0) for head in (2, 3, 1, 0)}
-    (folder / "R.json").write_text(json.dumps(heads))
+    (tmp_path / "R.json").write_text(json.dumps(heads))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def run(*arguments):

@@ -14,19 +14,11 @@ from kvsurgery.cli.profile import profile
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.score.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.score.profile import HeadProfile
-from tests.cli.profile_command import refusal, run, write_inputs
+from tests.cli.profile_command import refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.command import done
 from tests.shards import llama_checkpoint
 
 DIMENSIONS = ModelDimensions(layers=2, query_heads=4, kv_heads=2, head_dim=8)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder with a model's config, DuoAttention's files and HeadKV's."""
-    monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    return tmp_path
 
 
 class TestShow:

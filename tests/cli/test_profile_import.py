@@ -14,16 +14,8 @@ from kvsurgery.cli.profile import profile
 from kvsurgery.cli.profile.importing import headkv
 from kvsurgery.score.importers import HEADKV_METHODS
 from kvsurgery.score.profile import HeadProfile
-from tests.cli.profile_command import LLAMA, refusal, run, write_inputs
+from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.hub_server import Blob, serve
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder with a model's config, DuoAttention's files and HeadKV's."""
-    monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    return tmp_path
 
 
 class TestImport:
