@@ -25,7 +25,7 @@ import transformers
 from synthetic import build, cache_bytes, emitted, empty_cache, fill, quantisation
 from transformers import LlamaForCausalLM
 
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 
 SPARSITIES = (0.0, 0.5, 0.75)
 WARM = 2  # steps that are not counted

@@ -15,8 +15,8 @@ from gpu_report import Report, free_memory
 from synthetic import SHAPES, build, emitted, occupy, quantisation
 from torch import nn
 
-from templates.kv_cache import KVSurgeryCache
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.kv_layout import KVLayout
 
 SHAPE, FULL, BITS = "Llama-3-8B", 0.5, 4
 LIMIT = 80_000_000_000  # bytes

@@ -15,8 +15,8 @@ from synthetic import RECENT, SINK, fill, occupy, quantisation, section
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaConfig
 
-from templates.kv_cache import KVLayerCache, KVSurgeryCache
-from templates.kv_layout import TILE
+from kvsurgery.templates.kv_cache import KVLayerCache, KVSurgeryCache
+from kvsurgery.templates.kv_layout import TILE
 
 try:
     from flash_attn import flash_attn_func
@@ -69,7 +69,7 @@ def arguments(layer: KVLayerCache, batch: int) -> tuple[tuple, dict]:
 
 def decode_error(query: torch.Tensor, heads: tuple, tiles: dict, **options) -> float:
     """Error of the kernel in the last row, whose memory lies farthest, against torch in float32."""
-    from templates import kv_decode
+    from kvsurgery.templates import kv_decode
 
     out = kv_decode.decode(query, *heads, **tiles, **options)[-1:].float()
     keys, values, offsets, lengths, *kinds = heads
@@ -92,7 +92,7 @@ def check_quantised(batch: int, full: int, bits: int, device: str = "cuda", **op
 
 def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) -> dict:
     """A decode step of a layer of which `full` KV heads keep all tokens, by a CUDA graph over several caches."""
-    from templates import kv_decode
+    from kvsurgery.templates import kv_decode
 
     read = bytes_to_read(batch, tokens, full, bits)
     copies = math.ceil(ROTATION / read)
@@ -159,7 +159,7 @@ def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tupl
 
 def check_streaming(past: int, device: str = "cuda") -> float:
     """Error of a short chunk over streaming heads; what nobody sees of its past is zero in the reference."""
-    from templates import kv_prefill
+    from kvsurgery.templates import kv_prefill
 
     states, held = chunk(past, 400, True, device)
     out = kv_prefill.prefill(*states, **held).float()
@@ -182,7 +182,7 @@ def visible_pairs(past: int, tokens: int, streaming: bool) -> int:
 
 def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
     """A chunk over one kind of head, 8 KV heads of it; full heads beside torch's attention and flash attention."""
-    from templates import kv_prefill
+    from kvsurgery.templates import kv_prefill
 
     (query, keys, values), held = chunk(past, tokens, streaming)
     others, repeats = {}, 5

@@ -19,8 +19,8 @@ from synthetic import build, cache_bytes, emitted, empty_cache, fill
 from torch.autograd import DeviceType
 from transformers import LlamaForCausalLM
 
-from templates.kv_cache import KVSurgeryCache
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.kv_layout import KVLayout
 
 
 class Case(NamedTuple):

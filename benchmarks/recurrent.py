@@ -41,9 +41,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from kvsurgery import console
 from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.memory import peak_memory
-from templates.kv_encode import Encoder
-from templates.kv_layout import KVLayout
-from templates.kv_reform import Reform
+from kvsurgery.templates.kv_encode import Encoder
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_reform import Reform
 
 sys.path.append(str(HERE))
 import embedding

@@ -24,15 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery import console, figure, resources
+from kvsurgery import console, figure
 from kvsurgery.decide.policy import Policy, Quantisation, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.score.importers import import_duo
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import KVLayout
 
-LAYOUT = resources.template_module("kv_layout")
 SINK, RECENT = 64, 256
 SPARSITIES, BITS, RANKS = (0.25, 0.5, 0.75), (16, 8, 4), (1, 2, 4, 8, 16)
 GIB = 1 << 30
@@ -85,7 +85,7 @@ def layout_of(policy: Policy, model: ModelDimensions) -> Any:
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
     }
-    return LAYOUT.KVLayout.from_config(converted_config(config, policy))
+    return KVLayout.from_config(converted_config(config, policy))
 
 
 def balance(parts: list[Any], tokens: int) -> dict[str, float]:

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from templates.kv_cache import KVSurgeryCache
-from templates.kv_layout import TILE, Quantisation
-from templates.modeling_kvsurgery_llama import LlamaForCausalLM as EmittedLlama
+from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.kv_layout import TILE, Quantisation
+from kvsurgery.templates.modeling_kvsurgery_llama import LlamaForCausalLM as EmittedLlama
 
 SINK, RECENT = 64, 256
 SHAPES = {

@@ -10,15 +10,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvsurgery import resources
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.emit.provenance import PROVENANCE, Provenance
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.plan.family import Family, text_config
+from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import plan_moves
+from kvsurgery.templates.kv_layout import KVLayout, text_config
+from kvsurgery.templates.kv_reform import Reform
 
 # what stands in the way of naming a family, though its dimensions are plain
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
@@ -179,8 +180,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
     try:
-        layout = resources.template_module("kv_layout").KVLayout.from_config(config)
-        reform = resources.template_module("kv_reform").Reform.from_config(config)
+        layout = KVLayout.from_config(config)
+        reform = Reform.from_config(config)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)

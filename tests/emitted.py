@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from templates.kv_cache import KVSurgeryCache
-from templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
-from templates.modeling_kvsurgery_llama import LlamaForCausalLM
+from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
+from kvsurgery.templates.modeling_kvsurgery_llama import LlamaForCausalLM
 from tests.families import stock
 
 CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from templates import kv_cuda, kv_torch
-from templates.kv_append import append, append_reference, flush, flush_reference
-from templates.kv_cache import KVLayerCache
-from templates.kv_columns import Columns
-from templates.kv_decode import decode, decode_reference
-from templates.kv_kernels import EVERY
-from templates.kv_layout import TILE, LayerLayout, Quantisation, Selection
-from templates.kv_prefill import prefill, prefill_reference
-from templates.kv_quant import empty_tiles, quantise
+from kvsurgery.templates import kv_cuda, kv_torch
+from kvsurgery.templates.kv_append import append, append_reference, flush, flush_reference
+from kvsurgery.templates.kv_cache import KVLayerCache
+from kvsurgery.templates.kv_columns import Columns
+from kvsurgery.templates.kv_decode import decode, decode_reference
+from kvsurgery.templates.kv_kernels import EVERY
+from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantisation, Selection
+from kvsurgery.templates.kv_prefill import prefill, prefill_reference
+from kvsurgery.templates.kv_quant import empty_tiles, quantise
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 

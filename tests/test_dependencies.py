@@ -6,6 +6,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+from kvsurgery.decide.policy import Quantisation
+from kvsurgery.templates import kv_layout
+
 ROOT = Path(__file__).parent.parent
 WITH_OTHERS = {"markupsafe"}  # is jinja2's
 
@@ -35,3 +38,8 @@ def test_the_tool_imports_its_dependencies() -> None:
 
 def test_emitted_code_imports_torch_and_transformers_and_kernels() -> None:
     assert imported("templates").keys() == {"torch", "transformers", "triton", "flash_attn"}
+
+
+def test_the_tool_and_the_templates_share_classes() -> None:
+    assert Quantisation is kv_layout.Quantisation
+    assert not [name for name in sys.modules if name.partition(".")[0] == "templates"]

@@ -21,7 +21,8 @@ from kvsurgery.evaluate.answering import GATHERED_ALONE
 from kvsurgery.evaluate.checkpoint import copy_code, load
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import Processes
-from kvsurgery.resources import template_module
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_reform import Reform
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +156,8 @@ def contenders(
     for model in (converted, original):
         model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, without an end token
     rank, count = part
-    layout = template_module("kv_layout").KVLayout.from_config(converted.config).parts(count)[rank]
-    reform = template_module("kv_reform").Reform.from_config(converted.config)
+    layout = KVLayout.from_config(converted.config).parts(count)[rank]
+    reform = Reform.from_config(converted.config)
     with torch.no_grad():
         kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device)).past_key_values)
 

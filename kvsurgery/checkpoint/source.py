@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsurgery import resources
 from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.templates.kv_layout import text_config
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -64,7 +64,7 @@ class Checkpoint:
     @property
     def text_config(self) -> dict[str, Any]:
         """The part of the config that is of the model with the KV cache."""
-        return resources.template_module("kv_layout").text_config(self.config)
+        return text_config(self.config)
 
     @cached_property
     def size(self) -> int:

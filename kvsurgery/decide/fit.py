@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvsurgery import console, resources
+from kvsurgery import console
 from kvsurgery.decide.blocks import arrange
 from kvsurgery.decide.budgets import MAX_BUDGET, allocate_budgets
 from kvsurgery.decide.footprint import Footprint
@@ -25,8 +25,7 @@ from kvsurgery.decide.mask import ranked_heads
 from kvsurgery.decide.policy import Quantisation, decide, kv_scores, usual_rest
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
-
-kv_layout = resources.template_module("kv_layout")
+from kvsurgery.templates import kv_layout
 
 # relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantised_cache.py)
 ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}

@@ -12,21 +12,16 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 
-from kvsurgery import resources
 from kvsurgery.decide.blocks import arrange, check_blocks
 from kvsurgery.decide.budgets import allocate_budgets
 from kvsurgery.decide.mask import best_heads, full_mask
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import TILE, Quantisation, Selection
+from kvsurgery.templates.kv_reform import Reform
 
 # far beyond any context, and sums of positions still fit 32 bits
 MAX_WINDOW = 1 << 30
-
-
-# shared with the emitted code: how budgeted heads choose, how a cache is quantised, and how long prompts are read
-Selection = resources.template_module("kv_layout").Selection
-Quantisation, TILE = (getattr(resources.template_module("kv_layout"), name) for name in ("Quantisation", "TILE"))
-Reform = resources.template_module("kv_reform").Reform
 SNAPKV = Selection()
 
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from kvsurgery import __version__, resources
+from kvsurgery import __version__
 from kvsurgery.console import size
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
+from kvsurgery.resources import TEMPLATES
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import KVLayout
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
 # keys of the source's card that stay true after surgery
@@ -22,7 +24,7 @@ BEGIN, END = "<!-- kvsurgery report -->", "<!-- end of kvsurgery report -->"
 
 def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """(length, bytes before, bytes after) of one sequence's KV cache in 16 bit, for a converted config."""
-    layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+    layout = KVLayout.from_config(config)
     return [(name, layout.dense_bytes(1, length), layout.kv_bytes(1, length)) for name, length in LENGTHS.items()]
 
 
@@ -30,7 +32,7 @@ def rank_table(config: Mapping[str, Any], replicated: bool) -> list[tuple[int, l
     """(processes, bytes that each of them holds) of 128k tokens' KV cache in 16 bit, for a converted config: one entry
     for every number of processes of tensor parallelism that its heads are laid out for. With `replicated` attention,
     each of them holds all of it."""
-    layout = resources.template_module("kv_layout").KVLayout.from_config(config)
+    layout = KVLayout.from_config(config)
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     return [(count, [part.kv_bytes(1, LENGTHS["128k"]) for part in own]) for count, own in parts.items()]
 
@@ -61,7 +63,7 @@ def model_card(
     ]
     auto = auto_class(config)
     reads_images = auto == "AutoModelForImageTextToText"
-    return Template((resources.folder("templates") / "model_card.md").read_text(encoding="utf-8")).substitute(
+    return Template((TEMPLATES / "model_card.md").read_text(encoding="utf-8")).substitute(
         front_matter="\n".join(front),
         title=base_model.rsplit("/", 1)[-1],
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",

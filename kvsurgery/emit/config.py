@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery import resources
 from kvsurgery.decide.policy import LayerPolicy, Policy
 from kvsurgery.errors import CheckpointError
-from kvsurgery.plan.family import Family, text_config
+from kvsurgery.plan.family import Family
+from kvsurgery.templates.kv_layout import VERSION, text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
@@ -33,7 +33,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     text["num_key_value_heads"] = model.kv_heads
     result["auto_map"] = {auto: f"{family.modeling}.{name}" for auto, name in family.classes.items()}
     result["kv_surgery"] = {
-        "version": resources.template_module("kv_layout").VERSION,
+        "version": VERSION,
         "head_dim": model.head_dim,
         **({"selection": asdict(policy.selection)} if policy.selection else {}),
         **({"quantisation": asdict(policy.quantisation)} if policy.quantisation else {}),

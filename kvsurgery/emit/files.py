@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvsurgery import resources
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
 from kvsurgery.plan.family import Family
+from kvsurgery.resources import TEMPLATES
 from kvsurgery.score.profile import HeadProfile
 
 RUNTIME = tuple(
@@ -29,9 +29,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     modeling = f"{family.modeling}.py"
-    templates = resources.folder("templates")
     card = model_card(checkpoint.name, config, profile, policy, original, family.replicated)
-    files = {name: (templates / name).read_bytes() for name in (modeling, *RUNTIME)}
+    files = {name: (TEMPLATES / name).read_bytes() for name in (modeling, *RUNTIME)}
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
         before = generation.read_bytes()

@@ -17,7 +17,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import tensor_parallel
-from kvsurgery.resources import template_module
+from kvsurgery.templates.kv_layout import KVLayout
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLED = 256  # bytes of every tensor, by which a checkpoint is known again
@@ -70,7 +70,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     """
     config = read_config(folder)
     if "kv_surgery" in config and not stock:
-        counts = template_module("kv_layout").KVLayout.from_config(config).processes
+        counts = KVLayout.from_config(config).processes
         if tp not in counts:
             raise CheckpointError(
                 f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "

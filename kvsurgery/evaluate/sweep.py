@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvsurgery import resources
 from kvsurgery.convert.convert import convert
 from kvsurgery.convert.output import check_space
 from kvsurgery.decide.footprint import Footprint
@@ -26,8 +25,8 @@ from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import started_processes
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import KVLayout
 
-KVLayout = resources.template_module("kv_layout").KVLayout
 PLAIN = 16  # bits of a cache that is not quantised
 SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
 

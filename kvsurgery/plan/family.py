@@ -19,17 +19,16 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from kvsurgery import resources
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.resources import PATCHES
+from kvsurgery.templates.kv_layout import text_config
 
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
-# shared with the emitted code: where a config describes the model with the KV cache
-text_config = resources.template_module("kv_layout").text_config
 
 
 @dataclass(frozen=True)
@@ -228,12 +227,12 @@ class Family:
 @cache
 def supported() -> tuple[str, ...]:
     """The supported values of `model_type`."""
-    return tuple(sorted(path.stem for path in resources.folder("patches").glob("*.toml")))
+    return tuple(sorted(path.stem for path in PATCHES.glob("*.toml")))
 
 
 @cache
 def _load(name: str) -> Family:
-    path = resources.folder("patches") / f"{name}.toml"
+    path = PATCHES / f"{name}.toml"
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     text = patch.get("text", {})
     return Family(

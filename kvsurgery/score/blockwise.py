@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kvsurgery import resources
-
-kv_torch = resources.template_module("kv_torch")
-LayerLayout = resources.template_module("kv_layout").LayerLayout
+from kvsurgery.templates import kv_torch
+from kvsurgery.templates.kv_layout import LayerLayout
 
 
 def causal(

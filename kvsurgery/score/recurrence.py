@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 
-from kvsurgery import resources
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.score.interception import attention_weights, intercepted
 from kvsurgery.score.subject import Subject
-
-kv_encode = resources.template_module("kv_encode")
-kv_layout = resources.template_module("kv_layout")
-kv_torch = resources.template_module("kv_torch")
-Reform = resources.template_module("kv_reform").Reform
+from kvsurgery.templates import kv_encode, kv_layout, kv_torch
+from kvsurgery.templates.kv_reform import Reform
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from kvsurgery.bench.results import Row
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.processes import Processes
-from kvsurgery.resources import template_module
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.surgery import Converted, convert_folder, random_profile
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_bytes(checkpoint: Callable, tmp_path_factory: pytest.TempPathFactory, o
             half = whole // (row.tokens + NEW) * (row.tokens + NEW / 2)
             assert row.floor == pytest.approx((step_weights(folder.stock, 2) + half) / 1e9)
         else:
-            layout = template_module("kv_layout").KVLayout.from_config(folder.model.config)
+            layout = KVLayout.from_config(folder.model.config)
             assert row.kv_bytes == row.predicted == layout.kv_bytes(2, row.tokens, NEW, itemsize=4) < whole
             half = layout.kv_bytes(2, row.tokens, NEW // 2, itemsize=4)
             assert row.floor == pytest.approx((step_weights(folder.stock, 2) + half) / 1e9, rel=1e-9)

@@ -20,7 +20,7 @@ import gpu_models
 import synthetic
 from gpu_report import Report
 
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 
 TOKENS = 700
 SPARE = 3

@@ -16,7 +16,7 @@ import recurrent
 from recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
 from recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
 
-from templates.kv_reform import Reform
+from kvsurgery.templates.kv_reform import Reform
 
 HEADS = ((0, "k", 2), (1, "v", 1), (1, "q", 6))
 SMALL = replace(recurrent.SETTINGS, heads=HEADS, chunk=64, encode_budget=48, recompute_budget=160, window=8)

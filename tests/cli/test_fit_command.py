@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.command import PROFILE, done, nothing_happens, refused, run
 from tests.families import make, tokens
 from tests.hub_server import serve

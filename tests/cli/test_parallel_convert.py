@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.command import CONVERT, PROFILE, done, nothing_happens, run
 from tests.families import largest, make, tokens
 from tests.shards import tree

@@ -13,7 +13,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 
 
 def profile(scores):

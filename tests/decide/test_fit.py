@@ -19,7 +19,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
 from kvsurgery.score.profile import HeadProfile
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 
 # relative errors of logits, as the README has them
 FIDELITY = {None: 1, 8: 1 - 0.0004, 4: 1 - 0.0079, 2: 1 - 0.047}

@@ -11,8 +11,8 @@ from kvsurgery.decide.footprint import DEQUANTISED, Footprint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.plan.family import Family
-from templates.kv_heads import CUDA_BLOCK
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_heads import CUDA_BLOCK
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.families import FAMILIES, make, stock, tokens
 from tests.shards import llama_checkpoint
 from tests.surgery import convert_folder

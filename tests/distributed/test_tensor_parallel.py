@@ -13,7 +13,7 @@ from kvsurgery.decide.policy import Quantisation
 from kvsurgery.plan.family import Family
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start

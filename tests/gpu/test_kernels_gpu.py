@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from templates import kv_append, kv_decode
-from templates.kv_kernels import EVERY
-from templates.kv_layout import Quantisation
-from templates.kv_quant import empty_tiles
+from kvsurgery.templates import kv_append, kv_decode
+from kvsurgery.templates.kv_kernels import EVERY
+from kvsurgery.templates.kv_layout import Quantisation
+from kvsurgery.templates.kv_quant import empty_tiles
 from tests import kernel_cases as cases
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])

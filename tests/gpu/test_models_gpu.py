@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from templates import kv_cuda
-from templates.kv_budget import BudgetedHeads
-from templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates import kv_cuda
+from kvsurgery.templates.kv_budget import BudgetedHeads
+from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.emitted import BUDGETED, LOSSLESS, emitted, in_parts
 from tests.families import largest, tokens
 

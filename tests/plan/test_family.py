@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from kvsurgery import resources
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.plan.family import Family, supported
+from kvsurgery.resources import TEMPLATES
 from tests.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
@@ -223,7 +223,7 @@ def test_a_text_model_inside_another(name: str, layer: int | None, part: str) ->
 @pytest.mark.parametrize("name", supported())
 def test_emitted_modeling_module_exists(name: str) -> None:
     modeling = Family.of({"model_type": name, "text_config": {"model_type": "llama"}}).modeling
-    assert Path(resources.folder("templates"), f"{modeling}.py").is_file()
+    assert Path(TEMPLATES, f"{modeling}.py").is_file()
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from kvsurgery.decide.policy import Selection
 from kvsurgery.score.profile import HeadProfile
-from templates import kv_heads
-from templates.kv_budget import attention_received, most_important
-from templates.kv_layout import EVERY, KVLayout
-from templates.kv_layout import Selection as LayoutSelection
+from kvsurgery.templates import kv_heads
+from kvsurgery.templates.kv_budget import attention_received, most_important
+from kvsurgery.templates.kv_layout import EVERY, KVLayout
+from kvsurgery.templates.kv_layout import Selection as LayoutSelection
 from tests.families import largest, tokens
 from tests.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import left_padded, logits

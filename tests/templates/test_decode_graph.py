@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
-from templates import kv_attention, kv_cuda, kv_graph
-from templates.kv_append import append_reference, flush_reference
-from templates.kv_decode import decode_reference
+from kvsurgery.templates import kv_attention, kv_cuda, kv_graph
+from kvsurgery.templates.kv_append import append_reference, flush_reference
+from kvsurgery.templates.kv_decode import decode_reference
 from tests.emitted import LOSSLESS, emitted
 from tests.families import largest, tokens
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from templates.kv_encode import Rotation, best_places
-from templates.kv_layout import KVLayout
-from templates.kv_reform import Reform
+from kvsurgery.templates.kv_encode import Rotation, best_places
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_reform import Reform
 from tests.emitted import emitted
 from tests.families import FAMILIES, largest, tokens
 

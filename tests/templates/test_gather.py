@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import logging
 
-from templates.kv_gather import gather, question_start, similarity
-from templates.kv_reform import Reform
+from kvsurgery.templates.kv_gather import gather, question_start, similarity
+from kvsurgery.templates.kv_reform import Reform
 from tests.emitted import emitted
 from tests.families import tokens
 

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from templates import kv_attention, kv_cuda
-from templates.kv_kernels import _softmax
+from kvsurgery.templates import kv_attention, kv_cuda
+from kvsurgery.templates.kv_kernels import _softmax
 from tests.emitted import BUDGETED, LOSSLESS, WINDOWS, emitted, in_parts
 from tests.families import largest, tokens
 

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from templates import kv_append, kv_compact, kv_decode, kv_kernels, kv_prefill  # noqa: E402
-from templates.kv_layout import Quantisation  # noqa: E402
-from templates.kv_quant import empty_tiles  # noqa: E402
+from kvsurgery.templates import kv_append, kv_compact, kv_decode, kv_kernels, kv_prefill  # noqa: E402
+from kvsurgery.templates.kv_layout import Quantisation  # noqa: E402
+from kvsurgery.templates.kv_quant import empty_tiles  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 DECODE_BLOCKS = {80: 2, 90: 3}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from templates.kv_columns import check_padding
-from templates.kv_heads import HeadGroup, allocate
+from kvsurgery.templates.kv_columns import check_padding
+from kvsurgery.templates.kv_heads import HeadGroup, allocate
 from tests.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 

@@ -1,6 +1,6 @@
 import pytest
 
-from templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 
 
 def config(layers=None, **overrides):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvsurgery.decide.policy import Quantisation, Selection
-from templates import kv_layout
-from templates.kv_quant import dequantise, empty_tiles, quantise
+from kvsurgery.templates import kv_layout
+from kvsurgery.templates.kv_quant import dequantise, empty_tiles, quantise
 from tests import emitted
 from tests.families import largest, make, tokens
 from tests.surgery import convert_folder

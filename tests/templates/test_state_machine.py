@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from templates import kv_heads, kv_layout, kv_quant
-from templates.kv_cache import KVSurgeryCache
-from templates.kv_layout import KVLayout
+from kvsurgery.templates import kv_heads, kv_layout, kv_quant
+from kvsurgery.templates.kv_cache import KVSurgeryCache
+from kvsurgery.templates.kv_layout import KVLayout
 from tests.emitted import CLASSES, LOSSLESS
 from tests.families import largest, stock, tokens
 from tests.reference import reference_logits

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.processes import tensor_parallel
-from templates.kv_layout import TILE, KVLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout
 from tests.distributed.start import start
 from tests.families import largest, tokens
 from tests.reference import reference_logits
