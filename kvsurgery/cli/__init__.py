@@ -58,16 +58,38 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; an error is one line. Exit codes: 1 failure, 2 usage, 3 mismatch, 130 interrupted."""
+    """Run the command line; an error is one line.
+
+    Exit codes: 1 failure, 2 usage, 3 mismatch, 130 interrupted. When the reader of a pipe closes it early, as `head`
+    does, the command ends with 1 and without a message: click, rich and Python itself do the same.
+    """
     # people add it to the end of what failed
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # file names need not be text that the terminal can show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        cli(arguments, prog_name="kvsurgery")
+        try:
+            cli(arguments, prog_name="kvsurgery")
+        finally:
+            _flush_stdout()
     except (KVSurgeryError, OSError) as error:
         if len(arguments) < len(sys.argv) - 1 or os.environ.get("KVSURGERY_DEBUG"):
             raise
         click.echo(f"kvsurgery: {error}", err=True)
         sys.exit(error.exit_code if isinstance(error, KVSurgeryError) else 1)
+
+
+def _flush_stdout() -> None:
+    """Write out what stdout still buffers. On failure that text is dropped, or the interpreter would fail at its exit.
+
+    Raises:
+        OSError: stdout cannot be written, for example because its disk is full.
+    """
+    if sys.stdout is None:  # it was closed before the start
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import CONVERT, PROFILE, done, nothing_happens, refused, save_profile
+from tests.command import BARS, CONVERT, PROFILE, done, nothing_happens, refused, save_profile
 from tests.shards import llama_checkpoint
 
 
@@ -25,14 +25,46 @@ def test_names_that_the_terminal_cannot_show(here: Path) -> None:
         assert result.stdout.startswith("modèle".encode(encoding, "backslashreplace"))
 
 
-def test_output_that_cannot_be_written(here: Path) -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "kvsurgery", *CONVERT]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert result.returncode == 1
-    assert "kvsurgery: [Errno 28] No space left on device" in result.stderr
-    assert "Traceback" not in result.stderr
-    done("verify", "out")
+@pytest.fixture(params=[False, True], ids=["buffered", "unbuffered"])
+def environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Variables under which Python buffers stdout, and under which it does not."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVSURGERY_"))}
+    return {**plain, "PYTHONUNBUFFERED": "1"} if request.param else plain
+
+
+def run_into(stdout: int, arguments: tuple[str, ...], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Exit code and lines on stderr, without those of progress bars, of a command with this stdout."""
+    command = [sys.executable, "-m", "kvsurgery", *arguments]
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    return result.returncode, [line for line in lines if not line.startswith(BARS)]
+
+
+# by click, by rich, and by both after work
+PRINTING = [("--help",), ("inspect", "llama", "--json"), ("inspect", "llama"), ("profile", "show", PROFILE), CONVERT]
+printing = pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
+
+
+@printing
+def test_output_that_cannot_be_written(here: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert run_into(full, arguments, environment) == (1, ["kvsurgery: [Errno 28] No space left on device"])
+    os.close(full)
+    if arguments == CONVERT:
+        done("verify", "out")
+
+
+@printing
+def test_a_reader_that_has_enough(here: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    assert run_into(write, arguments, environment) == (1, [])
+    os.close(write)
+
+
+def test_stdout_that_is_closed(here: Path, environment: dict[str, str]) -> None:
+    command = 'exec "$0" -m kvsurgery inspect llama >&-'
+    subprocess.run(["bash", "-c", command, sys.executable], env=environment, check=True)
 
 
 class TestOut:
