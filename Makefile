@@ -8,7 +8,8 @@ export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # of all that torch installs, a run imports little: that gets compiled. To pip 0 means not to compile
 export PIP_NO_COMPILE = 0
-unexport PYTHONDONTWRITEBYTECODE
+# settings of the caller's Python, of its tests, and of its language change neither
+unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
 .PHONY: demo test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
 

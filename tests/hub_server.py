@@ -110,6 +110,9 @@ class Hub(ThreadingHTTPServer):
             "HF_HOME": str(home / "hf"),
             "HF_TOKEN": TOKEN,
             "HF_HUB_DISABLE_XET": "1",
+            # seconds that a busy machine may take to answer
+            "HF_HUB_DOWNLOAD_TIMEOUT": "300",
+            "HF_HUB_ETAG_TIMEOUT": "300",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import gpu
 import gpu_capacity
 import gpu_kernels
 import gpu_models
+import gpu_report
 import synthetic
 from gpu_report import Report
 
@@ -33,7 +34,9 @@ def parts() -> list[gpu_models.Variant]:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Report:
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """A report at second 0, where time stands still."""
+    monkeypatch.setattr(gpu_report, "time", SimpleNamespace(monotonic=lambda: 0.0))
     report = Report(tmp_path / "gpu-test", {"device": "test"})
     report.table("part", {"what": "<6", "ms": "8.2f"})
     return report
@@ -117,7 +120,7 @@ def test_what_does_not_work_is_noted_and_the_rest_goes_on(report: Report) -> Non
         raise AssertionError("wrong by 1")
     report.add(what="right", ms=1.0)
     assert report.failed
-    report.deadline = time.monotonic() + 5
+    report.deadline = 5
     assert report.allows("short", 4)
     assert not report.allows("long", 60)
     report.write()
@@ -130,7 +133,7 @@ def test_what_does_not_work_is_noted_and_the_rest_goes_on(report: Report) -> Non
 
 
 def test_no_time_for_any_model(parts: list[gpu_models.Variant], report: Report) -> None:
-    report.deadline = time.monotonic()
+    report.deadline = 0
     gpu_models.decode_section(report, gpu_models.TINY[0], parts)
     gpu_models.prefill_section(report, gpu_models.TINY[0], parts)
     report.write()
@@ -145,10 +148,10 @@ def test_chunks_between_measured_ones(
 
     def chunk(variant: gpu_models.Variant, past: int, tokens: int) -> tuple[float, int]:
         if past == 900:
-            report.deadline = time.monotonic() + 4.5 if variant is parts[2] else report.deadline
+            report.deadline = 4.5 if variant is parts[2] else report.deadline
         return 1 + past / tokens, 10**9
 
-    report.deadline = time.monotonic() + 1000
+    report.deadline = 1000
     monkeypatch.setattr(gpu_models, "prefill_chunk", chunk)
     gpu_models.prefill_section(report, gpu_models.TINY[0], parts)
     sums = [row for row in report.rows if row["section"] == "prefill in chunks"]
@@ -207,5 +210,5 @@ def test_capacity_search(report: Report, room: int) -> None:
         report, 4_000_000, lambda tokens: {"cache": tokens} if tokens <= room else None, dense=1
     )
     assert found == (room // 100_000 * 100_000, True)
-    report.deadline = time.monotonic()
+    report.deadline = 0
     assert gpu_capacity.search(report, 4_000_000, lambda tokens: None) == (0, False)

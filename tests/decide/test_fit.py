@@ -106,7 +106,7 @@ def share(profile, windows, policy, demand):
 
 class TestCandidates:
     @given(cases(), st.data())
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_cost_and_keep_what_the_decided_policy_does(self, case, data):
         profile, windows, footprint, demand, options = case
         found = fit(profile, windows, footprint, demand, **options)
@@ -129,7 +129,7 @@ class TestCandidates:
             assert candidate.kept == pytest.approx(share(profile, windows, policy, demand), abs=1e-9)
 
     @given(cases())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_every_number_of_full_heads_and_every_width(self, case):
         profile, windows, footprint, demand, options = case
         found = fit(profile, windows, footprint, demand, **{**options, "rest": "streaming"})
@@ -212,7 +212,7 @@ class TestByHand:
 
 class TestChoice:
     @given(cases(), st.data())
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_is_the_best_that_fits(self, case, data):
         profile, windows, footprint, demand, options = case
         totals = sorted({one.total for one in fit(profile, windows, footprint, demand, **options).candidates})
@@ -233,7 +233,7 @@ class TestChoice:
         assert more.candidates == found.candidates
 
     @given(cases())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_everything_in_16_bit_wins_where_it_fits(self, case):
         profile, windows, footprint, demand, options = case
         choice = fit(profile, windows, footprint, demand, **options).choice
@@ -241,7 +241,7 @@ class TestChoice:
         assert (choice.full_heads, choice.quantisation, choice.kept) == (heads, None, 1)
 
     @given(cases())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_impossible_says_by_how_much(self, case):
         profile, windows, footprint, demand, options = case
         least = min(one.total for one in fit(profile, windows, footprint, demand, **options).candidates)
@@ -258,7 +258,7 @@ class TestChoice:
         assert "--rest streaming" in str(error.value)
 
     @given(cases())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_pareto(self, case):
         profile, windows, footprint, demand, options = case
         found = fit(profile, windows, footprint, demand, **options)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from kvsurgery.processes import started_processes
 
-PATIENCE = 240  # seconds
+PATIENCE = 1800  # seconds; only a process that hangs takes that long, even on busy cores
 
 
 def start(count: int, work: Callable[..., Any], out: Path, *arguments: Any) -> list[Any]:

@@ -139,7 +139,7 @@ def test_pieces_for_perplexity_end_alike_and_begin_as_texts_do(spelling):
     assert not np.array_equal(asked[0].tokens, asked[3].tokens)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from([NeedleTask((300,), (0.5,)), PasskeyTask((420,), 2, 4), PerplexityTask((99,), 9)]),
     st.integers(0, 9),

@@ -14,7 +14,7 @@ from kvsurgery.evaluate.records import append_lines, check_settings, lines, read
 RECORDS = [{"task": "needle", "sample": str(number), "answer": "so und\u2028 so\r\n\x0b — \x85"} for number in range(3)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(0, 300))
 def test_of_a_file_cut_anywhere_whole_lines_are_left(cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("cut") / "answers.jsonl"

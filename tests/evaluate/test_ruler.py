@@ -52,7 +52,7 @@ def solve(task, text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     task=st.sampled_from(MADE), length=st.integers(512, 4500), seed=st.integers(0, 99), chat=st.booleans()
 )  # fmt: skip

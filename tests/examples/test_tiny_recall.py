@@ -21,7 +21,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(FOLDER / "model").eval()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 99), st.integers(14, 200), st.integers(1, 60), st.integers(1, 60), st.booleans())
 def test_every_query_asks_for_an_earlier_fact(seed, length, facts, queries, at_end):
     tokens, kind = task.texts(np.random.default_rng(seed), 2, length, facts, queries, at_end=at_end)

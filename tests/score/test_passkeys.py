@@ -36,7 +36,7 @@ def runs(mask):
     return edges.reshape(-1, 2).tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2000), st.integers(0, 8))
 def test_every_passkey_is_hidden_once_and_recalled_at_the_end(passkeys, subject, step, place):
     tokens, targets, labels = (part[0].numpy() for part in passkeys(step, place))

@@ -41,7 +41,7 @@ def layout(llama):
     padding=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=12),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_ring_holds_sinks_and_the_newest_positions(sink, recent, padding, chunks):
     # every element of a token is its column, so that what a slot holds can be read off it
     group = HeadGroup(torch.empty(len(padding), 2, 0, 3), 2, sink, recent)

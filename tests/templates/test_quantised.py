@@ -107,7 +107,7 @@ def in_parts(model, parts, cache=None, **options):
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 100),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
     quantisation = Quantisation(bits, scheme, group_size)
     generator = torch.Generator().manual_seed(seed)

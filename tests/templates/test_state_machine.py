@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -222,7 +222,5 @@ def test_any_operations_on_a_cache(family, stored, monkeypatch):
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=100, stateful_step_count=20),
     )

@@ -39,7 +39,7 @@ def write(folder, content):
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(length=st.integers(1, 5000), seed=st.integers(0, 9))
 def test_generated_text_is_long_enough_and_a_seed_gives_it_again(kind, length, seed):
     spelt = tokenizer(kind, [chr(code) for code in range(32, 127)] + ["\n"])
@@ -125,7 +125,7 @@ def test_files_that_are_no_text(tmp_path):
             Haystack.read(source, WORDS, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 40), length=st.integers(0, 40), seed=st.integers(0, 99))
 def test_a_piece_is_a_part_of_the_text(size, length, seed):
     haystack = Haystack(np.arange(size), "numbers")
