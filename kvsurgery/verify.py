@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.convert.converted import Converted, open_converted
 from kvsurgery.convert.engine import JOBS, move_bytes
 from kvsurgery.convert.sidefiles import chunks, walk
+from kvsurgery.emit.card import code_hashes
 from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
 from kvsurgery.errors import Mismatch
 from kvsurgery.plan.surgery import unmoved
@@ -27,6 +28,7 @@ class VerifyReport:
         size: bytes of its weights.
         tensors, files: how many had their recorded hash.
         unrecorded: files that the conversion did not write.
+        hashes: SHA-256 of every emitted `.py` file, by name.
         seconds: wall time.
     """
 
@@ -35,6 +37,7 @@ class VerifyReport:
     tensors: int
     files: int
     unrecorded: tuple[str, ...]
+    hashes: Mapping[str, str]
     seconds: float
 
 
@@ -69,6 +72,7 @@ def verify(
         len(converted.moves),
         sum(digest is not None for digest in recorded.values()),
         tuple(name for name in walk(folder) if name not in known and not name.startswith(".")),
+        code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
         time.monotonic() - begin,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvsurgery import console
 from kvsurgery.decide.fit import Fit
 from kvsurgery.emit.card import kv_table, rank_table
+from kvsurgery.emit.config import hub_code_keys
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
@@ -34,6 +35,7 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
             "budgeted": policy.budgeted,
         },
         "rounded": policy.rounded,
+        "left_out_of_config": hub_code_keys(checkpoint.config),
         "layers": [
             {
                 "full": layer.full,
@@ -117,6 +119,11 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
+    if keys := facts["left_out_of_config"]:
+        lines.append(
+            f"left out of config.json, and kept for revert: {', '.join(keys)}, by which transformers may run code of "
+            "the Hub without trust_remote_code"
+        )
     console.stdout.print("\n".join(lines) + "\n", markup=False)
     if "fit" in facts:
         print_fit(facts["fit"], policy.get("tp", 1))

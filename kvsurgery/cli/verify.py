@@ -13,9 +13,10 @@ import click
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="SRC", help="Compare with the original too: a folder or a Hub id.")
 @click.option("--logits", is_flag=True, help="Then run stock and emitted model, all heads full, and compare logits.")
+@click.option("--hashes", is_flag=True, help="Print the SHA-256 of each emitted .py file, as the model card does.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that hash.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_json: bool) -> None:
+def verify(folder: Path, source: str | None, logits: bool, hashes: bool, jobs: int | None, as_json: bool) -> None:
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files are compared as they are; every tensor is put back into its original order
@@ -24,6 +25,7 @@ def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_
     \b
     kvsurgery verify ./llama3-duo
     kvsurgery verify ./llama3-duo --source ./llama3 --logits
+    kvsurgery verify ./llama3-duo --hashes
     """
     from kvsurgery import console
     from kvsurgery.convert.engine import JOBS
@@ -47,6 +49,7 @@ def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_
             "compared_with_source": source is not None,
             "seconds": report.seconds,
             "logits": compared,
+            "hashes": report.hashes,
         }
         click.echo(json.dumps(facts, indent=2))
         return
@@ -62,6 +65,8 @@ def verify(folder: Path, source: str | None, logits: bool, jobs: int | None, as_
             f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}",
             markup=False,
         )
+    if hashes:
+        click.echo("\n".join(f"{digest}  {name}" for name, digest in report.hashes.items()))
     if report.unrecorded:
         console.stderr.print(f"not written by the conversion: {', '.join(report.unrecorded)}", markup=False)
 

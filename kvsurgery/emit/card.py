@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 from string import Template
 from typing import Any
 
@@ -37,11 +38,17 @@ def rank_table(config: Mapping[str, Any], replicated: bool) -> list[tuple[int, l
     return [(count, [part.kv_bytes(1, LENGTHS["128k"]) for part in own]) for count, own in parts.items()]
 
 
+def code_hashes(files: Mapping[str, bytes]) -> dict[str, str]:
+    """SHA-256 of each Python file, by name."""
+    return {name: sha256(files[name]).hexdigest() for name in sorted(files) if name.endswith(".py")}
+
+
 def model_card(
     base_model: str,
     config: Mapping[str, Any],
     profile: HeadProfile,
     policy: Policy,
+    code: Mapping[str, bytes],
     original: str = "",
     replicated: bool = False,
 ) -> str:
@@ -51,6 +58,7 @@ def model_card(
         base_model: what was converted: a Hub id or a folder's name.
         config: the converted config.
         profile, policy: what decided the heads.
+        code: every emitted `.py` file by its name.
         original: the source's README.md, for its licence and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
     """
@@ -81,6 +89,8 @@ def model_card(
         profile_model=profile.base_model,
         profile_hash=profile.hash[:16],
         policy_hash=policy.hash[:16],
+        # as sha256sum has them
+        code_hashes="\n".join(f"{digest}  {name}" for name, digest in code_hashes(code).items()),
         kv_table="\n".join(["| tokens | before | after | ratio |", "|---|---|---|---|", *rows]),
     )
 

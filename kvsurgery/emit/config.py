@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,16 +15,23 @@ from kvsurgery.templates.kv_layout import VERSION, text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
+# what transformers runs attention and experts with: its own code under a plain name, code of the Hub as "org/name"
+IMPLEMENTATIONS = tuple(f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts"))
+# transformers sets these when it runs; before 5.3 it takes them from config.json and asks nobody (CVE-2026-4372)
+INTERNAL = tuple(f"_{part}_implementation_internal" for part in ("attn", "experts"))
 
 
 def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     """The source's config.json with `auto_map`, `kv_surgery`, and RoPE as transformers 4 and 5 spell it.
 
-    `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads.
+    `model_type` and `architectures` stay, so that without `trust_remote_code` the stock class loads. Keys that can make
+    transformers run code of the Hub without it are left out.
     """
     family = Family.of(config)
     model = family.dimensions(config)
     result = copy.deepcopy(dict(config))
+    for part, key, _ in [*_hub_code(result)]:
+        del part[key]
     text = text_config(result)
     text.update(both_rope_spellings(text))
     # a config may leave out what is its class's default; the layout is checked against these
@@ -41,6 +48,23 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         "layers": [_layer(layer) for layer in policy.layers],
     }
     return result
+
+
+def hub_code_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Dotted names of the keys that can make transformers run code of the Hub without `trust_remote_code`."""
+    return tuple(name for _, _, name in _hub_code(config))
+
+
+def _hub_code(part: Any, prefix: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """(object, key, dotted name) of each such key in a config, the configs inside it included."""
+    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for key, value in items:
+        name = f"{prefix}{key}"
+        # an implementation may be an object that has one for every config inside
+        if key in INTERNAL or (key in IMPLEMENTATIONS and "/" in json.dumps(value)):
+            yield part, key, name
+        else:
+            yield from _hub_code(value, f"{name}.")
 
 
 def auto_class(config: Mapping[str, Any]) -> str:

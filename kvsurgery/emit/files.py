@@ -29,8 +29,8 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     modeling = f"{family.modeling}.py"
-    card = model_card(checkpoint.name, config, profile, policy, original, family.replicated)
     files = {name: (TEMPLATES / name).read_bytes() for name in (modeling, *RUNTIME)}
+    card = model_card(checkpoint.name, config, profile, policy, files, original, family.replicated)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
         before = generation.read_bytes()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from kvsurgery.convert import engine
 from kvsurgery.score.profile import HeadProfile
-from tests.command import HEAVY, MODEL, PROFILE, SCORES, done, refused, run
+from tests.command import CONVERT, HEAVY, MODEL, PROFILE, SCORES, done, refused, run
 from tests.families import largest, make, tokens
 from tests.shards import LLAMA, tree
 from tests.surgery import random_profile
@@ -141,6 +141,19 @@ class TestWhatItSays:
         loading, following = result.err.splitlines()[-2:]
         assert loading == 'it loads with AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)'
         assert following == "next: kvsurgery verify out"
+
+    def test_what_the_config_loses(self, here: Path) -> None:
+        place = Path("llama/config.json")
+        key = "_attn_implementation_internal"
+        place.write_text(json.dumps({**json.loads(place.read_text()), key: "someone/kernel"}, indent=1))
+        [line] = [line for line in done(*CONVERT).out.splitlines() if key in line]
+        assert line.startswith(f"left out of config.json, and kept for revert: {key}, ")
+        assert key not in Path("out/config.json").read_text()
+        facts = json.loads(done("convert", "llama", "--profile", PROFILE, "--dry-run", "--json").out)
+        assert facts["left_out_of_config"] == [key]
+        done("verify", "out", "--source", "llama")
+        done("revert", "out", "--out", "back")
+        assert Path("back/config.json").read_bytes() == place.read_bytes()
 
     def test_json(self, here: Path) -> None:
         facts = json.loads(done("convert", "llama", "--profile", PROFILE, "--out", "out", "--json").out)

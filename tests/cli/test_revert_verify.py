@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 from kvsurgery.cli import cli
 from kvsurgery.errors import Mismatch
 from tests.shards import convert_llama, llama_checkpoint, tree
+from tests.surgery import Converted
 
 
 def run(*arguments: str | Path) -> Result:
@@ -40,6 +43,17 @@ def test_verify_json(source: Path, converted: Path) -> None:
     facts = json.loads(run("verify", converted, "--source", source, "--json").stdout)
     assert (facts["source"], facts["tensors"], facts["compared_with_source"]) == ("source", 21, True)
     assert facts["bytes"] == sum(path.stat().st_size for path in source.glob("*.safetensors"))
+
+
+def test_verify_prints_the_hashes_of_the_card(mixed: Callable[[str], Converted]) -> None:
+    converted = mixed("llama").folder
+    card = (converted / "README.md").read_text()
+    listed = card.split("```text\n")[1].split("```")[0]
+    expected = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(converted.glob("*.py"))}
+    assert listed == "".join(f"{digest}  {name}\n" for name, digest in expected.items())
+    assert run("verify", converted, "--hashes").stdout.endswith(f"\n{listed}")
+    assert listed not in run("verify", converted).stdout
+    assert json.loads(run("verify", converted, "--json").stdout)["hashes"] == expected
 
 
 def test_verify_raises_a_mismatch(converted: Path) -> None:

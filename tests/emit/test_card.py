@@ -1,4 +1,5 @@
 import json
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ CONFIG = {
     "hidden_size": 128,
     "max_position_embeddings": 4096,
 }
+CODE = {"kv_cache.py": b"class Cache: ...", "kv_attention.py": b"def attend(): ..."}
 ORIGINAL = """---
 license: other
 license_name: llama3
@@ -46,7 +48,7 @@ def front_matter(card):
 
 def test_card_states_what_was_done(decided):
     profile, policy, config = decided
-    card = model_card("org/base", config, profile, policy, ORIGINAL)
+    card = model_card("org/base", config, profile, policy, CODE, ORIGINAL)
     assert front_matter(card) == {
         "library_name": "transformers",
         "base_model": "org/base",
@@ -65,9 +67,21 @@ def test_card_states_what_was_done(decided):
         assert f"{after / before:.2f}" in card
 
 
+def test_card_says_how_to_load_code_safely(decided):
+    profile, policy, config = decided
+    card = model_card("org/base", config, profile, policy, CODE)
+    snippet = card.split("```python\n")[1].split("```")[0]
+    compile(snippet, "card", "exec")
+    assert 'revision="' in snippet
+    assert "transformers 5.3 or newer" in card
+    listed = dict(line.split()[::-1] for line in card.split("```text\n")[1].split("\n```")[0].splitlines())
+    assert listed == {name: sha256(content).hexdigest() for name, content in CODE.items()}
+    assert card == model_card("org/base", config, profile, policy, dict(reversed(CODE.items())))
+
+
 def test_a_local_base_model_is_no_link(decided):
     profile, policy, config = decided
-    card = model_card("llama3", config, profile, policy)
+    card = model_card("llama3", config, profile, policy, CODE)
     assert "base_model" not in front_matter(card)
     assert "huggingface.co" not in card
 
@@ -81,7 +95,7 @@ def test_kv_table_by_hand(decided):
 
 def test_a_report_has_one_section_wherever_its_owner_moves_it(decided):
     profile, policy, config = decided
-    card = model_card("org/base", config, profile, policy)
+    card = model_card("org/base", config, profile, policy, CODE)
     once = with_section(card, "## Evaluation\n\nthe first")
     assert once.startswith(card.rstrip())
     moved = once[len(card.rstrip()) :].strip() + "\n\n" + card

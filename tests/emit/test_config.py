@@ -6,7 +6,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.decide.policy import decide
-from kvsurgery.emit.config import both_rope_spellings, converted_config, converted_generation_config
+from kvsurgery.emit.config import (
+    both_rope_spellings,
+    converted_config,
+    converted_generation_config,
+    hub_code_keys,
+)
 from kvsurgery.errors import CheckpointError
 from kvsurgery.plan.family import Family
 from kvsurgery.score.profile import HeadProfile
@@ -110,6 +115,44 @@ def test_the_rest_of_the_config_stays():
         "AutoModelForCausalLM": "modeling_kvsurgery_llama.LlamaForCausalLM",
     }
     assert result["kv_surgery"]["layers"] == [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 4
+
+
+REPO = "someone/kernel"
+HUB_CODE = {
+    "_attn_implementation_internal": REPO,
+    "_experts_implementation_internal": "eager",
+    "_attn_implementation": f"paged|{REPO}",
+    "attn_implementation": {"": "sdpa", "text_config": f"{REPO}@main:attend"},
+    "_experts_implementation": REPO,
+    "experts_implementation": REPO,
+}
+
+
+@pytest.mark.parametrize("place", [(), ("text_config",), ("vision_config",), ("per_layer_config", "0"), ("parts", 0)])
+def test_keys_that_run_code_of_the_hub_are_left_out(place):
+    inner = {"text_config": settings("llama"), "vision_config": {"model_type": "clip_vision_model"}}
+    plain = {"model_type": "llava", **inner, "per_layer_config": {"0": {}}, "parts": [{}]}
+    config = json.loads(json.dumps(plain))
+    part = config
+    for step in place:
+        part = part[step]
+    part |= HUB_CODE
+    assert convert(config) == convert(plain)
+    assert hub_code_keys(config) == tuple(".".join(map(str, (*place, key))) for key in HUB_CODE)
+    assert hub_code_keys(plain) == ()
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "experts_implementation"])
+def test_implementations_of_transformers_itself_stay(key):
+    config = settings("llama", **{key: "eager"})
+    assert convert(config)[key] == "eager"
+    assert hub_code_keys(config) == ()
+
+
+def test_what_is_left_out_reaches_no_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(convert(settings("llama", **HUB_CODE))))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert REPO not in repr(vars(config))
 
 
 def test_own_windows_are_native_layers():
