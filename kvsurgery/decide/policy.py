@@ -155,6 +155,11 @@ def decide(
     if len(windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
     eligible = np.array([window is None for window in windows])
+    if (unmeasured := np.flatnonzero(eligible & ~profile.eligible)).size:
+        raise PolicyError(
+            f"layer {unmeasured[0]} has full attention in this model and a sliding window in the profile's, "
+            f"{profile.base_model}; measure this model: kvsurgery profile compute"
+        )
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
     check_blocks(tp, profile.model.kv_heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ class Overlap:
 
     Attributes:
         sparsity: share of the KV heads that stream.
-        heads: KV heads of the model.
+        heads: KV heads in the model's full-attention layers.
         full: how many of them each profile keeps full.
         shared: how many of those are the same.
     """
@@ -38,7 +38,7 @@ class Overlap:
     @property
     def chance(self) -> float:
         """What `share` is on average where one of the profiles is random."""
-        return self.full / self.heads
+        return self.full / self.heads if self.heads else 1.0
 
     @property
     def jaccard(self) -> float:
@@ -56,8 +56,10 @@ class Comparison:
         group_reduce: how scores of the query heads of a group became their KV head's; None where there were none.
         unit: what `values` are: scores of one method, or ranks, since those of two methods have no common scale.
         values: float64 [2, layers, heads].
-        spearman: rank correlation of the heads' scores, ties averaged; None where a profile scores all heads alike.
+        spearman: rank correlation of the scores of heads in full-attention layers, ties averaged; None where a profile
+            scores all of them alike.
         overlaps: of the full heads, by sparsity.
+        eligible: bool [layers], the layers with full attention, as far as the profiles say; only their heads count.
     """
 
     profiles: tuple[HeadProfile, HeadProfile]
@@ -67,6 +69,7 @@ class Comparison:
     values: np.ndarray
     spearman: float | None
     overlaps: tuple[Overlap, ...]
+    eligible: np.ndarray
 
     @property
     def ceiling(self) -> float:
@@ -117,6 +120,7 @@ def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"]
         PolicyError: `group_reduce` is neither mean nor max.
     """
     granularity, scores = common_scores((a, b), group_reduce)
+    eligible = replace(a, windows=common_windows((a, b))).eligible
     unit = "score" if a.method == b.method else "rank"
     queries = "query" in (a.granularity, b.granularity)
     return Comparison(
@@ -124,9 +128,10 @@ def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"]
         granularity=granularity,
         group_reduce=group_reduce if queries else None,
         unit=unit,
-        values=np.array(scores if unit == "score" else [ranks(of) for of in scores], dtype=np.float64),
-        spearman=_spearman(*scores),
-        overlaps=tuple(_overlap(a, b, sparsity, group_reduce) for sparsity in SPARSITIES),
+        values=np.array(scores if unit == "score" else [ranks(of, eligible) for of in scores], dtype=np.float64),
+        spearman=_spearman(*(of[eligible] for of in scores)),
+        overlaps=tuple(_overlap(a, b, sparsity, group_reduce, eligible) for sparsity in SPARSITIES),
+        eligible=eligible,
     )
 
 
@@ -159,6 +164,27 @@ def common_scores(
     return "kv", [kv_scores(profile, group_reduce) for profile in profiles]
 
 
+def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | None:
+    """The sliding windows of the model's layers, as the profiles that know them say; None where none does.
+
+    Raises:
+        ProfileError: they say different things.
+    """
+    known = {profile.windows: profile.base_model for profile in profiles if profile.windows is not None}
+    if len(known) > 1:
+        [(some, first), (others, second), *_] = known.items()
+        layer = next(layer for layer, pair in enumerate(zip(some, others, strict=True)) if pair[0] != pair[1])
+        raise ProfileError(
+            f"{first} and {second} are different models: layer {layer} has {_attention(some[layer])} in one and "
+            f"{_attention(others[layer])} in the other; give profiles of one model"
+        )
+    return next(iter(known), None)
+
+
+def _attention(window: int | None) -> str:
+    return "full attention" if window is None else f"a sliding window of {window} tokens"
+
+
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Pearson's correlation of the places of scores; None where all are equal."""
     mean = (a.size + 1) / 2
@@ -167,6 +193,8 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(x @ y / spread) if spread else None
 
 
-def _overlap(a: HeadProfile, b: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"]) -> Overlap:
-    here, there = (full_heads(profile, sparsity, group_reduce) for profile in (a, b))
-    return Overlap(sparsity, here.size, int(here.sum()), int((here & there).sum()))
+def _overlap(
+    a: HeadProfile, b: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"], eligible: np.ndarray
+) -> Overlap:
+    here, there = (full_heads(profile, sparsity, group_reduce, eligible) for profile in (a, b))
+    return Overlap(sparsity, int(eligible.sum()) * a.model.kv_heads, int(here.sum()), int((here & there).sum()))

@@ -22,6 +22,7 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
         "base_model": profile.base_model,
         "base_revision": profile.base_revision,
         "model": asdict(profile.model),
+        "windows": profile.windows and list(profile.windows),
         **(_score_facts(profile) if profile.scores is not None else _embedding_facts(profile)),
         "sink": profile.sink,
         "recent": profile.recent,
@@ -37,8 +38,13 @@ def _score_facts(profile: HeadProfile) -> dict[str, Any]:
         "score_min": float(scores.min()),
         "score_max": float(scores.max()),
         "at_max": int((scores == scores.max()).sum()),
+        # null for a layer that is not eligible
         "full_heads_per_layer": {
-            str(sparsity): full_heads(profile, sparsity).sum(axis=1).tolist() for sparsity in SPARSITIES
+            str(sparsity): [
+                int(count) if eligible else None
+                for count, eligible in zip(full_heads(profile, sparsity).sum(axis=1), profile.eligible, strict=True)
+            ]
+            for sparsity in SPARSITIES
         },
         "scores": scores.tolist(),
     }
@@ -53,17 +59,20 @@ def _embedding_facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def describe(profile: HeadProfile) -> str:
-    """The facts in two lines."""
+    """The facts in two lines, or three where layers of the model slide."""
     model = f"{profile.base_model} ({profile.model})\n"
     if profile.scores is None:
         return f"{model}{profile.method} embedding heads: {', '.join(map(str, profile.embedding_heads))}"
     scores = profile.scores
     layers, heads = scores.shape
     at_max = int((scores == scores.max()).sum())
+    sliding = int((~profile.eligible).sum())
+    windows = f"\n{sliding} of {layers} layers have a sliding window of the model's own: no head of theirs can be full"
     return (
         f"{model}{profile.method} scores of {layers} x {heads} {kind_of_head(profile.granularity)}s: "
         f"{scores.min():.4g} to {scores.max():.4g}, mean {scores.mean(dtype=np.float64):.4g}, "
         f"{at_max} of {scores.size} at the maximum"
+        f"{windows if sliding else ''}"
     )
 
 
@@ -74,9 +83,9 @@ def describe_comparison(comparison: Comparison) -> str:
     differences = comparison.layer_differences / comparison.ceiling
     # equal differences: the earlier layer first
     most = [layer for layer in np.argsort(-differences, kind="stable")[:MOST_DIFFERENT] if differences[layer]]
+    count, kind = comparison.difference[comparison.eligible].size, kind_of_head(comparison.granularity)
     return (
-        f"Spearman rank correlation of {comparison.difference.size} {kind_of_head(comparison.granularity)}s: "
-        f"{correlation}\n"
+        f"Spearman rank correlation of {count} {kind}s: {correlation}\n"
         f"layers that differ most: {', '.join(f'{layer} ({differences[layer]:.0%})' for layer in most) or 'none'}"
     )
 

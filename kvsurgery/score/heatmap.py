@@ -15,6 +15,7 @@ from kvsurgery.score.profile import HeadProfile
 
 # ten levels, each a tenth of the range: a character where there is no colour, else matplotlib's viridis
 SHADES = " .:-=+*#%@"
+SLIDES = "-"  # instead of the number of full heads
 COLOURS = (
     "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725",
 )  # fmt: skip
@@ -28,11 +29,17 @@ def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
         width: columns of the terminal; heads that do not fit follow in a second block.
         colour: coloured cells, else characters.
     """
-    counts = [full_heads(profile, sparsity).sum(axis=1) for sparsity in SPARSITIES]
-    beside = {f"{sparsity * 100:.0f}": list(map(str, of)) for sparsity, of in zip(SPARSITIES, counts, strict=True)}
+    beside = {
+        f"{sparsity * 100:.0f}": [
+            str(count) if eligible else SLIDES
+            for count, eligible in zip(full_heads(profile, sparsity).sum(axis=1), profile.eligible, strict=True)
+        ]
+        for sparsity in SPARSITIES
+    }
     top = ceiling(profile.method, profile.scores)
     reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
-    text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}\n\n")
+    slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with a sliding window"
+    text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}{slides}\n\n")
     text.append(_map([_levels(profile.scores, top)], beside, width, colour))
     text.append(_scale(top, colour))
     return text

@@ -30,7 +30,11 @@ LARGEST_FILE = 1 << 30
 
 
 def import_duo(
-    path: str | Path, model: ModelDimensions, base_model: str, base_revision: str | None = None
+    path: str | Path,
+    model: ModelDimensions,
+    base_model: str,
+    base_revision: str | None = None,
+    windows: tuple[int | None, ...] | None = None,
 ) -> HeadProfile:
     """Read DuoAttention gates (Xiao et al. 2024): a table of layers x KV heads, clipped to [0, 1].
 
@@ -39,6 +43,7 @@ def import_duo(
             training run come from the `config.json` beside the table, where there is one.
         model: dimensions of the model that was measured.
         base_model, base_revision: its name and commit, for the profile.
+        windows: its sliding windows by layer, as `Family.windows` gives them.
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.
@@ -71,6 +76,7 @@ def import_duo(
             **_origin("DuoAttention", path, raw),
             "training": {name: options[name] for name in DUO_FACTS if _is_number(options.get(name))},
         },
+        windows=windows,
     )
 
 
@@ -80,6 +86,7 @@ def import_headkv(
     base_model: str,
     base_revision: str | None = None,
     method: str = "headkv-r",
+    windows: tuple[int | None, ...] | None = None,
 ) -> HeadProfile:
     """Read HeadKV (Fu et al. 2024) or Retrieval_Head (Wu et al. 2024) scores: the mean over trials per query head.
 
@@ -87,6 +94,7 @@ def import_headkv(
         path: JSON of `{"layer-head": [score of each trial, ...]}`; the keys alone say which head a list belongs to.
         model: dimensions of the model that was measured.
         base_model, base_revision: its name and commit, for the profile.
+        windows: its sliding windows by layer, as `Family.windows` gives them.
         method: what the trials measured, one of `HEADKV_METHODS`; the file does not say.
 
     Raises:
@@ -119,6 +127,7 @@ def import_headkv(
         base_revision=base_revision,
         model=model,
         provenance={**_origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]},
+        windows=windows,
     )
 
 

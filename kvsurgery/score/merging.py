@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
-from kvsurgery.score.comparison import common_scores
+from kvsurgery.score.comparison import common_scores, common_windows
 from kvsurgery.score.order import ranks
 from kvsurgery.score.profile import HeadProfile
 
@@ -47,6 +48,8 @@ def merge(
     # floating-point sums depend on the order
     profiles = sorted(profiles, key=lambda profile: profile.hash)
     granularity, scores = common_scores(profiles, group_reduce)
+    windows = common_windows(profiles)
+    eligible = replace(profiles[0], windows=windows).eligible
     methods, names = ({getattr(profile, name) for profile in profiles} for name in ("method", "base_model"))
     if how != "rank-product" and len(methods) > 1:
         raise ProfileError(
@@ -63,7 +66,7 @@ def merge(
     patterns = {(profile.sink, profile.recent) for profile in profiles}
     sink, recent = patterns.pop() if len(patterns) == 1 else (None, None)
     return HeadProfile(
-        scores=_merged(np.array(scores, dtype=np.float64), how),
+        scores=_merged(np.array(scores, dtype=np.float64), eligible, how),
         method="rank-product" if how == "rank-product" else methods.pop(),
         granularity=granularity,
         base_model=base_model,
@@ -72,16 +75,18 @@ def merge(
         sink=sink,
         recent=recent,
         provenance=_provenance(profiles, granularity, how, group_reduce),
+        windows=windows,
     )
 
 
-def _merged(scores: np.ndarray, how: str) -> np.ndarray:
-    """float64 [profiles, layers, heads] -> [layers, heads]."""
+def _merged(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
+    """float64 [profiles, layers, heads] -> [layers, heads]; products of ranks are 0 in layers that are not eligible."""
     if how == "max":
         return scores.max(axis=0)
     if how == "mean":
         return scores.mean(axis=0)
-    return np.exp(np.mean([np.log(ranks(of)) for of in scores], axis=0))
+    with np.errstate(divide="ignore"):
+        return np.exp(np.mean([np.log(ranks(of, eligible)) for of in scores], axis=0))
 
 
 def _provenance(profiles: Sequence[HeadProfile], granularity: str, how: str, group_reduce: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvsurgery.decide.policy import decide
+from kvsurgery.decide.mask import full_mask
+from kvsurgery.decide.policy import kv_scores
 from kvsurgery.score.profile import METHODS, HeadProfile
 
 # shares of streaming heads that a profile is looked at with
@@ -24,16 +25,32 @@ def places(scores: np.ndarray) -> np.ndarray:
     return (counts.cumsum() - (counts - 1) / 2)[level].reshape(scores.shape)
 
 
-def ranks(scores: np.ndarray) -> np.ndarray:
-    """float64, the shape of `scores`, in (0, 1]: places as a share of their number."""
-    return places(scores) / scores.size
+def ranks(scores: np.ndarray, eligible: np.ndarray | None = None) -> np.ndarray:
+    """float64, the shape of `scores`: places of the heads of eligible layers as a share of their number; others 0.
+
+    Args:
+        scores: [layers, heads].
+        eligible: bool [layers]; by default all.
+    """
+    if eligible is None:
+        eligible = np.ones(len(scores), dtype=bool)
+    result = np.zeros(scores.shape)
+    result[eligible] = places(scores[eligible]) / scores[eligible].size
+    return result
 
 
-def full_heads(profile: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"] = "mean") -> np.ndarray:
-    """bool [layers, kv_heads]: what stays full at a sparsity, if no layer has a sliding window of its own."""
-    windows = [None] * profile.model.layers
-    policy = decide(profile, windows, sparsity=sparsity, rest="streaming", group_reduce=group_reduce)
-    mask = np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
-    for row, layer in zip(mask, policy.layers, strict=True):
-        row[list(layer.full_heads)] = True
-    return mask
+def full_heads(
+    profile: HeadProfile,
+    sparsity: float,
+    group_reduce: Literal["mean", "max"] = "mean",
+    eligible: np.ndarray | None = None,
+) -> np.ndarray:
+    """bool [layers, kv_heads]: the heads that `decide` keeps full at a sparsity.
+
+    Args:
+        eligible: bool [layers], those without a sliding window of the model's own; by default as the profile says.
+    """
+    eligible = profile.eligible if eligible is None else eligible
+    if not eligible.any():
+        return np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
+    return full_mask(kv_scores(profile, group_reduce), eligible, {"sparsity": sparsity})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 BLUES = ("#c6dbef", "#6baed6", "#08519c")
+GREY = "#e5e5e5"  # layers that cannot have full heads
 # inches: the side of a cell where there is room, what the cells of a row take together at most, and the height of bars
 CELL, ACROSS, BARS = 0.2, 12.0, 1.1
 LONGEST_NAME = 60
@@ -41,6 +42,9 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
         full = full_heads(profile, sparsity).sum(axis=1)
         bars.bar(range(layers), full, width=1, color=blue, label=f"{sparsity:.0%}")
+    for layer in np.flatnonzero(~profile.eligible):
+        first = layer == profile.eligible.argmin()
+        bars.axvspan(layer - 0.5, layer + 0.5, color=GREY, lw=0, label="sliding" if first else None)
     bars.set_ylabel("full KV heads")
     bars.set_yticks([0, profile.model.kv_heads])
     # above the colour bar, whose room it does not need to add to

@@ -52,6 +52,8 @@ class HeadProfile:
         provenance: data, steps, seeds, tool version; free JSON.
         embedding_heads: of a reform profile, by layer, state and head; empty in any other.
         ranking: what they were picked from, where it was measured.
+        windows: per layer, the model's own sliding window in tokens, or None for full attention; None as a whole where
+            the profile does not say, as in files of version 0.1.
 
     Raises:
         ProfileError: any of them contradicts the rest.
@@ -68,6 +70,7 @@ class HeadProfile:
     provenance: dict[str, Any] = field(default_factory=dict)
     embedding_heads: tuple[EmbeddingHead, ...] = ()
     ranking: Ranking | None = None
+    windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in (*METHODS, REFORM):
@@ -80,6 +83,11 @@ class HeadProfile:
             raise ProfileError(f"a profile cannot be of a model with {self.model}")
         if (self.sink is not None and self.sink < 0) or (self.recent is not None and self.recent < 1):
             raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
+        if self.windows is not None and not _are_windows(self.windows, self.model.layers):
+            raise ProfileError(
+                f"profile windows must be {self.model.layers} sizes in tokens, or null for full attention, got "
+                f"{list(self.windows)}"
+            )
         if not isinstance(self.provenance, dict):
             raise ProfileError(f"profile provenance must be a JSON object, got {type(self.provenance).__name__}")
         if self.method == REFORM:
@@ -131,6 +139,11 @@ class HeadProfile:
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
             bound = "" if ceiling is None else f" and <= {ceiling:g}"
             raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """bool [layers]: those whose heads may be full, without a sliding window of the model's own."""
+        return np.array([window is None for window in self.windows or [None] * self.model.layers])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadProfile) and self.hash == other.hash
@@ -204,10 +217,11 @@ class HeadProfile:
                 provenance=json.loads(metadata.get("provenance", "{}")),
                 embedding_heads=EmbeddingHead.parse(json.loads(metadata.get("embedding_heads", "[]"))),
                 ranking=Ranking.from_tensors(tensors) if tensors else None,
+                windows=tuple(json.loads(metadata["windows"])) if "windows" in metadata else None,
             )
         except KeyError as error:
             raise ProfileError(f"{path} lacks the metadata {error}") from error
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path} has bad metadata: {error}") from error
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
@@ -227,6 +241,7 @@ class HeadProfile:
             "embedding_heads": json.dumps([astuple(head) for head in self.embedding_heads])
             if self.embedding_heads
             else None,
+            "windows": None if self.windows is None else json.dumps(self.windows),
         }
         tensors = {} if self.scores is None else {"scores": self.scores}
         if self.ranking is not None:
@@ -253,6 +268,11 @@ def check_output(path: Path) -> None:
 
 def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
+
+
+def _are_windows(windows: tuple[int | None, ...], layers: int) -> bool:
+    """Whether there is one for each layer, a number of tokens or None."""
+    return len(windows) == layers and all(size is None or (type(size) is int and size > 0) for size in windows)
 
 
 def _is_profile(path: Path) -> bool:

@@ -152,7 +152,9 @@ class Subject:
         """
         if scores is not None:
             scores = self.by_original_head(scores)
-        return HeadProfile(scores, method, granularity, self.name, self.dimensions, self.revision, **facts)
+        return HeadProfile(
+            scores, method, granularity, self.name, self.dimensions, self.revision, windows=self.windows, **facts
+        )
 
     def by_original_head(self, scores: np.ndarray) -> np.ndarray:
         """Scores [layers, KV heads or query heads] of the model's heads, in the order of the original's."""

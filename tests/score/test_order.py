@@ -44,3 +44,17 @@ def test_query_heads_are_reduced():
     profile = HeadProfile([[0, 1, 0.6, 0.6]], "headkv-r", "query", "org/model", model)
     assert full_heads(profile, 0.5).tolist() == [[False, True]]
     assert full_heads(profile, 0.5, "max").tolist() == [[True, False]]
+
+
+def test_sliding_layers_have_no_full_heads_and_no_ranks():
+    model = ModelDimensions(layers=3, query_heads=2, kv_heads=2, head_dim=8)
+    profile = HeadProfile([[9, 8], [1, 2], [3, 4]], "ablation", "kv", "org/model", model, windows=(512, None, None))
+    assert full_heads(profile, 0.5).tolist() == [[False, False], [False, False], [True, True]]
+    assert ranks(profile.scores, profile.eligible).tolist() == [[0, 0], [0.25, 0.5], [0.75, 1]]
+
+
+def test_no_head_is_full_where_every_layer_slides():
+    model = ModelDimensions(layers=1, query_heads=2, kv_heads=2, head_dim=8)
+    profile = HeadProfile([[1, 2]], "ablation", "kv", "org/model", model, windows=(512,))
+    assert not full_heads(profile, 0).any()
+    assert ranks(profile.scores, profile.eligible).tolist() == [[0, 0]]

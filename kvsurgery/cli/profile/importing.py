@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from kvsurgery.dimensions import ModelDimensions
 
 
 @click.group("import")
@@ -52,11 +49,12 @@ def duo(path: Path, source: str, out: Path, base_model: str | None, revision: st
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
         --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
     """
+    from kvsurgery.cli.profile.measured import Measured
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.score.importers import import_duo
 
-    model, name, commit = _model(source, revision)
-    save(import_duo(path, model, base_model or name, commit), out)
+    model = Measured.read(source, revision)
+    save(import_duo(path, model.dimensions, base_model or model.name, model.revision, model.windows), out)
 
 
 @import_group.command()
@@ -80,11 +78,13 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R2.json \\
         --method headkv-r2 --model ./llama3 -o r2.safetensors
     """
+    from kvsurgery.cli.profile.measured import Measured
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.score.importers import import_headkv
 
-    model, name, commit = _model(source, revision)
-    save(import_headkv(path, model, base_model or name, commit, method), out)
+    model = Measured.read(source, revision)
+    name = base_model or model.name
+    save(import_headkv(path, model.dimensions, name, model.revision, method, model.windows), out)
 
 
 @import_group.command()
@@ -103,23 +103,3 @@ def reform(name: str, out: Path) -> None:
     from kvsurgery.score.importers import import_reform
 
     save(import_reform(name), out)
-
-
-def _model(source: str, revision: str | None) -> tuple[ModelDimensions, str, str | None]:
-    """Dimensions of the model at a folder, a config.json or a Hub id; the name and the commit to record."""
-    from kvsurgery.checkpoint.source import read_config
-    from kvsurgery.errors import CheckpointError
-    from kvsurgery.plan.family import Family
-
-    folder, name = Path(source), source
-    if folder.name == "config.json" and folder.is_file():
-        folder = folder.parent
-        name = str(folder)
-    elif not folder.is_dir():
-        from kvsurgery import hub
-
-        if not hub.is_repo_id(source):
-            raise CheckpointError(f"{source} is no model folder, no config.json and no Hub id")
-        folder, revision = hub.fetch_config(source, revision)
-    config = read_config(folder)
-    return Family.of(config).dimensions(config), name, revision

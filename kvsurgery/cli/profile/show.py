@@ -17,13 +17,21 @@ BEST = 5
 
 @click.command()
 @click.argument("path", metavar="PROFILE", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    "source",
+    metavar="SRC",
+    help="Take the model's sliding windows from here: a folder, a config.json or a Hub id. For profiles written before "
+    "they recorded them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
-def show(path: Path, as_json: bool, plot: Path | None) -> None:
+def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> None:
     """Show a head profile as a heat map.
 
-    Beside each layer, how many of its KV heads stay full at three sparsities. Of a reform profile, which has no scores:
-    the embedding heads, and the best of each task.
+    Beside each layer, how many of its KV heads stay full at three sparsities, as `convert` would choose them: none in
+    layers with a sliding window of the model's own. Of a reform profile, which has no scores: the embedding heads, and
+    the best of each task.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png
@@ -34,12 +42,13 @@ def show(path: Path, as_json: bool, plot: Path | None) -> None:
     from kvsurgery.score import description, heatmap, picture
     from kvsurgery.score.profile import HeadProfile
 
-    loaded = HeadProfile.load(path)
+    file = HeadProfile.load(path)
+    loaded = file if source is None else _with_windows(file, source)
     if plot is not None:
         picture.plot(loaded, plot)
         console.stderr.print(f"wrote {plot}", markup=False)
     if as_json:
-        click.echo(json.dumps(description.facts(loaded)))
+        click.echo(json.dumps({**description.facts(loaded), "hash": file.hash}))
         return
     out = console.stdout
     out.print(description.describe(loaded), markup=False)
@@ -47,6 +56,19 @@ def show(path: Path, as_json: bool, plot: Path | None) -> None:
         out.print(heatmap.draw(loaded, out.width, console.coloured()))
     else:
         _print_embedding_heads(loaded)
+
+
+def _with_windows(profile: HeadProfile, source: str) -> HeadProfile:
+    """The profile with the sliding windows of a model's config."""
+    from dataclasses import replace
+
+    from kvsurgery.cli.profile.measured import Measured
+    from kvsurgery.errors import ProfileError
+
+    model = Measured.read(source)
+    if model.dimensions != profile.model:
+        raise ProfileError(f"{source} has {model.dimensions}, the profile is of {profile.model}; give its model")
+    return replace(profile, windows=model.windows)
 
 
 def _print_embedding_heads(profile: HeadProfile) -> None:

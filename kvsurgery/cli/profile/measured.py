@@ -1,0 +1,49 @@
+"""`Measured`: what a profile says about its model, read from the model's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import CheckpointError
+from kvsurgery.plan.family import Family
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The model that was measured.
+
+    Attributes:
+        name, revision: Hub id or folder, and the commit where known.
+        dimensions: of attention.
+        windows: per layer, its own sliding window in tokens, or None for full attention.
+    """
+
+    name: str
+    revision: str | None
+    dimensions: ModelDimensions
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def read(cls, source: str, revision: str | None = None) -> Measured:
+        """The model at a folder, a config.json or a Hub id, of which the config is downloaded.
+
+        Raises:
+            CheckpointError: there is none.
+            UnsupportedModel: a family without a patch.
+        """
+        folder, name = Path(source), source
+        if folder.name == "config.json" and folder.is_file():
+            folder = folder.parent
+            name = str(folder)
+        elif not folder.is_dir():
+            from kvsurgery import hub
+
+            if not hub.is_repo_id(source):
+                raise CheckpointError(f"{source} is no model folder, no config.json and no Hub id")
+            folder, revision = hub.fetch_config(source, revision)
+        config = read_config(folder)
+        family = Family.of(config)
+        return cls(name, revision, family.dimensions(config), family.windows(config))
