@@ -1,4 +1,4 @@
-"""Comparing logits: the emitted model with every head full, in its own dtype, against the stock class."""
+"""Comparing logits: the emitted model with every head full against the stock class."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class LogitsReport:
     dtype: str
 
 
-def compare_logits(folder: str | Path) -> LogitsReport:
+def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
     """Run both models on the same random tokens, the emitted one through its cache: a prompt, then single steps.
 
-    One model is in memory at a time, in the checkpoint's own dtype. The emitted code is executed: verify it first.
+    One model is in memory at a time. The emitted code is executed: verify it first.
+
+    Args:
+        dtype: of the weights; "auto" is the checkpoint's.
 
     Raises:
         Mismatch: the difference exceeds the bound.
@@ -40,8 +43,8 @@ def compare_logits(folder: str | Path) -> LogitsReport:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.get_text_config().vocab_size, (1, PROMPT + STEPS), generator=generator)
     # eager: stock SDPA leaves the soft cap of some families out
-    stock = auto.from_pretrained(folder, dtype="auto", attn_implementation="eager")
-    dtype, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
+    stock = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    loaded, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
     del stock
     gc.collect()
     config.kv_surgery.pop("quantisation", None)
@@ -51,10 +54,10 @@ def compare_logits(folder: str | Path) -> LogitsReport:
         else {"blocks": [[sum(block), 0] for block in layer["blocks"]], "sink": 0, "recent": 1}
         for layer in config.kv_surgery["layers"]
     ]
-    emitted = auto.from_pretrained(folder, config=config, dtype="auto", trust_remote_code=True)
+    emitted = auto.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=True)
     found = _logits(emitted, tokens, [PROMPT] + [1] * STEPS)
     difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
-    report = LogitsReport(difference, BOUNDS[dtype], str(dtype).removeprefix("torch."))
+    report = LogitsReport(difference, BOUNDS[loaded], str(loaded).removeprefix("torch."))
     # written so that a NaN fails too
     if not difference <= report.bound:
         raise Mismatch(

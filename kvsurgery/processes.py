@@ -110,14 +110,28 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def usable_device(name: str | None) -> str:
+    """A device by its name; by default CUDA where there is one.
+
+    Raises:
+        KVSurgeryError: it is CUDA, and torch finds none.
+    """
+    if name is not None and name.startswith("cuda") and not torch.cuda.is_available():
+        raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def started_processes(device: str | None = None) -> Iterator[Processes]:
     """The processes that a launcher started, by the environment that it left; NCCL on CUDA, else gloo.
 
     Args:
         device: default is CUDA where there is one, a device for each process of a machine.
+
+    Raises:
+        KVSurgeryError: as `usable_device`.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(device)
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world == 1:
         yield Processes(device=device)

@@ -17,7 +17,7 @@ from kvsurgery.bench.timing import read_bandwidth
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import versions
 from kvsurgery.inspection import inspect_checkpoint
-from kvsurgery.processes import started_processes
+from kvsurgery.processes import started_processes, usable_device
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
@@ -33,6 +33,7 @@ def benchmark(
     source: Path | None = None,
     *,
     device: str | None = None,
+    dtype: str = "auto",
     lengths: tuple[int, ...] | None = None,
     chunk: int | None = None,
     command: str = "",
@@ -45,6 +46,7 @@ def benchmark(
         folder: the converted checkpoint; its code is executed.
         source: the original's folder; by default the stock class over the converted one's weights.
         device: default is CUDA where there is one.
+        dtype: of the weights and caches; "auto" is the checkpoint's.
         lengths, chunk: of `Workload`; by default what suits the device and the model's context.
         command: what was typed, for the results.
         progress: as `measure` calls it.
@@ -58,18 +60,19 @@ def benchmark(
     facts = inspect_checkpoint(folder, str(folder))
     if facts.surgery is None:
         raise CheckpointError(f"{folder} is no converted checkpoint; give a folder that `kvsurgery convert` wrote")
-    where, new, positions = _device(device), options.get("new", Workload.new), positions_of(folder)
+    where, new, positions = usable_device(device), options.get("new", Workload.new), positions_of(folder)
     budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
-    lengths = lengths or default_lengths(where, positions - new, budget)
+    kind = torch.device(where).type
+    lengths = lengths or default_lengths(kind, positions - new, budget)
     for length in lengths:
         if length + new > positions and (budget is None or length <= budget):
             raise KVSurgeryError(
                 f"{length:,} and {new:,} new tokens are beyond the {positions:,} positions of {folder}; "
                 "measure shorter prompts"
             )
-    work = Workload(lengths, chunk=chunk or CHUNK[where], **options)
+    work = Workload(lengths, chunk=chunk or CHUNK[kind], **options)
     with started_processes(where) as processes:
-        converted, original = load_models(folder, source, processes)
+        converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if facts.surgery.replicated else (processes.rank, processes.world)
         found, left_out = usable(contenders(converted, original, part))
         bandwidth = read_bandwidth(converted.device)
@@ -80,6 +83,7 @@ def benchmark(
         settings={
             **asdict(work),
             "device": where,
+            "dtype": str(converted.dtype).removeprefix("torch."),
             "processes": processes.world,
             "attention": original.get_decoder().config._attn_implementation,
         },
@@ -97,9 +101,3 @@ def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ..
     """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
     within = {min(length, room) for length in LENGTHS[device]}
     return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
-
-
-def _device(name: str | None) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,6 +16,7 @@ from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
 from kvsurgery.bench.results import CONVERTED, ORIGINAL
 from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.dtype import stored_dtype
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.answering import GATHERED_ALONE
 from kvsurgery.evaluate.checkpoint import copy_code, load
@@ -88,8 +89,9 @@ def load_models(
     folder: Path,
     source: Path | None,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
+    dtype: str = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The converted model and the original, both on a device and in the dtype that they are stored in.
+    """The converted model and the original, both on a device and in one dtype, by default the stored one.
 
     The original runs with SDPA, eager where it has soft caps. Without a source, it is the stock class over the
     converted model's own parameters, which take memory once: the folder is the original's checkpoint but for the order
@@ -110,7 +112,8 @@ def load_models(
         weights *= 2
     device = torch.device(processes.device)
     # processes share the memory of a machine, and have a GPU each
-    needed, free = sum(weights) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
+    scale = 1 if dtype == "auto" else getattr(torch, dtype).itemsize / getattr(torch, stored_dtype(folder)).itemsize
+    needed, free = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
     if needed > free:
         once = source and not several
         hint = "; leave --source out: the original is then measured over the same weights" if once else ""
@@ -119,10 +122,10 @@ def load_models(
         )
     with processes.first():  # the code is copied by one
         copy_code(folder)
-    converted = load(folder, device=str(device), tp=processes.world)
+    converted = load(folder, device=str(device), dtype=dtype, tp=processes.world)
     if source is None and not several:
         return converted, sharing(converted, AutoConfig.from_pretrained(folder))
-    return converted, load(source or folder, device=str(device), tp=processes.world, stock=True)
+    return converted, load(source or folder, device=str(device), dtype=dtype, tp=processes.world, stock=True)
 
 
 def _stock(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.running import CHUNK, chosen_dtype, device_option, dtype_option
 
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     metavar="SRC",
     help="Load the original from here: a folder or a Hub id.  [default: its class over DIR's weights, in memory once]",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run.  [default: cuda where there is one]")
+@device_option
+@dtype_option
 @click.option(
     "--lengths",
     type=Several(Tokens()),
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chunk",
     type=Tokens(),
-    help="Tokens read at a time, the prefill_chunk_size of `generate`.  [default: 512 on a CPU, 2K on a GPU]",
+    help=f"{CHUNK.capitalize()}  [default: 512 on a CPU, 2K on a GPU]",
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="How often all of it is done, after a warm-up.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write bench.json, bench.csv, bench.png and a page here.")
@@ -94,6 +96,7 @@ def bench(
         _check_place(out)
     original = None if source is None else source_folder(source, folder)
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
+    options["dtype"] = chosen_dtype(options["dtype"], folder, options["device"])
     try:
         with console.step_progress("measuring") as advance:
             found = benchmark(folder, original, command=command, progress=advance, **options)
@@ -146,7 +149,9 @@ def _show(found: Bench) -> None:
         "first token": lambda row: _peak(row.first_token),
         "decode": lambda row: _peak(row.decode),
     }
-    _print(found, f"KV cache, and the most that tensors hold beside {weights} of weights", memory)
+    _print(
+        found, f"KV cache, and the most that tensors hold beside {weights} of {found.settings['dtype']} weights", memory
+    )
     for line in _notes(found):
         console.stderr.print(line, markup=False)
 

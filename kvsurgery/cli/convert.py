@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import REFORM_SIZES, Size, Tokens, decided, policy_options, reform_options
+from kvsurgery.cli.running import revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.hub.stream import Streamed
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     help="The head profile. A reform profile can be given beside one with scores.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @click.option("--sparsity", type=float, help="Share of heads that are not full.  [default: 0.5 with GQA, 0.75 without]")
 @click.option("--threshold", type=float, help="Instead: heads with this score or more stay full.")
 @click.option("--full-heads", type=int, help="Instead: so many KV heads over the whole model stay full.")

@@ -65,7 +65,7 @@ def evaluate(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tasks, run = tasks_of(ctx), run_options(ctx)
+    tasks = tasks_of(ctx)
     if is_converted(folder):
         models = {CONVERTED: folder}
         if source is not None:
@@ -74,6 +74,7 @@ def evaluate(
         models = {ORIGINAL: folder}
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
+    run = run_options(ctx, folder)
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
     with console.step_progress("evaluating") as advance:
         results = evaluate(models, tasks, out, run, device=options["device"], command=command, progress=advance, tp=tp)

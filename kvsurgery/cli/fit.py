@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import Size, Tokens, decided, policy_options
+from kvsurgery.cli.running import revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.decide.fit import Candidate, Fit
@@ -23,7 +24,7 @@ ROWS = 12
 @click.command()
 @click.argument("source", metavar="[SRC]", required=False)
 @click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @click.option(
     "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
 )

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.running import revision_option
+
 if TYPE_CHECKING:
     from kvsurgery.inspection import Facts, Surgery
 
 
 @click.command()
 @click.argument("source", metavar="SRC")
-@click.option("--revision", help="Branch, tag or commit, where SRC is a Hub id.")
+@revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(source: str, revision: str | None, as_json: bool) -> None:
     """Say what a checkpoint is, and whether it can be converted or how it was.

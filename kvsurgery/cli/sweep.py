@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import Several, Tokens, decided, kind_options
+from kvsurgery.cli.running import revision_option
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def axis_options(command: Any) -> Any:
 @click.command()
 @click.argument("source", metavar="[SRC]", required=False)
 @click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -104,10 +105,11 @@ def sweep(
     if "kv_bits" in axes:
         axes["kv_bits"] = tuple(int(bits) for bits in axes["kv_bits"])
     conversion = _conversion(axes, options)
-    tasks, run, profile = tasks_of(ctx), run_options(ctx), HeadProfile.load(profile_path)
+    tasks, profile = tasks_of(ctx), HeadProfile.load(profile_path)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder, known = fetched(source, revision, profile, lambda headers: settings_of(headers, profile, axes, conversion))
+    run = run_options(ctx, folder)
     with console.step_progress("sweeping") as advance:
         found = sweep(
             folder,

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.running import (
+    CHUNK,
+    DEPTHS,
+    PASSKEY_TOKENS,
+    PASSKEYS,
+    POSITIVE,
+    TEXT,
+    chosen_dtype,
+    device_option,
+    dtype_option,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from kvsurgery.evaluate.runner import Options
     from kvsurgery.evaluate.sample import Task
 
-POSITIVE = click.IntRange(min=1)
-
 # option -> its type, its default and what it says; `_FIELDS` says whose it is
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "lengths": (Several(Tokens()), None, "tokens of whole prompts.  [default: five up to 32000; ruler: 4K]"),
-    "text": (
-        str,
-        None,
-        "around what is hidden, a file or a dataset of the Hub, owner/name[:config].  [default: generated]",
-    ),
+    "lengths": (Several(Tokens()), None, "tokens of prompts.  [default: five up to 32000; ruler: 4K]"),
+    "text": (str, None, TEXT),
     "samples": (POSITIVE, None, "prompts of each length.  [default: 5, 10, and 20 of each of RULER's tasks]"),
-    "depths": (Several(click.FLOAT), None, "where needles lie, 0 to 1.  [default: ten]"),
+    "depths": (Several(click.FLOAT), None, DEPTHS),
     "needles": (str, None, "your own, a JSONL file.  [default: ours]"),
-    "passkeys": (POSITIVE, 10, "in a prompt; each is asked for."),
-    "passkey_tokens": (click.IntRange(min=2), 32, "random tokens of each."),
+    "passkeys": (POSITIVE, 10, PASSKEYS),
+    "passkey_tokens": (click.IntRange(min=2), 32, PASSKEY_TOKENS),
     "passkey_hidden": (str, None, "what stands in the text, with {key} and maybe {ordinal}."),
     "passkey_asked": (str, None, "the question; one that ends in {cue} says the passkey's first token."),
     "continuation": (Tokens(), 256, "last tokens of a prompt, read one by one, that are measured."),
@@ -64,12 +71,10 @@ TASKS = tuple(_FIELDS)
 _RUN = (
     click.option("--limit", type=POSITIVE, help="Samples of a task at most, the first ones."),
     click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Samples that are read at once."),
-    click.option("--chunk", type=Tokens(), help="Tokens of a prompt that are read at once.  [default: all]"),
-    click.option(
-        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn."
-    ),
-    click.option("--device", help="Where the models run.  [default: cuda where there is one]"),
-    click.option("--dtype", default="auto", show_default=True, help="Of the weights; auto is the checkpoint's."),
+    click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}  [default: all]"),
+    seed_option,
+    device_option,
+    dtype_option,
 )
 
 
@@ -127,11 +132,12 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
     }
 
 
-def run_options(ctx: click.Context) -> Options:
-    """How a command with these options evaluates."""
+def run_options(ctx: click.Context, folder: Path) -> Options:
+    """How a command with these options evaluates a checkpoint."""
     from kvsurgery.evaluate.runner import Options
 
-    return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed", "dtype")})
+    dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])
+    return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed")}, dtype=dtype)
 
 
 def _tasks_with(option: str) -> tuple[str, ...]:

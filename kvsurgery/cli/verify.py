@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
+
+from kvsurgery.cli.running import chosen_dtype, dtype_option
 
 
 @click.command()
@@ -14,9 +17,20 @@ import click
 @click.option("--source", metavar="SRC", help="Compare with the original too: a folder or a Hub id.")
 @click.option("--logits", is_flag=True, help="Then run stock and emitted model, all heads full, and compare logits.")
 @click.option("--hashes", is_flag=True, help="Print the SHA-256 of each emitted .py file, as the model card does.")
+@dtype_option
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that hash.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(folder: Path, source: str | None, logits: bool, hashes: bool, jobs: int | None, as_json: bool) -> None:
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    folder: Path,
+    source: str | None,
+    logits: bool,
+    hashes: bool,
+    dtype: str,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files are compared as they are; every tensor is put back into its original order
@@ -31,12 +45,14 @@ def verify(folder: Path, source: str | None, logits: bool, hashes: bool, jobs: i
     from kvsurgery.convert.engine import JOBS
     from kvsurgery.verify import verify
 
+    if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
     total = sum(path.stat().st_size for place in folders for path in place.glob("*.safetensors"))
     with console.byte_progress("verifying", total) as advance:
         report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
-    compared = _compare_logits(folder) if logits else None
+    compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
     if as_json:
         facts = {
             "source": report.provenance.source,
@@ -71,7 +87,7 @@ def verify(folder: Path, source: str | None, logits: bool, hashes: bool, jobs: i
         console.stderr.print(f"not written by the conversion: {', '.join(report.unrecorded)}", markup=False)
 
 
-def _compare_logits(folder: Path) -> dict[str, Any]:
+def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from transformers.utils import logging
@@ -81,7 +97,7 @@ def _compare_logits(folder: Path) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     with console.stderr.status("running the stock and the emitted model"):
-        return asdict(compare_logits(folder))
+        return asdict(compare_logits(folder, dtype))
 
 
 def source_folder(source: str, converted: Path) -> Path:

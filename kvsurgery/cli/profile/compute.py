@@ -10,6 +10,19 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.running import (
+    CHUNK,
+    DEPTHS,
+    PASSKEY_TOKENS,
+    PASSKEYS,
+    POSITIVE,
+    TEXT,
+    chosen_dtype,
+    device_option,
+    dtype_option,
+    revision_option,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,15 +35,15 @@ if TYPE_CHECKING:
 
     Measured = tuple[HeadProfile, np.ndarray | None]  # a training has a history
 
-PASSKEYS = ("min_context", "max_context", "passkeys", "passkey_tokens")
+PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
 NEEDLES = ("needles", "lengths", "depths")
 TEXTS = 8  # of generated text, how many contexts are drawn from
 ALIKE = ("duo", "attention")  # methods of which all processes compute layers equally often
 # the options that a method has, beside those of all
 OPTIONS = {
-    "duo": (*GATES, *PASSKEYS),
-    "attention": ("samples", *PASSKEYS),
+    "duo": (*GATES, *PROMPTS),
+    "attention": ("samples", *PROMPTS),
     "headkv-r": NEEDLES,
     "headkv-er": NEEDLES,
     "headkv-r2": NEEDLES,
@@ -42,24 +55,24 @@ OPTIONS = {
 @click.argument("source", metavar="MODEL")
 @click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="What is measured.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option(
-    "--text", help="Text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: generated]"
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn.")
-@click.option("--device", help="Where the model runs.  [default: cuda where there is one]")
-@click.option("--dtype", default="auto", show_default=True, help="Of the weights; auto is the checkpoint's.")
+@revision_option
+@click.option("--text", help=TEXT[0].upper() + TEXT[1:])
+@seed_option
+@device_option
+@dtype_option
 @click.option(
     "--min-context", type=Tokens(), default="1000", show_default=True, help="duo, attention: shortest prompt."
 )
 @click.option(
     "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: 32000, or the model's maximum]"
 )
+@click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {PASSKEYS}")
 @click.option(
-    "--passkeys", type=int, default=10, show_default=True, help="duo, attention: passkeys hidden in a prompt."
-)
-@click.option(
-    "--passkey-tokens", type=int, default=32, show_default=True, help="duo, attention: random tokens of each."
+    "--passkey-tokens",
+    type=click.IntRange(min=2),
+    default=32,
+    show_default=True,
+    help=f"duo, attention: {PASSKEY_TOKENS}",
 )
 @click.option(
     "--loss",
@@ -73,18 +86,18 @@ OPTIONS = {
 @click.option("--reg", type=float, default=0.05, show_default=True, help="duo: weight of the mean gate.")
 @click.option("--sink", type=int, default=64, show_default=True, help="duo: first tokens that streaming sees.")
 @click.option("--recent", type=int, default=256, show_default=True, help="duo: latest tokens that streaming sees.")
-@click.option("--batch", type=int, default=1, show_default=True, help="duo: prompts a step, over all processes.")
+@click.option("--batch", type=POSITIVE, default=1, show_default=True, help="duo: prompts a step, over all processes.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: where to keep the training's state.")
 @click.option("--resume", is_flag=True, help="duo: go on from --checkpoint.")
 @click.option("--curve", type=click.Path(path_type=Path), help="duo: write loss and gates over the steps as a PNG.")
 @click.option("--needles", type=click.Path(path_type=Path), help="headkv: your own, a JSONL file.  [default: ours]")
-@click.option("--lengths", type=Several(Tokens()), help="headkv: of prompts.  [default: five, up to 32000]")
-@click.option("--depths", type=Several(click.FLOAT), help="headkv: of needles, 0 to 1.  [default: ten]")
+@click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: five up to 32000]")
+@click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {DEPTHS}")
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=50, show_default=True, help="attention, reform: so many."
+    "--samples", type=POSITIVE, default=50, show_default=True, help="attention, reform: prompts that are measured."
 )
 @click.option("--context", type=Tokens(), default="8K", show_default=True, help="reform: tokens of a sample.")
-@click.option("--chunk", type=Tokens(), help="reform: tokens read at once.  [default: 2048]")
+@click.option("--chunk", type=Tokens(), help=f"reform: {CHUNK}  [default: 2048]")
 @click.option("--tp", type=int, default=1, show_default=True, help="Processes that share heads and weights of layers.")
 @click.option("--sp", type=int, default=1, show_default=True, help="Processes that share the tokens of a prompt.")
 @click.pass_context
@@ -139,6 +152,7 @@ def compute(
         alike = method in ALIKE
         if not alike and (sp > 1 or tp not in (1, processes.world)):
             raise click.UsageError(f"processes that measure {method} share heads, with --tp {processes.world}, or none")
+        dtype = chosen_dtype(dtype, source, device, revision)
         subject = mesh.load(source, revision, dtype=dtype, sharded=alike)
         measure = {"duo": _duo, "attention": _attention, "reform": _reform}.get(method, _headkv)
         try:

@@ -1,0 +1,75 @@
+"""Options of the commands that run models, each defined once: where, in which dtype, on which text, from which seed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POSITIVE = click.IntRange(min=1)
+
+# what options say that have a task or a method before it
+TEXT = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: generated]"
+DEPTHS = "where needles lie, 0 to 1.  [default: ten]"
+PASSKEYS = "passkeys hidden in a prompt."
+PASSKEY_TOKENS = "random tokens of each."
+CHUNK = "tokens of a prompt that are read at once."
+
+
+class Device(click.ParamType):
+    """cpu, cuda, or one of several GPUs, cuda:1."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
+            self.fail(f"{value!r} is not a device; write cpu, cuda or cuda:1", param, ctx)
+        return value
+
+
+device_option = click.option("--device", type=Device(), help="Where models run.  [default: cuda where there is one]")
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="Of the weights and the KV cache; auto is the checkpoint's, or float32 on a CPU without instructions for it.",
+)
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn."
+)
+revision_option = click.option("--revision", help="Branch, tag or commit of a Hub id.")
+
+
+def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:
+    """The dtype to measure a folder or a Hub id in: "auto" becomes float32 where the CPU is slow in the checkpoint's,
+    which is said on stderr."""
+    from kvsurgery import console
+    from kvsurgery.dtype import INSTRUCTIONS, slow_on_cpu, stored_dtype
+    from kvsurgery.processes import is_first, usable_device
+
+    if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
+        return dtype
+    folder = _config_folder(source, revision)
+    stored = folder and stored_dtype(folder)
+    if not slow_on_cpu(stored):
+        return dtype
+    if is_first():
+        console.stderr.print(
+            f"measuring in float32: this CPU has no {stored} instructions; --dtype {stored} measures in the "
+            "checkpoint's dtype, slowly",
+            markup=False,
+        )
+    return "float32"
+
+
+def _config_folder(source: str | Path, revision: str | None) -> Path | None:
+    """The folder of a checkpoint's config, which is downloaded of a Hub id; None where the source is neither."""
+    if Path(source).is_dir():
+        return Path(source)
+    from kvsurgery import hub
+
+    return hub.fetch_config(source, revision)[0] if hub.is_repo_id(source) else None

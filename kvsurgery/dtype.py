@@ -1,0 +1,57 @@
+"""In which dtype a model is measured: a CPU computes 16-bit weights slowly where it has no instructions for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.checkpoint.source import read_config, read_weights
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.plan.family import text_config
+
+CPUINFO = Path("/proc/cpuinfo")
+# dtype -> what Linux calls the instructions that multiply matrices of it, on x86 and on ARM
+INSTRUCTIONS = {
+    "bfloat16": {"amx_bf16", "avx512_bf16", "bf16"},
+    "float16": {"amx_fp16", "avx512_fp16", "asimdhp"},
+}
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+def slow_on_cpu(dtype: str | None) -> bool:
+    """Whether this CPU has no instructions for a 16-bit dtype. Where that cannot be found out, it has none."""
+    return dtype in INSTRUCTIONS and not INSTRUCTIONS[dtype] & cpu_features()
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of this CPU by their Linux names; empty outside of Linux."""
+    if not CPUINFO.exists():
+        return frozenset()
+    lines = (line.partition(":") for line in CPUINFO.read_text().splitlines())
+    return next(
+        (frozenset(names.split()) for key, _, names in lines if key.strip() in ("flags", "Features")), frozenset()
+    )
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype that `dtype="auto"` loads a checkpoint in, such as "bfloat16"; None where only its weights could say it
+    and they are not there.
+
+    Raises:
+        CheckpointError: there is no config.json.
+    """
+    config = read_config(folder)
+    if stated := _stated(config) or _stated(text_config(config)):
+        return stated
+    try:
+        shards = read_weights(folder)[0]
+    except KVSurgeryError:  # of a Hub id there is the config only
+        return None
+    return next((STORED[tensor.dtype] for shard in shards for tensor in shard.tensors if tensor.dtype in STORED), None)
+
+
+def _stated(config: dict[str, Any]) -> str | None:
+    stated = config.get("dtype") or config.get("torch_dtype")
+    return stated.removeprefix("torch.") if isinstance(stated, str) else None
