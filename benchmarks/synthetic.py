@@ -10,9 +10,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from kvsurgery.emit.modeling import modeling_module
+from kvsurgery.plan.family import Family
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, Quantisation
-from kvsurgery.templates.modeling_kvsurgery_llama import LlamaForCausalLM as EmittedLlama
+
+EmittedLlama = modeling_module(Family.of({"model_type": "llama"})).LlamaForCausalLM
 
 SINK, RECENT = 64, 256
 SHAPES = {

@@ -14,7 +14,6 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_torch
 from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
-from .kv_encode import EncodingLayer
 from .kv_heads import HeadGroup, QuantisedGroup
 from .kv_layout import LayerLayout
 from .kv_parallel import full_heads_first, in_blocks, own_layout
@@ -85,7 +84,7 @@ def attention(
         layer.hold(own, key)
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     path = _path(query, key, value, dropout)
-    if isinstance(layer, EncodingLayer):
+    if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, options)
         return output.transpose(1, 2).contiguous(), None
     if own.scattered:

@@ -121,14 +121,7 @@ class LongPrompts:
         Raises:
             ValueError: an option contradicts the prompt or the checkpoint.
         """
-        reform = Reform.from_config(self.config)
-        options = {"query_length": query_length, "query_start": query_start, "recompute_budget": recompute_budget}
-        if reform is None:
-            options |= {"token_scores": token_scores, "return_gathered": return_gathered or None}
-            if given := [name for name, value in options.items() if value is not None]:
-                raise ValueError(f"{', '.join(given)}: this checkpoint was converted without REFORM; leave it out")
-            return super().generate(inputs, generation_config, *args, **kwargs)
-        reform = reform.with_budget(recompute_budget)
+        reform = Reform.from_config(self.config).with_budget(recompute_budget)
         ids = kwargs.get("input_ids") if inputs is None else inputs
         # stock code takes both: embeddings are what it reads, ids what it returns
         prompt = {"input_ids": ids, "inputs_embeds": kwargs.get("inputs_embeds")}

@@ -7,7 +7,6 @@ import torch
 
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
-from .kv_gather import LongPrompts
 from .kv_graph import DecodeGraph
 from .kv_layout import KVLayout, Quantisation
 
@@ -41,7 +40,7 @@ class KVSurgeryModel:
         super().set_attn_implementation({**parts, "": NAME, "text_config": NAME}, *args, **kwargs)
 
 
-class KVSurgeryGeneration(LongPrompts, KVSurgeryModel):
+class KVSurgeryGeneration(KVSurgeryModel):
     """The same for a model that generates: `generate` makes, sizes and continues a `KVSurgeryCache`."""
 
     _auto_class = "AutoModelForCausalLM"

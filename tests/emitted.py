@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kvsurgery.emit.modeling import modeling_module
+from kvsurgery.plan.family import Family
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.modeling_kvsurgery_gemma2 import Gemma2ForCausalLM
-from kvsurgery.templates.modeling_kvsurgery_llama import LlamaForCausalLM
 from tests.families import stock
 
-CLASSES = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}
 # a scale for every element loses nothing
 LOSSLESS = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
 # budgets of two layers; some keep more than a tile
@@ -25,6 +24,7 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     """A random model with none to three full heads a layer and the family's own sliding ones; `section` overrides."""
     original = stock(family, num_hidden_layers=depth)
     config = original.config
+    code = modeling_module(Family.of(config.to_dict()), reform="reform" in section)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     config.kv_surgery = {
         "version": 1,
@@ -37,7 +37,7 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
         ],
         **section,
     }
-    model = CLASSES[family](config).eval()
+    model = getattr(code, type(original).__name__)(config).eval()
     model.load_state_dict(original.state_dict())
     return model
 

@@ -17,6 +17,7 @@ from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
+from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
 
 SINK, RECENT = 3, 5
@@ -28,6 +29,13 @@ def random_profile(folder: Path, seed: int = 0) -> HeadProfile:
     model = Family.of(config).dimensions(config)
     scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
     return HeadProfile(scores, "duo", "kv", str(folder), model)
+
+
+def reform_profile(folder: Path) -> HeadProfile:
+    """REFORM's profile of three embedding heads for the model in a folder."""
+    config = read_config(folder)
+    heads = (EmbeddingHead(0, "q", 5), EmbeddingHead(1, "k", 2), EmbeddingHead(1, "v", 0))
+    return HeadProfile(None, "reform", None, str(folder), Family.of(config).dimensions(config), embedding_heads=heads)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     text["num_hidden_layers"] = model.layers
     text["num_attention_heads"] = model.query_heads
     text["num_key_value_heads"] = model.kv_heads
-    result["auto_map"] = {auto: f"{family.modeling}.{name}" for auto, name in family.classes.items()}
+    result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
     result["kv_surgery"] = {
         "version": VERSION,
         "head_dim": model.head_dim,

@@ -6,17 +6,9 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
+from kvsurgery.emit.modeling import code_files
 from kvsurgery.plan.family import Family
-from kvsurgery.resources import TEMPLATES
 from kvsurgery.score.profile import HeadProfile
-
-RUNTIME = tuple(
-    f"kv_{name}.py"
-    for name in (
-        *("append", "attention", "budget", "cache", "columns", "compact", "cuda", "decode", "encode", "gather"),
-        *("graph", "heads", "kernels", "layout", "model", "parallel", "prefill", "quant", "reform", "torch"),
-    )
-)
 
 
 def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:
@@ -28,8 +20,7 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    modeling = f"{family.modeling}.py"
-    files = {name: (TEMPLATES / name).read_bytes() for name in (modeling, *RUNTIME)}
+    files = code_files(family, reform=policy.reform is not None)
     card = model_card(checkpoint.name, config, profile, policy, files, original, family.replicated)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():

@@ -4,7 +4,7 @@ A patch says what the family's config assumes for keys left out, which layers ha
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything. `[parallel]`
-says where transformers' tensor parallelism does not split the heads.
+says where transformers' tensor parallelism does not split the heads. `[modeling]` is what the emitted code says of it.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -54,6 +54,26 @@ class Role:
 
 
 @dataclass(frozen=True)
+class Modeling:
+    """What the emitted modeling code says of a family, beside the names of its classes.
+
+    Attributes:
+        title: the family's name, as people write it.
+        module: the package of `transformers.models` that has its classes.
+        base_model_prefix: the prefix of the weights' names, where transformers 4 assumes another.
+        weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
+            whose conversion applies to them.
+        image_inputs: arguments of `generate` that become embeddings in the prompt.
+    """
+
+    title: str
+    module: str
+    base_model_prefix: str | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    image_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family; `name` is the `model_type` of its config, `classes` the model class of each auto class.
 
@@ -63,6 +83,7 @@ class Family:
 
     name: str
     classes: Mapping[str, str]
+    modeling: Modeling
     defaults: Mapping[str, Any]
     refusals: Mapping[str, str]
     window: Mapping[str, Any] | None
@@ -98,7 +119,7 @@ class Family:
         return family._with_text(text_config(config)) if family.text else family
 
     @property
-    def modeling(self) -> str:
+    def module(self) -> str:
         """Name of the emitted modeling module."""
         return f"modeling_kvsurgery_{self.name}"
 
@@ -184,7 +205,13 @@ class Family:
         text._refuse(config)
         copied = text.copy_model + self.copy_model
         return replace(
-            text, name=self.name, classes=self.classes, copy_model=copied, prefixes=self.prefixes, text=self.text
+            text,
+            name=self.name,
+            classes=self.classes,
+            modeling=self.modeling,
+            copy_model=copied,
+            prefixes=self.prefixes,
+            text=self.text,
         )
 
     def _sliding_layers(self, config: Mapping[str, Any], layers: int, size: Any) -> list[bool]:
@@ -238,6 +265,7 @@ def _load(name: str) -> Family:
     return Family(
         name=name,
         classes=patch["classes"],
+        modeling=Modeling(**{"module": name, **patch["modeling"]}),
         defaults=patch.get("defaults", {}),
         refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
         window=patch.get("windows"),

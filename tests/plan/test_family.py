@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.plan.family import Family, supported
-from kvsurgery.resources import TEMPLATES
 from tests.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
@@ -218,12 +215,6 @@ def test_base_models_save_without_prefix() -> None:
 def test_a_text_model_inside_another(name: str, layer: int | None, part: str) -> None:
     role = Family.of({"model_type": "llava", "text_config": {"model_type": "mistral"}}).role(name)
     assert (role.layer, role.part, role.axis is None) == (layer, part, layer is None)
-
-
-@pytest.mark.parametrize("name", supported())
-def test_emitted_modeling_module_exists(name: str) -> None:
-    modeling = Family.of({"model_type": name, "text_config": {"model_type": "llama"}}).modeling
-    assert Path(TEMPLATES, f"{modeling}.py").is_file()
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -1,6 +1,7 @@
 """Reading a prompt chunk by chunk: embeddings are what projections make, and what is kept is what is said."""
 
 import importlib
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 from tests.emitted import emitted
 from tests.families import FAMILIES, largest, tokens
+from tests.surgery import convert_folder, reform_profile
 
 SMALL = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 2, "pool": 3, "recompute_budget": 16, "query_length": 2}
 
@@ -52,14 +54,25 @@ def projected(model, layer, ids):
     return torch.cat(flat, -1)
 
 
+@pytest.fixture(scope="module")
+def reading(checkpoint, tmp_path_factory):
+    """A family's checkpoint with streaming heads that reads long prompts."""
+
+    def convert(family):
+        source, out = checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-reform"
+        return convert_folder(source, out, sparsity=0.5, reform=reform_profile(source), sizes=SMALL)
+
+    return cache(convert)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_are_the_states_before_rope(mixed, family):
-    model, ids = mixed(family).model, tokens(1, 29)
+def test_embeddings_are_the_states_before_rope(reading, family):
+    model, ids = reading(family).model, tokens(1, 29)
     own = every_head(model.config, 3)
     found = encoder(model, heads=own, chunk=7, encode_budget=40).read(input_ids=ids)
     # a converted model's own forward has streaming heads, which reading a prompt has not
-    plain = mixed(family).stock
-    order = [mixed(family).policy.layers[3].order.index(head) for head in range(model.config.num_key_value_heads)]
+    plain = reading(family).stock
+    order = [reading(family).policy.layers[3].order.index(head) for head in range(model.config.num_key_value_heads)]
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     states = projected(plain, 3, ids).unflatten(-1, (len(own), -1))
     by_query = [place * group + within for place in order for within in range(group)]
@@ -161,9 +174,9 @@ def test_the_ends_stay_and_the_best(data):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_windows_of_the_model_move_with_the_chunks(mixed, family):
+def test_windows_of_the_model_move_with_the_chunks(reading, family):
     """Their first layer has a window of 9 tokens, so a budget of 10 forgets nothing that the second would notice."""
-    model, ids = mixed(family).model, tokens(1, 40)
+    model, ids = reading(family).model, tokens(1, 40)
     assert KVLayout.from_config(model.config).layers[0].native
     heads = every_head(model.config, 1)
     at_once = encoder(model, heads=heads, chunk=40, encode_budget=40).read(input_ids=ids)

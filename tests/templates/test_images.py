@@ -8,13 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from kvsurgery.checkpoint.source import read_config
-from kvsurgery.plan.family import Family
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
 from tests.families import IMAGE, WITH_IMAGES, largest, tokens
 from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK, convert_folder
+from tests.surgery import RECENT, SINK, convert_folder, reform_profile
 
 families = pytest.mark.parametrize("family", WITH_IMAGES)
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "suppress_tokens": [0, 2, IMAGE]}
@@ -182,13 +178,10 @@ def long_prompts(checkpoint, tmp_path_factory):
 
     def convert(family):
         source = checkpoint(family)
-        config = read_config(source)
-        heads = (EmbeddingHead(0, "q", 5), EmbeddingHead(1, "k", 2), EmbeddingHead(1, "v", 0))
-        model = Family.of(config).dimensions(config)
-        reform = HeadProfile(None, "reform", None, str(source), model, embedding_heads=heads)
         sizes = {"chunk": 16, "encode_budget": 24, "keep": 3, "window": 4, "pool": 3, "recompute_budget": 40}
         sizes["query_length"] = 6
-        return convert_folder(source, tmp_path_factory.mktemp("out") / family, reform=reform, sizes=sizes)
+        out = tmp_path_factory.mktemp("out") / family
+        return convert_folder(source, out, reform=reform_profile(source), sizes=sizes)
 
     return cache(convert)
 

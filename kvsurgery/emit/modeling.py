@@ -1,0 +1,52 @@
+"""The code of a converted checkpoint: the modeling file of its family, and the modules that this file names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from kvsurgery import __version__
+from kvsurgery.plan.family import Family
+from kvsurgery.resources import TEMPLATES
+
+HEADER = f"""\
+# SPDX-License-Identifier: Apache-2.0
+# Emitted by kvsurgery {__version__}. README.md of this folder says in what order to read its files.
+"""
+
+
+def modeling_code(family: Family, reform: bool) -> str:
+    """The source of a family's modeling file; with `reform`, it can gather the tokens of long prompts."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    model, generator = family.classes.values()
+    return environment.get_template("modeling_kvsurgery.py.jinja").render(
+        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], reform=reform
+    )
+
+
+def code_files(family: Family, reform: bool) -> dict[str, bytes]:
+    """Every code file of a converted checkpoint by name, in the order to read them: no more than the model runs."""
+    modeling = modeling_code(family, reform)
+    files = {f"{family.module}.py": modeling}
+    for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
+        files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")
+    return {name: f"{HEADER}{code}".encode() for name, code in files.items()}
+
+
+def modeling_module(family: Family, reform: bool = True) -> ModuleType:
+    """A family's modeling file as a module beside the templates, with their very classes, without any checkpoint."""
+    name = f"kvsurgery.templates.{family.module}"
+    module = ModuleType(name)
+    module.__package__ = "kvsurgery.templates"
+    sys.modules[name] = module
+    exec(compile(modeling_code(family, reform), name, "exec"), vars(module))
+    return module

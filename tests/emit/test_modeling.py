@@ -1,0 +1,65 @@
+"""The modeling code of a checkpoint: valid for every family, no module too few or too many."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from kvsurgery import __version__
+from kvsurgery.emit.modeling import code_files
+from kvsurgery.plan.family import Family, supported
+
+
+def family(name: str) -> Family:
+    return Family.of({"model_type": name, "text_config": {"model_type": "llama"}})
+
+
+def relative_imports(code: bytes) -> set[str]:
+    """The modules of the checkpoint that one of its files imports."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return {f"{module}.py" for module in found}
+
+
+@pytest.mark.parametrize("reform", [False, True], ids=["plain", "reform"])
+@pytest.mark.parametrize("name", supported())
+def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, reform: bool) -> None:
+    files = code_files(family(name), reform)
+    modeling, *modules = files
+    assert modeling == f"modeling_kvsurgery_{name}.py"
+    assert relative_imports(files[modeling]) == set(modules)  # transformers 4 copies no others
+    needed, reached = {modeling}, set()
+    while needed:
+        reached |= needed
+        needed = {module for each in needed for module in runtime_imports(files[each])} - reached
+    assert reached == set(files)
+
+
+def runtime_imports(code: bytes) -> set[str]:
+    """The same without what only type checkers read."""
+    tree = ast.parse(code)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node))]
+    return relative_imports(ast.unparse(tree).encode())
+
+
+def test_only_reform_reads_long_prompts() -> None:
+    plain, reform = (set(code_files(family("llama"), reform)) for reform in (False, True))
+    assert reform - plain == {"kv_encode.py", "kv_gather.py", "kv_reform.py"}
+
+
+@pytest.mark.parametrize("name", supported())
+def test_classes_are_those_that_the_config_names(name: str) -> None:
+    code = code_files(family(name), True)[f"modeling_kvsurgery_{name}.py"]
+    classes = [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+    assert classes == [*family(name).classes.values()]
+
+
+def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
+    for code in code_files(family("llama"), True).values():
+        licence, version, *_ = code.decode().splitlines()
+        assert licence == "# SPDX-License-Identifier: Apache-2.0"
+        assert f"kvsurgery {__version__}" in version
+        assert ast.get_docstring(ast.parse(code))
