@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+
+from kvsurgery.pace import Pace, ProgressLines, whole_time
 
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
@@ -45,12 +49,27 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
 
 
 @contextmanager
-def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, with rate and time left. It appears with the first byte: a refusal stands alone.
+def byte_progress(
+    what: str, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """Progress on stderr, with rate and time left: a bar, or lines where stderr is no terminal. It appears with the
+    first byte: a refusal stands alone.
 
     Yields:
         What to call with bytes done, from any thread.
     """
+    if not draws_bars():
+        done, lock = 0, threading.Lock()
+        with _lines(ProgressLines(what, size, _say, clock, announce=False)) as lines:
+
+            def count_up(count: int) -> None:
+                nonlocal done
+                with lock:
+                    done += count
+                    lines.update(done, total)
+
+            yield count_up
+        return
     with _bar(what, total, DownloadColumn(binary_units=True), TransferSpeedColumn()) as (bar, task):
 
         def advance(count: int) -> None:
@@ -61,19 +80,46 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def step_progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """The same of steps, with a note on how it goes.
+def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[..., None]]:
+    """The same of steps, with a note on how it goes. Long work has an estimate of the whole after its first step.
 
     Yields:
         What to call with steps done, of how many, and the note.
     """
-    with _bar(what, total, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
+    if not draws_bars():
+        with _lines(ProgressLines(what, str, _say, clock, announce=True)) as lines:
+            yield lines.update
+        return
+    pace, announced = Pace(clock), False
+    with _bar(what, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
 
-        def advance(done: int, of: int, note: str = "") -> None:
+        def advance(done: int, of: int | None, note: str = "") -> None:
+            nonlocal announced
             bar.start()
             bar.update(task, completed=done, total=of, note=note)
+            if not announced and (estimate := pace.estimate(done, of)):
+                announced = True
+                if text := whole_time(estimate[0]):
+                    _say(f"{what}: {text}")
 
         yield advance
+
+
+def draws_bars() -> bool:
+    """Whether stderr can redraw a line: it is a terminal, whatever the environment says of colours."""
+    return stderr.file.isatty() and not stderr.is_dumb_terminal
+
+
+def _say(line: str) -> None:
+    stderr.print(line, markup=False)
+
+
+@contextmanager
+def _lines(lines: ProgressLines) -> Iterator[ProgressLines]:
+    try:
+        yield lines
+    finally:
+        lines.close()
 
 
 @contextmanager

@@ -67,8 +67,8 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
 
 
 def _config_folder(source: str | Path, revision: str | None) -> Path | None:
-    """The folder of a checkpoint's config, which is downloaded of a Hub id; None where the source is neither."""
-    if Path(source).is_dir():
+    """The folder of a checkpoint's config, which is downloaded of a Hub id; None where a string is neither."""
+    if isinstance(source, Path) or Path(source).is_dir():
         return Path(source)
     from kvsurgery import hub
 

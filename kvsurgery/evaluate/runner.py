@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from kvsurgery.evaluate.records import (
 )
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task
+from kvsurgery.evaluate.standing import Progress, Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.files import write_whole
 from kvsurgery.inspection import inspect_checkpoint
 from kvsurgery.processes import Processes, started_processes
 
 SAMPLES = "samples.jsonl"
-
-Progress = Callable[[int, int | None, str], None]  # samples done, of how many if known, and what is under way
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,20 @@ class Evaluation:
         with self.processes.first():
             if self.processes.rank == 0:
                 self._enter(name, checkpoint)
-            done = self._answers(name).keys()
+            done = self._answers(name)
+        records = list(done.values())
         batches = [batch for batch in self.batches if not all(sample.key in done for sample in batch)]
         if not batches:
             return
         with self.processes.first():
             copy_code(checkpoint)
+        count = sum(sample.key in done for sample in self.samples)
+
+        def report(note: str) -> None:
+            if progress is not None and self.processes.rank == 0:
+                progress(count, len(self.samples), f"{name}: {note}")
+
+        report("loading")
         model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.tp)
         if (rows := model.config.get_text_config().vocab_size) != self.reader.vocabulary:
             raise KVSurgeryError(
@@ -151,13 +158,7 @@ class Evaluation:
                 "it is of another model"
             )
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.tp > 1)
-        count = sum(sample.key in done for sample in self.samples)
         dealt = Processes() if self.tp > 1 else self.processes  # those that share a model answer all together
-
-        def report(note: str) -> None:
-            if progress is not None and self.processes.rank == 0:
-                progress(count, len(self.samples), f"{name}: {note}")
-
         for start in range(0, len(batches), dealt.world):
             mine = batches[start + dealt.rank] if start + dealt.rank < len(batches) else []
             gathered = dealt.gather(respondent.records(mine, report))
@@ -165,7 +166,8 @@ class Evaluation:
             if self.processes.rank == 0:
                 append_lines(self._path(name), fresh)
             count += len(fresh)
-            report(batches[start][0].task)
+            records.extend(fresh)
+            report(standing(batches[start][0].task, records))
         del respondent, model
         free()
 
@@ -286,8 +288,9 @@ def evaluate(
     with started_processes(device) as processes:
         try:
             evaluation = Evaluation.open(folder, next(iter(models.values())), tasks, options, processes, progress, tp)
-            for name, checkpoint in models.items():
-                evaluation.answer(name, checkpoint, progress)
+            steps = Steps(progress, len(evaluation.samples), len(models))
+            for place, (name, checkpoint) in enumerate(models.items()):
+                evaluation.answer(name, checkpoint, steps.of(place, name))
         except KeyboardInterrupt:
             raise Interrupted() from None
         with processes.first():

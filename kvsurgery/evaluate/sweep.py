@@ -18,8 +18,9 @@ from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.evaluate.runner import Evaluation, Options, Progress
+from kvsurgery.evaluate.runner import Evaluation, Options
 from kvsurgery.evaluate.sample import Sample, Task
+from kvsurgery.evaluate.standing import Progress, Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
@@ -217,28 +218,3 @@ def itemsize(operation: Operation, dtype: str = "auto") -> int:
     if isinstance(stated, torch.dtype):
         return stated.itemsize
     return Footprint.of(checkpoint, Family.of(checkpoint.config)).itemsize
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The progress of several models that answer the same samples, as one.
-
-    Attributes:
-        samples: of each model.
-        models: how many there are.
-    """
-
-    progress: Progress | None
-    samples: int
-    models: int
-
-    def of(self, place: int, name: str) -> Progress:
-        """The progress of one model."""
-
-        def report(done: int, total: int | None, note: str) -> None:
-            if self.progress is not None:
-                # the name of the answers gives way to what they are of
-                what = note.partition(": ")[2]
-                self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
-
-        return report

@@ -1,0 +1,46 @@
+"""How far an evaluation is, and how right the answers are so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import fmean
+from typing import Any
+
+Progress = Callable[[int, int | None, str], None]  # samples done, of how many if known, and what is under way
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The progress of several models that answer the same samples, as one.
+
+    Attributes:
+        samples: of each model.
+        models: how many there are.
+    """
+
+    progress: Progress | None
+    samples: int
+    models: int
+
+    def of(self, place: int, name: str) -> Progress:
+        """The progress of one model."""
+
+        def report(done: int, total: int | None, note: str) -> None:
+            if self.progress is not None:
+                # the name of the answers gives way to what they are of
+                what = note.partition(": ")[2]
+                self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
+
+        return report
+
+
+def standing(task: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """A task and how right its answers are so far, by its first metric."""
+    answered = [record for record in records if record["task"] == task]
+    scores = [next(iter(record["scores"].values())) for record in answered if "scores" in record]
+    losses = [record["nll"] for record in answered if "nll" in record]
+    if scores:
+        return f"{task}, {fmean(scores):.0%} right"
+    return f"{task}, perplexity {exp(fmean(losses)):.3g}" if losses else task

@@ -1,0 +1,102 @@
+"""How long some work takes, and lines that say so where no progress bar can be drawn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+EVERY = 30.0  # seconds between two lines; what takes less than that needs no estimate
+
+
+class Pace:
+    """The time that counted work takes, estimated from what has been done so far.
+
+    Args:
+        clock: seconds from some moment on.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock = clock
+        self.start = clock()
+        self.base: int | None = None  # what was done at `start`
+
+    def estimate(self, done: int, total: int | None) -> tuple[float, float] | None:
+        """Seconds of the whole work and seconds left; None before the first step is done.
+
+        Work that goes on from an earlier run begins with more than one step done, which say nothing of the time. While
+        the total is not known, work is being prepared, whose time is not counted.
+        """
+        now = self.clock()
+        if total is None:
+            self.start, self.base = now, None
+        elif self.base is None:
+            self.base = 0 if done == 1 else done
+            self.start = self.start if done == 1 else now
+        if total is None or done <= self.base:
+            return None
+        each = (now - self.start) / (done - self.base)
+        return each * (total - self.base), each * (total - done)
+
+
+class ProgressLines:
+    """Progress as plain lines, one every half minute; work that is done sooner has one line, at its end.
+
+    Args:
+        what: is being done.
+        count: a count as people read it.
+        say: prints a line.
+        clock: seconds from some moment on.
+        announce: whether the first step is followed by an estimate of the whole.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        count: Callable[[int], str],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        announce: bool,
+    ):
+        self.what, self.count, self.say, self.announce = what, count, say, announce
+        self.pace = Pace(clock)
+        self.said = self.pace.start
+        self.last: tuple[int, int | None, str] | None = None
+        self.lock = threading.Lock()
+
+    def update(self, done: int, total: int | None, note: str = "") -> None:
+        """Tell what is done, of how many, and how it goes; from any thread."""
+        with self.lock:
+            self.last = done, total, note
+            estimate, now = self.pace.estimate(done, total), self.pace.clock()
+            if done == total:  # `close` says so
+                return
+            if self.announce and estimate and (text := whole_time(estimate[0])):
+                self.say(f"{self._line()}, {text}")
+                self.said = now
+            elif now - self.said >= EVERY:
+                self.say(f"{self._line()}{f', {duration(estimate[1])} left' if estimate else ''}")
+                self.said = now
+            self.announce = self.announce and not estimate
+
+    def close(self) -> None:
+        """Say how far the work came, if it began."""
+        if self.last is not None:
+            self.say(self._line())
+
+    def _line(self) -> str:
+        done, total, note = self.last
+        counts = self.count(done) if total is None else f"{self.count(done)}/{self.count(total)}"
+        return f"{self.what} {counts}{note and ', '}{note}"
+
+
+def whole_time(seconds: float) -> str:
+    """An estimate of the whole work; empty where it is too short to need one."""
+    return f"about {duration(seconds)} in all" if seconds >= EVERY else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 45 s, 12 min, 3 h 05 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
