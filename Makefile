@@ -11,11 +11,20 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
+.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
 
 demo: .venv/ready
 	rm -rf demo
 	.venv/bin/python examples/demo.py demo
+
+# every command on a real language model, which is downloaded once (93 MB): ten minutes on two cores; the short one, four
+real: .venv/ready
+	rm -rf real
+	unset OMP_NUM_THREADS; .venv/bin/python examples/smollm2/tour.py real
+
+real-short: .venv/ready
+	rm -rf real
+	unset OMP_NUM_THREADS; .venv/bin/python examples/smollm2/tour.py real --short
 
 test: .venv/ready
 	.venv/bin/python $(PYTEST)
@@ -90,4 +99,4 @@ INSTALL = $(@D)/bin/python -m pip install -q
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* demo dist
+	rm -rf .venv .venv-* demo dist real examples/smollm2/model*

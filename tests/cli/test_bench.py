@@ -43,7 +43,7 @@ def test_tables_and_files(converted: Converted) -> None:
     assert found.command.startswith("kvsurgery bench ")
     assert found.models == {"converted": str(converted.folder), "original": str(converted.folder)}
     settings = {"lengths": [24, 40], "batches": [1], "new": 6, "chunk": 16, "rounds": 1, "seed": 0, "device": "cpu"}
-    settings |= {"processes": 1, "attention": "sdpa"}
+    settings |= {"dtype": "float32", "processes": 1, "attention": "sdpa"}
     assert found.settings == settings
     assert found.checkpoint["surgery"]["revertible"] is True
     assert found.weights == sum(part.nbytes for part in converted.model.parameters())

@@ -153,6 +153,12 @@ class TestChoice:
         assert measured.err.count("measuring in float32") == 1
 
 
+@pytest.mark.parametrize("command", [["bench"], ["eval"]])
+def test_a_folder_that_is_not_there_is_no_hub_id_on_any_cpu(cpu, command):
+    cpu("flags", WITHOUT["flags"])
+    assert "nowhere is not a folder" in refused(*command, "nowhere")
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "CPU", "cuda:x"])
 def test_what_is_no_device(device):
     result = run("bench", "nowhere", "--device", device)
@@ -161,5 +167,4 @@ def test_what_is_no_device(device):
 
 
 def test_a_device_that_is_not_there(bfloat16):
-    pytest.importorskip("torch")
     assert "torch finds no CUDA device" in refused("eval", bfloat16, "--device", "cuda")

@@ -138,6 +138,8 @@ def compute(
     if options["resume"] and options["checkpoint"] is None:
         raise click.UsageError("--resume goes on from --checkpoint; name it")
 
+    from transformers.utils import logging
+
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.errors import Interrupted
@@ -146,6 +148,8 @@ def compute(
     from kvsurgery.score.picture import plot_training
     from kvsurgery.score.profile import check_output
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     check_output(out)
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
