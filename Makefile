@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-wheel lint format clean
+.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-wheel coverage lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -59,6 +59,10 @@ test-wheel: .venv/ready
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/pip install -q -c constraints.txt dist/*.whl
 	.venv-wheel/bin/python tests/wheel.py
+
+# which lines the tests reach; not those that only other processes or copies of emitted code run
+coverage: .venv/ready
+	.venv/bin/python $(PYTEST) --cov=kvsurgery --cov=templates --cov-report=term:skip-covered
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
