@@ -1,0 +1,288 @@
+"""`Recipe`: everything that decides a conversion, as one object and as a TOML file.
+
+    profiles = ["duo.safetensors"]
+    sparsity = 0.5
+    kv_bits = 4
+
+    [reform]
+    chunk = 32_768
+
+A key of the file is a field of `Recipe`; the fields of `ReformSizes` and `Demand` stand in the tables `[reform]` and
+`[fit]`. Names of fields are those of the options of `kvsurgery convert`. Nothing here needs torch or numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.files import write_whole
+from kvsurgery.templates.kv_layout import Quantisation, Selection
+from kvsurgery.typed_toml import check_types, read_table, to_toml
+
+# ways to choose the full heads, of which a recipe has at most one
+CHOICES = ("sparsity", "threshold", "full_heads")
+STREAMING = ("sink", "recent")
+BUDGETED = ("budget", "beta", "window", "kernel_size", "pool")
+QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming")
+MAX_TOKENS = 1 << 30
+MAX_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReformSizes:
+    """How long prompts are read, the fields of `kv_reform.Reform` in tokens; None is its default, or what fits."""
+
+    chunk: int | None = None
+    encode_budget: int | None = None
+    compressor: Literal["h2o", "tova", "streaming"] | None = None
+    window: int | None = None
+    keep: int | None = None
+    pool: int | None = None
+    recompute_budget: int | None = None
+    query_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "reform.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The sizes that are stated."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What has to fit into a memory.
+
+    Attributes:
+        memory: bytes for weights, KV cache and workspace; of one device, where several share the model.
+        context: tokens of a sequence: its prompt, and what is generated.
+        batch: sequences.
+        new_tokens: how many of the context are generated; budgeted heads keep all of these.
+        chunk: tokens of the prompt that go through at a time, the `prefill_chunk_size` of `generate`. Budgeted heads
+            hold a whole prompt that comes in chunks, so there it goes through at once where that takes less.
+
+    Raises:
+        PolicyError: a number is out of range.
+    """
+
+    memory: int
+    context: int
+    batch: int = 1
+    new_tokens: int = 0
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        check_types(self, "fit.")
+        if not 1 <= self.context <= MAX_TOKENS:
+            raise PolicyError(f"`context` lies in [1, {MAX_TOKENS}] tokens, got {self.context}")
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise PolicyError(f"`batch` lies in [1, {MAX_BATCH}], got {self.batch}")
+        if not 0 <= self.new_tokens < self.context:
+            raise PolicyError(
+                f"`new_tokens` are a part of `context` and leave a prompt, got {self.new_tokens} of {self.context}"
+            )
+        if self.chunk < 1:
+            raise PolicyError(f"`chunk` is at least 1 token, got {self.chunk}")
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a sequence that are given."""
+        return self.context - self.new_tokens
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a conversion: with a checkpoint and the profiles, the same recipe gives the same bytes.
+
+    Attributes:
+        profiles: files of head profiles: one with scores, a reform profile, or both.
+
+        sparsity: share of the KV heads in full-attention layers that are not full. Default 0.5 with GQA, 0.75 without
+            (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the other heads have budgets.
+        threshold: instead, heads with this score or more are full.
+        full_heads: instead, the number of full heads over the model.
+        rest: what the other heads are. Default: budgeted for a HeadKV profile, else streaming.
+        group_reduce: how the scores of a group's query heads become the score of their KV head.
+
+        sink, recent: first and latest tokens that a streaming head keeps.
+
+        budget: tokens of the prompt that a budgeted head keeps on average, in addition to the observation window.
+        beta: how budgets follow the scores, as `allocate_budgets` takes it; larger is more even.
+        window: observation window, the last tokens of the prompt whose attention selects what is kept.
+        kernel_size, pool: how many neighbours this attention is pooled over, and by what.
+
+        kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
+        kv_scheme, kv_group_size, kv_residual, kv_streaming: how it is quantized, the fields of
+            `kv_layout.Quantisation`.
+
+        tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
+        tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
+
+        reform: how long prompts are read; used with a reform profile.
+        fit: choose full heads, budget and bits so that this fits.
+
+    Raises:
+        PolicyError: a value is of the wrong type, or two fields contradict each other.
+    """
+
+    profiles: tuple[str, ...] = ()
+
+    sparsity: float | None = None
+    threshold: float | None = None
+    full_heads: int | None = None
+    rest: Literal["streaming", "budgeted"] | None = None
+    group_reduce: Literal["mean", "max"] = "mean"
+
+    sink: int = 64
+    recent: int = 256
+
+    budget: int | None = None
+    beta: float = 1.2
+    window: int = 8
+    kernel_size: int = 7
+    pool: Literal["max", "avg"] = "max"
+
+    kv_bits: int | None = None
+    kv_scheme: Literal["kivi", "per-token"] = "kivi"
+    kv_group_size: int | None = None
+    kv_residual: int = 128
+    kv_streaming: bool = False
+
+    tp: int = 1
+    tp_uneven: bool = False
+
+    reform: ReformSizes = ReformSizes()
+    fit: Demand | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if len(self.chosen) > 1:
+            raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
+        if self.rest == "streaming" and self.budget is not None:
+            raise PolicyError("`budget` is for budgeted heads; add `rest` budgeted, or leave it out")
+        details = [name for name in QUANTIZED if getattr(self, name) != _DEFAULTS[name]]
+        if details and self.kv_bits is None and self.fit is None:
+            raise PolicyError(f"{_listed(details)} goes with `kv_bits`; add that, or leave it out")
+        decided = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
+        if decided and self.fit is not None:
+            raise PolicyError(f"`fit` decides {_listed(decided)}; leave one of them out")
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """How the full heads are chosen, by the name of the field; empty where that is left to the profile."""
+        return {name: value for name in CHOICES if (value := getattr(self, name)) is not None}
+
+    @property
+    def selection(self) -> Selection:
+        """How a budgeted head selects."""
+        return Selection(self.window, self.kernel_size, self.pool)
+
+    @property
+    def quantization(self) -> Quantisation | None:
+        """How heads store all but their newest tokens; None: in the model's dtype."""
+        if self.kv_bits is None:
+            return None
+        return Quantisation(self.kv_bits, self.kv_scheme, self.kv_group_size, self.kv_residual, self.kv_streaming)
+
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """Fields that make a difference beside the others, apart from profiles, `reform` and `fit`."""
+        names = [*self.chosen]
+        if self.rest:
+            names.append("rest")
+        if self.tp > 1:
+            names += ["tp", "tp_uneven"]
+        if self.rest:
+            names += ["group_reduce", *(STREAMING if self.rest == "streaming" else BUDGETED)]
+        if self.kv_bits is not None:
+            names += ["kv_bits", *QUANTIZED]
+        return tuple(names)
+
+    def changed(self, **values: Any) -> Recipe:
+        """The recipe with other values. What a new value rules out gives way to it: another way to choose the full
+        heads, a budget where heads stream, and how a cache is quantized that is not.
+
+        Raises:
+            PolicyError: as the class, of the values that are given.
+        """
+        ways = [name for name in (*CHOICES, "fit") if values.get(name) is not None]
+        gone = [*CHOICES, "fit"] if ways else []
+        if values.get("fit") is not None:
+            gone += ["budget", "kv_bits"]
+        if values.get("rest") == "streaming":
+            gone.append("budget")
+        if "kv_bits" in values and values["kv_bits"] is None:
+            gone += QUANTIZED
+        return replace(self, **{name: _DEFAULTS[name] for name in gone} | values)
+
+    def trimmed(self) -> Recipe:
+        """The recipe without values that make no difference."""
+        used = {name: getattr(self, name) for name in (*self.in_use, "profiles", "reform", "fit")}
+        return Recipe(**used)
+
+    def to_toml(self) -> str:
+        """The text of a recipe's file: values in use, and those that differ from the default."""
+        used = set(self.in_use)
+        lines = [
+            f"{name} = {to_toml(value)}"
+            for name, value in vars(self).items()
+            if not is_dataclass(value) and value is not None and (name in used or value != _DEFAULTS[name])
+        ]
+        for name, table in (("reform", self.reform.given), ("fit", vars(self.fit) if self.fit else {})):
+            if table:
+                lines += ["", f"[{name}]", *(f"{key} = {to_toml(value)}" for key, value in table.items())]
+        return "".join(f"{line}\n" for line in lines)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Recipe:
+        """Read the text of a recipe's file.
+
+        Raises:
+            PolicyError: it is not TOML, or has a key or a value that no recipe has.
+        """
+        try:
+            return read_table(cls, tomllib.loads(text))
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise PolicyError(f"not TOML: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Read a recipe's file. Profiles are named relative to its folder.
+
+        Raises:
+            PolicyError: the file cannot be read, or is no recipe.
+        """
+        try:
+            recipe = cls.from_toml(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PolicyError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"{path}: not TOML: {error}") from error
+        except PolicyError as error:
+            raise PolicyError(f"{path}: {error}") from error
+        folder = os.path.dirname(path)
+        return replace(recipe, profiles=tuple(os.path.normpath(os.path.join(folder, name)) for name in recipe.profiles))
+
+    def save(self, path: str | Path) -> None:
+        """Write a recipe's file. Relative names of profiles become relative to its folder.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder = os.path.dirname(path) or "."
+        names = tuple(name if os.path.isabs(name) else os.path.relpath(name, folder) for name in self.profiles)
+        write_whole(Path(path), replace(self, profiles=names).to_toml())
+
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Recipe)}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)

@@ -1,0 +1,81 @@
+"""Typed dataclasses as tables of TOML: reading and checking them, and writing values."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvsurgery.errors import PolicyError
+
+
+def read_table(kind: type, table: Mapping[str, Any], prefix: str = "") -> Any:
+    """Make a dataclass of a table of TOML; a field that is a dataclass itself is a table in it.
+
+    Raises:
+        PolicyError: a key is unknown or missing, or as the class raises it. Keys are named after `prefix`.
+    """
+    types, values = _types(kind), {}
+    for key, value in table.items():
+        if key not in types:
+            close = difflib.get_close_matches(key, types, 1)
+            hint = f"did you mean `{prefix}{close[0]}`?" if close else f"known are {', '.join(types)}"
+            raise PolicyError(f"unknown key `{prefix}{key}`; {hint}")
+        [inner] = [part for part in types[key] if is_dataclass(part)] or [None]
+        if inner and isinstance(value, dict):
+            value = read_table(inner, value, f"{key}.")
+        values[key] = tuple(value) if isinstance(value, list) else value
+    for field in fields(kind):
+        if field.name not in values and field.default is MISSING:
+            raise PolicyError(f"`{prefix}{field.name}` is missing")
+    return kind(**values)
+
+
+@cache
+def _types(kind: type) -> dict[str, tuple[Any, ...]]:
+    """Of each field of a dataclass, the types that its value may have."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
+
+
+def check_types(instance: Any, prefix: str = "") -> None:
+    """Raise PolicyError where a field's value is not of its type."""
+    for name, kinds in _types(type(instance)).items():
+        value = getattr(instance, name)
+        if not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join(_described(kind) for kind in kinds if kind is not NoneType)
+            raise PolicyError(f"`{prefix}{name}` is {wanted}, got {value!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "a list of file names"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a table")
+
+
+def to_toml(value: Any) -> str:
+    """Write one value: a string, a number, a boolean, or a tuple of these."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one character that JSON leaves as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
+    return float.__repr__(value) if isinstance(value, float) else str(value)

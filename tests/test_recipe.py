@@ -1,0 +1,167 @@
+"""`Recipe`: what it holds, what it refuses, and its file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import QUANTIZED, Demand, Recipe, ReformSizes
+from kvsurgery.templates.kv_layout import Quantisation, Selection
+
+TOKENS = st.integers(0, 1 << 40)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+SHARE = st.floats(allow_nan=False)
+
+
+def maybe(strategy):
+    return st.none() | strategy
+
+
+@st.composite
+def recipes(draw):
+    """Recipes that contradict themselves nowhere."""
+    rest = draw(st.sampled_from([None, "streaming", "budgeted"]))
+    values = {"rest": rest, "profiles": tuple(draw(st.lists(TEXT, max_size=2)))}
+    values |= {name: draw(TOKENS) for name in ("sink", "recent", "window", "kernel_size", "tp")}
+    values |= {"beta": draw(SHARE), "pool": draw(st.sampled_from(["max", "avg"])), "tp_uneven": draw(st.booleans())}
+    values["group_reduce"] = draw(st.sampled_from(["mean", "max"]))
+    sizes = {name: draw(maybe(TOKENS)) for name in ("chunk", "keep", "query_length")}
+    values["reform"] = ReformSizes(**sizes, compressor=draw(st.sampled_from([None, "h2o", "tova", "streaming"])))
+    fit = draw(st.booleans())
+    if fit:
+        context = draw(st.integers(1, 1 << 30))
+        values["fit"] = Demand(draw(TOKENS), context, draw(st.integers(1, 9)), draw(st.integers(0, context - 1)))
+    else:
+        way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
+        values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 2]))
+        values["budget"] = draw(maybe(TOKENS)) if rest != "streaming" else None
+    if fit or values["kv_bits"]:
+        values |= {"kv_scheme": draw(st.sampled_from(["kivi", "per-token"])), "kv_streaming": draw(st.booleans())}
+        values |= {"kv_group_size": draw(maybe(TOKENS)), "kv_residual": draw(TOKENS)}
+    return Recipe(**values)
+
+
+@given(recipes())
+def test_a_file_gives_the_recipe_back(recipe):
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_a_file_is_what_one_would_write():
+    recipe = Recipe(
+        ("duo.safetensors",), full_heads=6, rest="streaming", kv_bits=4, reform=ReformSizes(keep=9), tp=2, recent=512
+    )
+    assert recipe.to_toml().splitlines() == [
+        'profiles = ["duo.safetensors"]',
+        "full_heads = 6",
+        'rest = "streaming"',
+        'group_reduce = "mean"',
+        "sink = 64",
+        "recent = 512",
+        "kv_bits = 4",
+        'kv_scheme = "kivi"',
+        "kv_residual = 128",
+        "kv_streaming = false",
+        "tp = 2",
+        "tp_uneven = false",
+        "",
+        "[reform]",
+        "keep = 9",
+    ]
+    demand = Recipe.from_toml("[fit]\nmemory = 24_000_000_000\ncontext = 131_072").fit
+    assert demand == Demand(24 * 10**9, 131072)
+
+
+def test_profiles_are_found_from_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    absolute = str(tmp_path / "b")
+    recipe = Recipe(("a", absolute))
+    recipe.save("recipes/one.toml")
+    assert 'profiles = ["../a", ' in Path("recipes/one.toml").read_text()
+    assert Recipe.load("recipes/one.toml") == recipe
+    os.chdir("recipes")
+    assert Recipe.load("one.toml").profiles == ("../a", absolute)
+
+
+def test_defaults_are_those_of_the_emitted_code():
+    assert Recipe().selection == Selection()
+    assert Recipe(kv_bits=4).quantization == Quantisation(4)
+    assert Recipe().quantization is None
+    assert [name.removeprefix("kv_") for name in QUANTIZED] == [field.name for field in fields(Quantisation)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sparcity = 0.5", "unknown key `sparcity`; did you mean `sparsity`?"),
+        ("[reform]\nchunks = 9", "unknown key `reform.chunks`; did you mean `reform.chunk`?"),
+        ("[fit]\nbytes = 9", "unknown key `fit.bytes`; known are memory, context, batch, new_tokens, chunk"),
+        ("[fit]\nmemory = 9", "`fit.context` is missing"),
+        ("sink = '4'", "`sink` is a whole number, got '4'"),
+        ("sink = true", "`sink` is a whole number, got True"),
+        ("sink = 4.0", "`sink` is a whole number, got 4.0"),
+        ("sparsity = 'half'", "`sparsity` is a number, got 'half'"),
+        ("rest = 'stream'", "`rest` is streaming or budgeted, got 'stream'"),
+        ("profiles = 'duo'", "`profiles` is a list of file names, got 'duo'"),
+        ("profiles = [1]", "`profiles` is a list of file names, got (1,)"),
+        ("reform = 9", "`reform` is a table, got 9"),
+        ("[reform]\nkeep = 'all'", "`reform.keep` is a whole number, got 'all'"),
+        ("[fit]\nmemory = '24GB'\ncontext = 9", "`fit.memory` is a whole number, got '24GB'"),
+        ("[fit]\nmemory = 9\ncontext = 0", "`context` lies in [1, 1073741824] tokens, got 0"),
+        ("sparsity = 0.5\nfull_heads = 3", "`sparsity` and `full_heads` exclude each other; give one"),
+        ("rest = 'streaming'\nbudget = 9", "`budget` is for budgeted heads; add `rest` budgeted, or leave it out"),
+        ("kv_residual = 9", "`kv_residual` goes with `kv_bits`; add that, or leave it out"),
+        ("kv_bits = 4\n[fit]\nmemory = 9\ncontext = 9", "`fit` decides `kv_bits`; leave one of them out"),
+        ("sink = ", "not TOML: Invalid value (at end of document)"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(tmp_path, text, words):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(PolicyError) as error:
+        Recipe.load(path)
+    assert str(error.value) == f"{path}: {words}"
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(PolicyError, match=r"cannot read nowhere\.toml: No such file"):
+        Recipe.load("nowhere.toml")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(PolicyError, match="bytes: not TOML: "):
+        Recipe.load(tmp_path / "bytes")
+
+
+class TestChanged:
+    FIT = Demand(1, 1)
+
+    def test_another_way_to_choose_full_heads_takes_the_place_of_the_first(self):
+        for way in ({"sparsity": 0.5}, {"threshold": 1.0}, {"full_heads": 3}, {"fit": self.FIT}):
+            for other in ({"sparsity": 0.25}, {"threshold": 2.0}, {"full_heads": 4}, {"fit": Demand(2, 2)}):
+                assert Recipe(**way).changed(**other) == Recipe(**other)
+        assert Recipe(sparsity=0.5).changed(sink=4) == Recipe(sparsity=0.5, sink=4)
+
+    def test_what_a_value_rules_out_is_gone(self):
+        whole = Recipe(rest="budgeted", budget=9, kv_bits=4, kv_residual=0)
+        assert whole.changed(rest="streaming") == Recipe(rest="streaming", kv_bits=4, kv_residual=0)
+        assert whole.changed(kv_bits=None) == Recipe(rest="budgeted", budget=9)
+        assert whole.changed(fit=self.FIT) == Recipe(rest="budgeted", fit=self.FIT, kv_residual=0)
+
+    def test_values_that_contradict_each_other_are_refused(self):
+        for values in ({"sparsity": 0.5, "fit": self.FIT}, {"rest": "streaming", "budget": 9}, {"sink": None}):
+            with pytest.raises(PolicyError):
+                Recipe().changed(**values)
+
+
+def test_nothing_heavy_is_loaded():
+    script = "import sys, kvsurgery.recipe; print({'torch', 'numpy', 'blake3', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
