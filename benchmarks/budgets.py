@@ -32,8 +32,8 @@ from transformers.utils import logging
 
 from kvsurgery import console
 from kvsurgery.convert.convert import convert
-from kvsurgery.decide.policy import SNAPKV
 from kvsurgery.operation import Operation
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 
 HERE = Path(__file__).resolve().parents[1] / "examples" / "tiny-recall"
@@ -54,10 +54,10 @@ def load_task() -> ModuleType:
 def prepare(profile: HeadProfile, size: int | None, beta: float | None) -> Operation:
     """The conversion to `size` tokens per head (None: full heads), spread by score (beta None: evenly)."""
     if size is None:
-        return Operation.prepare(HERE / "model", profile, sparsity=0.0)
+        return Operation.prepare(HERE / "model", profile, Recipe(sparsity=0.0))
     if beta is None:  # equal scores make every beta the same
         profile, beta = replace(profile, scores=np.ones_like(profile.scores)), max(BETAS)
-    return Operation.prepare(HERE / "model", profile, rest="budgeted", budget=size - SNAPKV.window, beta=beta)
+    return Operation.prepare(HERE / "model", profile, Recipe(rest="budgeted", budget=size - Recipe().window, beta=beta))
 
 
 @torch.inference_mode()
@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
-    if min(arguments.sizes) <= SNAPKV.window or min(arguments.betas) <= 1:
-        parser.error(f"--sizes must be above {SNAPKV.window}, the window, and --betas above 1")
+    if min(arguments.sizes) <= Recipe().window or min(arguments.betas) <= 1:
+        parser.error(f"--sizes must be above {Recipe().window}, the window, and --betas above 1")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def main() -> None:
     title = f"Recall of facts in {arguments.length:,} tokens ({arguments.queries} queries), KV cache of one prompt"
     console.stdout.print(console.table(title, ["KV per head", "beta", "exact match", "KV bytes", "of full"], rows, 0))
     if arguments.json:
-        facts = {"queries": arguments.queries, "length": arguments.length, "seed": SEED, "window": SNAPKV.window}
+        facts = {"queries": arguments.queries, "length": arguments.length, "seed": SEED, "window": Recipe().window}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         arguments.json.write_text(json.dumps({**facts, **versions, "settings": results}, indent=2) + "\n")
 

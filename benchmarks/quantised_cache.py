@@ -42,6 +42,7 @@ from kvsurgery.convert.convert import convert
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 
 # backend -> bits, and the axes that make it scale keys per channel or per token, and values per token
@@ -72,7 +73,9 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     config = read_config(source)
     model = Family.of(config).dimensions(config)
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
-    operation = Operation.prepare(source, HeadProfile(scores, "ablation", "kv", str(source), model), sparsity=0.0)
+    operation = Operation.prepare(
+        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
+    )
     convert(operation.checkpoint, operation.plan, folder, operation.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 

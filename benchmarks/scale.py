@@ -29,6 +29,7 @@ from kvsurgery.decide.policy import Policy, Quantisation, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.importers import import_duo
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
@@ -126,7 +127,7 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
             asked, strict = (
-                decide(profile, [None] * model.layers, **options, tp=blocks, tp_uneven=uneven)
+                decide(profile, [None] * model.layers, Recipe(**options, tp=blocks, tp_uneven=uneven))
                 for uneven in (True, False)
             )
             best, kept = (score(scores, policy) for policy in (asked, strict))

@@ -24,7 +24,11 @@ class TextError(KVSurgeryError):
 
 
 class PolicyError(KVSurgeryError):
-    """The options cannot give a policy for this model."""
+    """A recipe cannot give a policy for this model. Its message names the recipe's fields in backticks."""
+
+
+class RecipeError(PolicyError):
+    """A recipe's file cannot be read."""
 
 
 class CheckpointError(KVSurgeryError):

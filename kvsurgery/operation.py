@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.checkpoint.turns import user_marker
-from kvsurgery.decide.fit import Demand, Fit, fit
+from kvsurgery.decide.fit import Fit, fit
 from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.policy import Policy, decide
 from kvsurgery.decide.reform import with_reform
 from kvsurgery.emit.files import emitted_files
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import SurgeryPlan, plan_surgery
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 
 
@@ -38,28 +37,29 @@ class Operation:
         cls,
         folder: Path,
         profile: HeadProfile,
+        recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
         *,
+        reform: HeadProfile | None = None,
         name: str | None = None,
         revision: str | None = None,
-        demand: Demand | None = None,
-        reform: HeadProfile | None = None,
-        sizes: Mapping[str, Any] | None = None,
-        **options: Any,
     ) -> Operation:
         """Read a checkpoint's headers and plan its conversion.
 
         Args:
             folder: the checkpoint.
             profile: measured on a model of the same dimensions; where it has no scores, every head stays full.
-            name, revision: what the checkpoint is called, and its commit, if it comes from the Hub.
-            demand: what has to fit, which decides full heads, budget and bits.
+            recipe: what is asked for; its profiles are those given here.
             reform: a profile of embedding heads, by which prompts beyond the context are read.
-            sizes: of that, as `with_reform` takes them.
-            options: as `decide` takes them, or `fit` where there is a demand.
+            name, revision: what the checkpoint is called, and its commit, if it comes from the Hub.
 
         Raises:
             KVSurgeryError: every reason why the conversion cannot be done that headers can show.
         """
+        if reform is None and recipe.reform.given:
+            names = " and ".join(f"`reform.{size}`" for size in recipe.reform.given)
+            raise PolicyError(f"{names} goes with a reform profile; add one, or leave it out")
+        if reform is not None and recipe.fit is not None:
+            raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
         family = Family.of(checkpoint.config)
         dimensions = family.dimensions(checkpoint.config)
@@ -68,12 +68,12 @@ class Operation:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
         windows, fitted = family.windows(checkpoint.config), None
-        if demand is not None:
-            fitted = fit(profile, windows, Footprint.of(checkpoint, family, options.get("tp", 1)), demand, **options)
-            options |= fitted.choice.options
-        policy = decide(profile, windows, **options)
+        if recipe.fit is not None:
+            fitted = fit(profile, windows, Footprint.of(checkpoint, family, recipe.tp), recipe)
+            recipe = fitted.choice.recipe(recipe)
+        policy = decide(profile, windows, recipe)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
-            policy = with_reform(policy, reform, positions, user_marker(folder), **(sizes or {}))
+            policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
         plan = plan_surgery(checkpoint, policy, profile.hash)
         return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile), fitted)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvsurgery.errors import PolicyError
+from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.files import write_whole
 from kvsurgery.templates.kv_layout import Quantisation, Selection
 from kvsurgery.typed_toml import check_types, read_table, to_toml
@@ -166,7 +166,7 @@ class Recipe:
         if len(self.chosen) > 1:
             raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
         if self.rest == "streaming" and self.budget is not None:
-            raise PolicyError("`budget` is for budgeted heads; add `rest` budgeted, or leave it out")
+            raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
         details = [name for name in QUANTIZED if getattr(self, name) != _DEFAULTS[name]]
         if details and self.kv_bits is None and self.fit is None:
             raise PolicyError(f"{_listed(details)} goes with `kv_bits`; add that, or leave it out")
@@ -257,16 +257,16 @@ class Recipe:
         """Read a recipe's file. Profiles are named relative to its folder.
 
         Raises:
-            PolicyError: the file cannot be read, or is no recipe.
+            RecipeError: the file cannot be read, or is not a recipe.
         """
         try:
             recipe = cls.from_toml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise PolicyError(f"cannot read {path}: {error.strerror}") from error
+            raise RecipeError(f"cannot read {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise PolicyError(f"{path}: not TOML: {error}") from error
+            raise RecipeError(f"{path}: not TOML: {error}") from error
         except PolicyError as error:
-            raise PolicyError(f"{path}: {error}") from error
+            raise RecipeError(f"{path}: {error}") from error
         folder = os.path.dirname(path)
         return replace(recipe, profiles=tuple(os.path.normpath(os.path.join(folder, name)) for name in recipe.profiles))
 

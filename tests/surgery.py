@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,10 @@ from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
+from kvsurgery.recipe import Recipe, ReformSizes
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
+from kvsurgery.templates.kv_layout import Quantisation, Selection
 
 SINK, RECENT = 3, 5
 
@@ -72,9 +75,29 @@ class Converted:
         return [[head in layer.full_heads for head in range(len(layer.order))] for layer in self.policy.layers]
 
 
+def recipe_of(
+    quantisation: Quantisation | None = None,
+    selection: Selection | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe of fields, some of them given as what the emitted code makes of them."""
+    if quantisation:
+        options |= {f"kv_{name}": value for name, value in vars(quantisation).items()}
+    if selection:
+        options |= vars(selection)
+    return Recipe(**options, reform=ReformSizes(**sizes or {}))
+
+
 def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, **options: Any) -> Converted:
-    """Convert a folder after a profile, by default a random one, with small sinks and windows."""
-    profile = profile or random_profile(source)
-    operation = Operation.prepare(source, profile, **{"sink": SINK, "recent": RECENT, **options})
+    """Convert a folder after a profile, by default a random one, with small sinks and windows.
+
+    Args:
+        options: fields of a recipe, as `recipe_of` takes them, and `reform`, a profile of embedding heads.
+    """
+    profile, reform = profile or random_profile(source), options.pop("reform", None)
+    operation = Operation.prepare(
+        source, profile, recipe_of(**{"sink": SINK, "recent": RECENT, **options}), reform=reform
+    )
     convert(operation.checkpoint, operation.plan, out, operation.files)
     return Converted(source, out, operation.policy)

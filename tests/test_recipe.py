@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.errors import PolicyError
+from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.recipe import QUANTIZED, Demand, Recipe, ReformSizes
 from kvsurgery.templates.kv_layout import Quantisation, Selection
 
@@ -118,7 +118,7 @@ def test_defaults_are_those_of_the_emitted_code():
         ("[fit]\nmemory = '24GB'\ncontext = 9", "`fit.memory` is a whole number, got '24GB'"),
         ("[fit]\nmemory = 9\ncontext = 0", "`context` lies in [1, 1073741824] tokens, got 0"),
         ("sparsity = 0.5\nfull_heads = 3", "`sparsity` and `full_heads` exclude each other; give one"),
-        ("rest = 'streaming'\nbudget = 9", "`budget` is for budgeted heads; add `rest` budgeted, or leave it out"),
+        ("rest = 'streaming'\nbudget = 9", "`budget` is for budgeted heads; set `rest` to budgeted, or leave it out"),
         ("kv_residual = 9", "`kv_residual` goes with `kv_bits`; add that, or leave it out"),
         ("kv_bits = 4\n[fit]\nmemory = 9\ncontext = 9", "`fit` decides `kv_bits`; leave one of them out"),
         ("sink = ", "not TOML: Invalid value (at end of document)"),
@@ -127,16 +127,16 @@ def test_defaults_are_those_of_the_emitted_code():
 def test_a_file_that_is_wrong_says_where(tmp_path, text, words):
     path = tmp_path / "recipe.toml"
     path.write_text(text)
-    with pytest.raises(PolicyError) as error:
+    with pytest.raises(RecipeError) as error:
         Recipe.load(path)
     assert str(error.value) == f"{path}: {words}"
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(PolicyError, match=r"cannot read nowhere\.toml: No such file"):
+    with pytest.raises(RecipeError, match=r"cannot read nowhere\.toml: No such file"):
         Recipe.load("nowhere.toml")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(PolicyError, match="bytes: not TOML: "):
+    with pytest.raises(RecipeError, match="bytes: not TOML: "):
         Recipe.load(tmp_path / "bytes")
 
 

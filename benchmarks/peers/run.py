@@ -41,8 +41,8 @@ from budgets import HERE, load_task
 
 from kvsurgery import __version__
 from kvsurgery.convert.convert import convert
-from kvsurgery.decide.policy import Quantisation
 from kvsurgery.operation import Operation
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -67,7 +67,7 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     """Convert the bundled model as a contender says."""
     options = dict(contender.options)
     bits = options.pop("bits", None)
-    operation = Operation.prepare(HERE / "model", profile, quantisation=Quantisation(bits) if bits else None, **options)
+    operation = Operation.prepare(HERE / "model", profile, Recipe(kv_bits=bits, **options))
     convert(operation.checkpoint, operation.plan, place(folder, contender), operation.files)
 
 

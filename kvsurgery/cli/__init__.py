@@ -10,7 +10,7 @@ import sys
 import click
 
 from kvsurgery import __version__
-from kvsurgery.errors import KVSurgeryError
+from kvsurgery.errors import KVSurgeryError, PolicyError, RecipeError
 
 # name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
@@ -76,7 +76,7 @@ def main() -> None:
     except (KVSurgeryError, OSError) as error:
         if len(arguments) < len(sys.argv) - 1 or os.environ.get("KVSURGERY_DEBUG"):
             raise
-        click.echo(f"kvsurgery: {error}", err=True)
+        click.echo(f"kvsurgery: {_line(error)}", err=True)
         sys.exit(error.exit_code if isinstance(error, KVSurgeryError) else 1)
 
 
@@ -93,3 +93,12 @@ def _flush_stdout() -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+def _line(error: Exception) -> str:
+    """An error in the words of the command line: what it says of a recipe's fields is said of options."""
+    if not isinstance(error, PolicyError) or isinstance(error, RecipeError):
+        return str(error)
+    from kvsurgery.cli.recipe_options import in_flags
+
+    return in_flags(str(error))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Size, Tokens, decided, policy_options
+from kvsurgery.cli.options import HEADS, Grouped, Size, Tokens, in_group
+from kvsurgery.cli.recipe_options import flags_of, profile_option, recipe_of, recipe_options, save_recipe_option
 from kvsurgery.cli.running import revision_option
+from kvsurgery.recipe import Demand
 
 if TYPE_CHECKING:
     from kvsurgery.decide.fit import Candidate, Fit
-    from kvsurgery.decide.policy import Policy
 
 # of the candidates that nothing beats, how many are shown
 ROWS = 12
 
 
-@click.command()
+@click.command(cls=Grouped)
 @click.argument("source", metavar="[SRC]", required=False)
-@click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
+@in_group(HEADS, profile_option)
 @revision_option
 @click.option(
     "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
@@ -47,18 +47,19 @@ ROWS = 12
     help="Tokens of a prompt that go through at a time: the prefill_chunk_size that `generate` is called with. With "
     "budgeted heads, the whole prompt where that takes less.",
 )
-@policy_options
+@recipe_options
+@save_recipe_option
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write score against memory as a PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(
     source: str | None,
-    profile_path: Path,
     revision: str | None,
     memory: int,
     context: int,
     batch: int,
     new_tokens: int,
     chunk: int,
+    save_recipe: Path | None,
     picture: Path | None,
     as_json: bool,
     **options: Any,
@@ -82,23 +83,25 @@ def fit(
     """
     from kvsurgery import console
     from kvsurgery.cli import plan
-    from kvsurgery.cli.source import prepare
-    from kvsurgery.decide.fit import Demand
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.cli.source import request_of, warn
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to choose; leave it out")
-    options = {"demand": Demand(memory, context, batch, new_tokens, chunk), **decided(bits=8, **options)}
-    profile = HeadProfile.load(profile_path)
-    operation = prepare(source, revision, profile, options, weights=False)
-    name = operation.checkpoint.name
+    request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
+    operation = request.prepare(weights=False)
+    warn(operation)
+    name, recipe = operation.checkpoint.name, operation.policy.recipe
     if picture is not None:
         _plot(operation.fit, name, picture)
         console.stderr.print(f"wrote {picture}", markup=False)
-    whence = [*([source] if source else []), *(["--revision", revision] if revision else [])]
-    said = ["--profile", str(profile_path), *_flags(operation.policy), "--out", f"{Path(name).name}-fit"]
-    command = shlex.join(["kvsurgery", "convert", *whence, *said])
-    facts = plan.plan_facts(operation, profile)
+    if save_recipe is not None:
+        recipe.save(save_recipe)
+        console.stderr.print(f"wrote {save_recipe}", markup=False)
+    place = [*([source] if source else []), *(["--revision", revision] if revision else [])]
+    profiles = [word for path in recipe.profiles for word in ("--profile", path)]
+    words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
+    command = shlex.join(["kvsurgery", "convert", *words])
+    facts = plan.plan_facts(operation, request.profile)
     if as_json:
         pareto = [_facts(candidate, operation.fit) for candidate in operation.fit.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
@@ -106,21 +109,6 @@ def fit(
     plan.print_policy(facts)
     _print_table(operation.fit)
     console.stdout.print(command, markup=False)
-
-
-def _flags(policy: Policy) -> list[str]:
-    """The options of `convert` that decide a policy, but for those that are so by default."""
-    from kvsurgery.cli.convert import convert
-    from kvsurgery.decide.policy import Quantisation
-
-    usual = {param.name: param.default for param in convert.params}
-    usual |= {f"kv_{field.name}": field.default for field in fields(Quantisation)}
-    return [
-        word
-        for name, value in policy.options.items()
-        if name != "method" and value != usual[name]
-        for word in ("--" + name.replace("_", "-"), *([] if value is True else [str(value)]))
-    ]
 
 
 def _facts(candidate: Candidate, found: Fit) -> dict[str, Any]:

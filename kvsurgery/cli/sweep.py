@@ -7,33 +7,38 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import Several, Tokens, decided, kind_options
+from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, in_group
+from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
 from kvsurgery.cli.running import revision_option
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
+from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
     from kvsurgery.evaluate.sweep_results import Sweep
 
-# axis -> what its values are, and what it says, as `convert` takes one of them
-AXES: dict[str, tuple[click.ParamType, str]] = {
-    "sparsity": (click.FLOAT, "Shares of heads that are not full."),
-    "full_heads": (click.INT, "Instead: how many KV heads over the whole model stay full."),
-    "sink": (Tokens(), "First tokens that a streaming head keeps.  [default: 64]"),
-    "recent": (Tokens(), "Latest tokens that a streaming head keeps.  [default: 256]"),
+# axis -> its group, what its values are, and what it says, as `convert` takes one of them
+AXES: dict[str, tuple[str, click.ParamType, str]] = {
+    "sparsity": (HEADS, click.FLOAT, "Shares of KV heads that are not full."),
+    "full_heads": (HEADS, click.INT, "Instead of --sparsity: numbers of full KV heads over the whole model."),
+    "sink": (CACHE, Tokens(), "First tokens that a streaming head keeps.  [default: 64]"),
+    "recent": (CACHE, Tokens(), "Latest tokens that a streaming head keeps.  [default: 256]"),
     "budget": (
+        CACHE,
         Tokens(),
-        "Tokens that a budgeted head keeps of a prompt, on average; the observation window comes on top, so a "
+        "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
         'published "KV = 128" is 120 with --window 8.',
     ),
-    "beta": (click.FLOAT, "How budgets follow the scores: the larger, the more even.  [default: 1.2]"),
+    "beta": (CACHE, click.FLOAT, "How budgets follow the scores: the larger, the more even.  [default: 1.2]"),
     "kv_bits": (
-        click.Choice(["16", "8", "4", "2"]),
-        "Bits that full and budgeted heads are stored in, but for their newest tokens; 16 leaves them as they are.",
+        CACHE,
+        Bits(16, 8, 4, 2),
+        "Bits that full and budgeted heads store their tokens in, except for the newest; 16 is the model's dtype.",
     ),
 }
 MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
@@ -41,14 +46,15 @@ MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
 
 def axis_options(command: Any) -> Any:
     """Add an option with several values for each axis."""
-    for name, (kind, text) in reversed(AXES.items()):
-        command = click.option(f"--{name.replace('_', '-')}", type=Several(kind), help=text)(command)
+    for name, (group, kind, text) in reversed(AXES.items()):
+        option = click.option(f"--{name.replace('_', '-')}", type=Several(kind), help=text)
+        command = in_group(group, option)(command)
     return command
 
 
-@click.command()
+@click.command(cls=Grouped)
 @click.argument("source", metavar="[SRC]", required=False)
-@click.option("--profile", "profile_path", required=True, type=click.Path(path_type=Path), help="The head profile.")
+@in_group(HEADS, profile_option)
 @revision_option
 @click.option(
     "--out",
@@ -59,13 +65,12 @@ def axis_options(command: Any) -> Any:
 )
 @axis_options
 @kind_options
-@task_options
+@in_group(TASKS, task_options)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def sweep(
     ctx: click.Context,
     source: str | None,
-    profile_path: Path,
     revision: str | None,
     out: Path,
     as_json: bool,
@@ -91,34 +96,31 @@ def sweep(
     from transformers.utils import logging
 
     from kvsurgery import console
-    from kvsurgery.cli.source import fetched
-    from kvsurgery.evaluate.sweep import settings_of, sweep
+    from kvsurgery.cli.source import request_of
+    from kvsurgery.evaluate.sweep import Grid, sweep
     from kvsurgery.figure import can_draw
     from kvsurgery.processes import is_first
     from kvsurgery.report.sweep_charts import quality
-    from kvsurgery.score.profile import HeadProfile
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in AXES)
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
-    if "kv_bits" in axes:
-        axes["kv_bits"] = tuple(int(bits) for bits in axes["kv_bits"])
-    conversion = _conversion(axes, options)
-    tasks, profile = tasks_of(ctx), HeadProfile.load(profile_path)
+    request = request_of(source, revision, _recipe(axes, options))
+    if request.reform is not None:
+        raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
+    tasks = tasks_of(ctx)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder, known = fetched(source, revision, profile, lambda headers: settings_of(headers, profile, axes, conversion))
+    grid = Grid(Path(request.place), request.profile, request.recipe, axes)
+    folder, known = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
     with console.step_progress("sweeping") as advance:
         found = sweep(
-            folder,
-            profile,
-            axes,
+            replace(grid, source=folder, **known),
             tasks,
             out,
             run,
-            conversion={**conversion, **known},
             device=options["device"],
             command=shlex.join(["kvsurgery", *sys.argv[1:]]),
             progress=advance,
@@ -141,17 +143,16 @@ def sweep(
         )
 
 
-def _conversion(axes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What all settings share, as `Operation.prepare` takes it."""
+def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
+    """What all settings share."""
     from kvsurgery.evaluate.sweep import PLAIN
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to vary; leave it out")
-    names = ("method", "rest", "window", "kernel_size", "pool", "group_reduce")
-    names += ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming")
-    # each setting has its own bits; what else there is to say about them goes with any
-    bits = next((bits for bits in axes.get("kv_bits", ()) if bits != PLAIN), None)
-    return decided(bits=bits, **{name: options[name] for name in names})
+    shared = {name: value for name, value in options.items() if name not in AXES}
+    # each setting has its own bits; how a cache is quantized goes with any of them
+    bits = [count for count in axes.get("kv_bits", ()) if count != PLAIN]
+    return recipe_of(shared, **({"kv_bits": bits[0]} if bits else {}))
 
 
 def _show(found: Sweep) -> None:
@@ -191,7 +192,7 @@ def _notes(found: Sweep) -> Iterator[str]:
     reasons = Counter(point.skipped for point in found.points if point.skipped)
     for reason, count in reasons.items():
         [some, *_] = (point for point in found.points if point.skipped == reason)
-        yield f"left out: {named(some.options)}{f', and {count - 1} more' if count > 1 else ''}: {reason}"
+        yield f"left out: {named(some.options)}{f', and {count - 1} more' if count > 1 else ''}: {in_flags(reason)}"
     policies = [point.policy for point in found.points if point.policy]
     if same := len(policies) - len(set(policies)):
         yield f"{same} of {len(policies)} settings give the policy of another, and were not evaluated again"

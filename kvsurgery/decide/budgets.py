@@ -27,9 +27,9 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float) -> np.ndarray
         PolicyError: an option is out of range, or every score is 0.
     """
     if not 1 <= budget <= MAX_BUDGET:
-        raise PolicyError(f"--budget lies in [1, {MAX_BUDGET}], got {budget}")
+        raise PolicyError(f"`budget` lies in [1, {MAX_BUDGET}], got {budget}")
     if not 1 < beta < np.inf:
-        raise PolicyError(f"--beta must be > 1, got {beta}")
+        raise PolicyError(f"`beta` must be > 1, got {beta}")
     scores = scores.astype(np.float64)
     if scores.size and not scores.sum() > 0:
         raise PolicyError("every score of the heads to budget is 0, so a pool cannot follow them; use another profile")

@@ -24,14 +24,12 @@ from kvsurgery.decide.footprint import Footprint
 from kvsurgery.decide.mask import ranked_heads
 from kvsurgery.decide.policy import Quantisation, decide, kv_scores, usual_rest
 from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates import kv_layout
 
 # relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantised_cache.py)
 ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}
-EIGHT_BITS = Quantisation(8)
-MAX_TOKENS = 1 << 30
-MAX_BATCH = 1 << 20
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16
 # beside budgets, full heads are counted in steps of this share of all
@@ -39,51 +37,11 @@ STEPS = 256
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What has to fit where.
-
-    Attributes:
-        memory: bytes, for weights, KV cache and workspace; of one device, where several share the model.
-        context: tokens of a sequence: its prompt, and what is generated.
-        batch: sequences.
-        new_tokens: how many of the context are generated; budgeted heads keep all of these.
-        chunk: tokens of the prompt that go through at a time, the `prefill_chunk_size` of `generate`. Budgeted heads
-            hold a whole prompt that comes in chunks, so there it goes through at once where that takes less.
-
-    Raises:
-        PolicyError: a number is out of range.
-    """
-
-    memory: int
-    context: int
-    batch: int = 1
-    new_tokens: int = 0
-    chunk: int = 2048
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.context <= MAX_TOKENS:
-            raise PolicyError(f"--context lies in [1, {MAX_TOKENS}] tokens, got {self.context}")
-        if not 1 <= self.batch <= MAX_BATCH:
-            raise PolicyError(f"--batch lies in [1, {MAX_BATCH}], got {self.batch}")
-        if not 0 <= self.new_tokens < self.context:
-            raise PolicyError(
-                f"--new-tokens are a part of --context and leave a prompt, got {self.new_tokens} of {self.context}"
-            )
-        if self.chunk < 1:
-            raise PolicyError(f"--chunk is at least 1 token, got {self.chunk}")
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of a sequence that are given."""
-        return self.context - self.new_tokens
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One policy and its price.
 
     Attributes:
-        full_heads, rest, budget, quantisation: as `decide` takes them.
+        full_heads, rest, budget, quantisation: what a recipe says of them.
         kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it, in the process that holds most.
         chunk: tokens of the prompt that go through at a time.
         total: bytes of weights, KV cache and workspace, at the peak of a prefill, in a process.
@@ -99,10 +57,10 @@ class Candidate:
     total: int
     kept: float
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """What makes `decide` decide it."""
-        return {name: getattr(self, name) for name in ("full_heads", "rest", "budget", "quantisation")}
+    def recipe(self, asked: Recipe) -> Recipe:
+        """What makes `decide` decide it, of a recipe that leaves this to `fit`."""
+        bits = self.quantisation and self.quantisation.bits
+        return asked.changed(full_heads=self.full_heads, rest=self.rest, budget=self.budget, kv_bits=bits)
 
     @property
     def worth(self) -> tuple[float, ...]:
@@ -140,16 +98,7 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(result)
 
 
-def fit(
-    profile: HeadProfile,
-    windows: Sequence[int | None],
-    footprint: Footprint,
-    demand: Demand,
-    *,
-    rest: Literal["streaming", "budgeted"] | None = None,
-    quantisation: Quantisation = EIGHT_BITS,
-    **options: Any,
-) -> Fit:
+def fit(profile: HeadProfile, windows: Sequence[int | None], footprint: Footprint, recipe: Recipe) -> Fit:
     """Price every policy and choose the best that fits: over full heads, budgets and bits.
 
     Streaming heads have the sizes that are given, and every number of full heads is a candidate, of blocks that are
@@ -158,33 +107,30 @@ def fit(
 
     Args:
         profile, windows: as `decide` takes them.
-        footprint, demand: what a process holds and computes of the model, and what has to fit.
-        rest: what heads are that are not full, as `decide` takes it.
-        quantisation: scheme, group size and residual of a quantised cache; its bits are chosen.
-        options: of `decide`: sink, recent, beta, selection, group_reduce, tp, tp_uneven.
+        footprint: what a process holds and computes of the model.
+        recipe: what has to fit, and all that is not chosen: what the rest is, its sizes, and how a cache is quantized.
 
     Raises:
-        PolicyError: nothing fits, options are out of range, or every score is 0.
+        PolicyError: nothing fits, fields are out of range, or every score is 0.
     """
-    rest = rest or usual_rest(profile)
-    # raises what is wrong with the options before anything is priced
-    least = {"budget": LEAST_BUDGET} if rest == "budgeted" else {}
-    windowed = {"quantisation": replace(quantisation, bits=8)} if quantisation.streaming else {}
-    example = decide(profile, windows, full_heads=0, rest=rest, **least, **options, **windowed)
-    scores = kv_scores(profile, example.options.get("group_reduce", "mean"))
-    scores = scores[[window is None for window in windows]]
+    if recipe.fit is None:
+        raise PolicyError("`fit` is missing: the memory and the context that have to fit")
+    priced = replace(recipe, rest=recipe.rest or usual_rest(profile), fit=None, kv_bits=8)
+    budget = LEAST_BUDGET if priced.rest == "budgeted" else None
+    # raises what is wrong with the recipe before anything is priced
+    decide(profile, windows, priced.changed(full_heads=0, budget=budget, kv_bits=8 if recipe.kv_streaming else None))
+    scores = kv_scores(profile, recipe.group_reduce)[[window is None for window in windows]]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
     # a strict layout has so many full heads at a time
-    run = 1 if options.get("tp_uneven") else options.get("tp", 1)
-    prices = _Prices(footprint, demand, windows, scores, _bits(quantisation, footprint.model.head_dim), run)
-    if rest == "streaming":
-        sizes = example.options["sink"], example.options["recent"]
-        candidates = [*prices.streaming(range(0, prices.heads + 1, run), *sizes)]
+    run = 1 if recipe.tp_uneven else recipe.tp
+    demand = recipe.fit
+    prices = _Prices(footprint, demand, windows, scores, _bits(priced, footprint.model.head_dim), run)
+    if priced.rest == "streaming":
+        candidates = [*prices.streaming(range(0, prices.heads + 1, run), recipe.sink, recipe.recent)]
     else:
-        budgeted = prices.budgeted(example.options["beta"], example.selection.window)
-        candidates = [*prices.streaming([prices.heads], 0, 1), *budgeted]
+        candidates = [*prices.streaming([prices.heads], 0, 1), *prices.budgeted(recipe.beta, recipe.window)]
     fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting:
         raise _nothing_fits(candidates, footprint, demand)
@@ -310,7 +256,7 @@ class _Prices:
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 
 
-def _bits(quantisation: Quantisation, head_dim: int) -> list[Quantisation | None]:
+def _bits(recipe: Recipe, head_dim: int) -> list[Quantisation | None]:
     """The model's dtype, and 8, 4 and 2 bits as far as heads of this size can be stored so.
 
     Raises:
@@ -319,11 +265,11 @@ def _bits(quantisation: Quantisation, head_dim: int) -> list[Quantisation | None
     result: list[Quantisation | None] = [None]
     for bits in ERRORS:
         if head_dim * bits % 16 == 0:  # codes fill whole words
-            result.append(replace(quantisation, bits=bits))
+            result.append(replace(recipe, kv_bits=bits).quantization)
             try:
                 result[-1].check(head_dim)
             except ValueError as error:
-                raise PolicyError(f"--kv-bits {bits}: {error}") from error
+                raise PolicyError(f"`kv_bits` {bits}: {error}") from error
     return result
 
 
@@ -341,9 +287,9 @@ def _budgets(prompt: int) -> list[int]:
 def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:
     smallest = min(candidates, key=lambda candidate: candidate.total)
     workspace = smallest.total - smallest.kv_bytes - footprint.weights
-    hint = "shorten --context, lower --batch or --chunk, or raise --tp"
+    hint = "shorten `context`, lower `batch` or `chunk`, or raise `tp`"
     if any(candidate.rest == "budgeted" for candidate in candidates):
-        hint += "; or give --rest streaming, since budgeted heads hold a prompt until its end"
+        hint += "; or set `rest` to streaming, since budgeted heads hold a prompt until its end"
     return PolicyError(
         f"nothing fits in {console.size(demand.memory)}: the smallest policy takes {console.size(smallest.total)}, "
         f"{console.size(smallest.total - demand.memory)} too much (weights {console.size(footprint.weights)}, "

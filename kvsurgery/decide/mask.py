@@ -23,19 +23,19 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
     [(how, value)], heads = chosen.items(), int(eligible.sum()) * scores.shape[1]
     if how == "threshold":
         if not np.isfinite(value):
-            raise PolicyError(f"--threshold must be finite, got {value}")
+            raise PolicyError(f"`threshold` must be finite, got {value}")
         # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
         with np.errstate(over="ignore"):
             return (scores >= np.float32(value)) & eligible[:, None]
     if how == "sparsity":
         if not 0 <= value <= 1:
-            raise PolicyError(f"--sparsity lies in [0, 1], got {value}")
+            raise PolicyError(f"`sparsity` lies in [0, 1], got {value}")
         # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
         full = heads - round(Fraction(str(value)) * heads)
     else:
         full = value
         if not 0 <= full <= heads:
-            raise PolicyError(f"--full-heads lies in [0, {heads}] for this model, got {full}")
+            raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full}")
     return best_heads(scores, eligible, full)
 
 

@@ -16,13 +16,13 @@ from kvsurgery.decide.blocks import arrange, check_blocks
 from kvsurgery.decide.budgets import allocate_budgets
 from kvsurgery.decide.mask import best_heads, full_mask
 from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import TILE, Quantisation, Selection
 from kvsurgery.templates.kv_reform import Reform
 
 # far beyond any context, and sums of positions still fit 32 bits
 MAX_WINDOW = 1 << 30
-SNAPKV = Selection()
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ class LayerPolicy:
 
 @dataclass(frozen=True)
 class Policy:
-    """Layer policies and the options they came from. The mask is stored, never a threshold.
+    """Layer policies, and the recipe that decided them. The mask is stored, never a threshold.
 
-    `rounded` is how many more heads are full than the options ask for, so that blocks can be alike.
+    Attributes:
+        recipe: complete, without anything that makes no difference.
+        options: the same as provenance records it, with the profile's method.
+        rounded: how many more heads are full than the recipe asks for, so that blocks can be alike.
     """
 
     layers: tuple[LayerPolicy, ...]
+    recipe: Recipe
     options: dict[str, Any]
     selection: Selection | None = None
     quantisation: Quantisation | None = None
@@ -101,24 +105,7 @@ class Policy:
         return sum(len(layer.budgets or ()) for layer in self.layers)
 
 
-def decide(
-    profile: HeadProfile,
-    windows: Sequence[int | None],
-    *,
-    sparsity: float | None = None,
-    threshold: float | None = None,
-    full_heads: int | None = None,
-    rest: Literal["streaming", "budgeted"] | None = None,
-    sink: int = 64,
-    recent: int = 256,
-    budget: int | None = None,
-    beta: float = 1.2,
-    selection: Selection = SNAPKV,
-    quantisation: Quantisation | None = None,
-    group_reduce: Literal["mean", "max"] = "mean",
-    tp: int = 1,
-    tp_uneven: bool = False,
-) -> Policy:
+def decide(profile: HeadProfile, windows: Sequence[int | None], recipe: Recipe = Recipe()) -> Policy:  # noqa: B008  (frozen)
     """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
 
     With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple over
@@ -127,31 +114,12 @@ def decide(
     Args:
         profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
-        sparsity: share S of the N KV heads in full-attention layers that are not full; exactly round(S x N), halves to
-            the even count. Default 0.5 for GQA, 0.75 for MHA (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the
-            rest has budgets.
-        threshold: instead, full heads are those with score >= threshold.
-        full_heads: instead, how many heads stay full over the model.
-        rest: what the other heads are; by default budgeted after a HeadKV profile, else streaming.
-        sink, recent: tokens that a streaming head sees.
-        budget: tokens of the prompt that a budgeted head keeps, mean over the budgeted heads.
-        beta: how the budget is spread by score, as `allocate_budgets` takes it.
-        selection: how a budgeted head chooses.
-        quantisation: how heads store all but their newest tokens; None: in the model's dtype.
-        group_reduce: how query-head scores become a KV-head score.
-        tp: blocks that a layer's heads are stored in, as `arrange` orders them, for so many processes of tensor
-            parallelism or a divisor of that.
-        tp_uneven: let blocks differ in how many of their heads are full, and keep exactly the heads that are asked for.
+        recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
+            them not full, halves to the even count; blocks are ordered by `arrange`.
 
     Raises:
-        PolicyError: options exclude each other, are out of range or need scores that the profile has not, or no layer
-            has full attention.
+        PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
     """
-    given = {"sparsity": sparsity, "threshold": threshold, "full_heads": full_heads}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if len(chosen) > 1:
-        flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
-        raise PolicyError(f"{flags} exclude each other; give one")
     if len(windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
     eligible = np.array([window is None for window in windows])
@@ -162,68 +130,90 @@ def decide(
         )
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    check_blocks(tp, profile.model.kv_heads)
-    parallel = {"tp": tp, **({"tp_uneven": True} if tp_uneven else {})} if tp > 1 else {}
+    check_blocks(recipe.tp, profile.model.kv_heads)
+    recipe = completed(recipe, profile)
     if profile.scores is None:
-        if chosen or rest or budget is not None:
+        mask = asked = np.ones((len(windows), profile.model.kv_heads), bool)
+    else:
+        scores = kv_scores(profile, recipe.group_reduce)
+        mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
+        if recipe.tp > 1 and not recipe.tp_uneven:
+            mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
+    budgets, sizes = None, ()
+    if recipe.rest == "streaming":
+        _check_streaming(recipe.sink, recipe.recent)
+        sizes = recipe.sink, recipe.recent
+    elif recipe.rest == "budgeted":
+        _check_selection(recipe.budget, recipe.selection)
+        budgets, others = np.zeros(scores.shape, dtype=np.int64), ~mask & eligible[:, None]
+        budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
+    policy = Policy(
+        with_native(_layers(mask, budgets, recipe.tp, *sizes), windows),
+        recipe,
+        _options(recipe, profile),
+        recipe.selection if recipe.rest == "budgeted" else None,
+        recipe.quantization,
+        rounded=0 if profile.scores is None else int(mask.sum() - asked.sum()),
+    )
+    _check_quantization(policy, profile.model.head_dim)
+    return policy
+
+
+def completed(recipe: Recipe, profile: HeadProfile) -> Recipe:
+    """The recipe with what a profile means where it says nothing, and without what makes no difference.
+
+    Raises:
+        PolicyError: it asks for full heads, and the profile has no scores to choose them by.
+    """
+    if profile.scores is None:
+        if recipe.chosen or recipe.rest or recipe.budget is not None:
             raise PolicyError(
                 f"a {profile.method} profile has embedding heads and no scores to choose full heads by: every head "
                 "stays full; give a profile with scores beside it"
             )
-        layers = _layers(np.ones((len(windows), profile.model.kv_heads), bool), None, tp)
-        policy = Policy(with_native(layers, windows), {"method": profile.method, **parallel})
-        return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
-    rest = rest or usual_rest(profile)
-    if not chosen and rest == "streaming":
-        chosen = {"sparsity": 0.75 if profile.model.group == 1 else 0.5}
-
-    scores = kv_scores(profile, group_reduce)
-    mask = asked = full_mask(scores, eligible, chosen or {"full_heads": 0})
-    if tp > 1 and not tp_uneven:
-        mask = best_heads(scores, eligible, (2 * int(asked.sum()) + tp) // (2 * tp), tp)
-    rounded = int(mask.sum() - asked.sum())
-    options = {**chosen, "method": profile.method, "rest": rest, **parallel}
-    if profile.granularity == "query":
-        options["group_reduce"] = group_reduce
-    if rest == "streaming":
-        _check_streaming(sink, recent, budget)
-        layers = _layers(mask, None, tp, sink, recent)
-        policy = Policy(with_native(layers, windows), {**options, "sink": sink, "recent": recent}, rounded=rounded)
-    else:
-        _check_selection(budget, selection)
-        budgets = np.zeros(scores.shape, dtype=np.int64)
-        others = ~mask & eligible[:, None]
-        budgets[others] = allocate_budgets(scores[others], budget, beta)
-        layers = _layers(mask, budgets, tp)
-        options |= {"budget": budget, "beta": beta, **asdict(selection)}
-        policy = Policy(with_native(layers, windows), options, selection, rounded=rounded)
-    return policy if quantisation is None else _quantised(policy, quantisation, profile.model.head_dim)
+        return recipe.trimmed()
+    rest = recipe.rest or usual_rest(profile)
+    values: dict[str, Any] = {"rest": rest}
+    if rest == "streaming" and not recipe.chosen:
+        values["sparsity"] = 0.75 if profile.model.group == 1 else 0.5
+    if profile.granularity == "kv":
+        values["group_reduce"] = Recipe.group_reduce
+    return replace(recipe, **values).trimmed()
 
 
 def usual_rest(profile: HeadProfile) -> Literal["streaming", "budgeted"]:
-    """What heads that are not full become, unless it is said."""
+    """What heads that are not full become, where a recipe does not say."""
     return "budgeted" if profile.method.startswith("headkv") else "streaming"
 
 
-def _quantised(policy: Policy, quantisation: Quantisation, head_dim: int) -> Policy:
-    """The policy with a quantised cache."""
+def _options(recipe: Recipe, profile: HeadProfile) -> dict[str, Any]:
+    """What provenance records of a recipe that is complete."""
+    options = {name: getattr(recipe, name) for name in recipe.in_use}
+    if profile.granularity != "query":
+        options.pop("group_reduce", None)
+    stated = {name: value for name, value in options.items() if value is not None and value is not False}
+    return {"method": profile.method, **stated}
+
+
+def _check_quantization(policy: Policy, head_dim: int) -> None:
+    """Raise PolicyError where a policy's heads cannot be quantized as it says."""
+    quantization = policy.quantisation
+    if quantization is None:
+        return
     try:
-        quantisation.check(head_dim)
+        quantization.check(head_dim)
     except ValueError as error:
-        raise PolicyError(f"--kv-bits: {error}") from error
-    least = 2 * (quantisation.residual + TILE)
+        raise PolicyError(f"`kv_bits`: {error}") from error
+    least = 2 * (quantization.residual + TILE)
     windows = [layer.recent for layer in policy.layers if layer.native]
-    windows += [policy.options["recent"]] if "recent" in policy.options else []
-    if quantisation.streaming and windows and max(windows) < least:
+    windows += [policy.recipe.recent] if policy.recipe.rest == "streaming" else []
+    if quantization.streaming and windows and max(windows) < least:
         raise PolicyError(
-            f"--kv-streaming is for windows of {least} tokens or more, twice what stays as it is, and the longest has "
-            f"{max(windows)}; leave it out"
+            f"`kv_streaming` is for windows of at least {least} tokens, and the longest has {max(windows)}; leave it "
+            "out"
         )
-    if not policy.full + policy.budgeted and not quantisation.streaming:
-        raise PolicyError("--kv-bits is for full and budgeted heads, and this policy has none; leave it out")
-    said = {name: value for name, value in asdict(quantisation).items() if value is not None and value is not False}
-    options = {f"kv_{name}": value for name, value in said.items()}
-    return replace(policy, options=policy.options | options, quantisation=quantisation)
+    if not policy.full + policy.budgeted and not quantization.streaming:
+        raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
 
 
 def _layers(
@@ -252,26 +242,22 @@ def _native(heads: int, window: int, blocks: int) -> LayerPolicy:
     )
 
 
-def _check_streaming(sink: int, recent: int, budget: int | None) -> None:
+def _check_streaming(sink: int, recent: int) -> None:
     if sink < 0 or recent < 1:
-        raise PolicyError(f"--sink must be >= 0 and --recent >= 1, got {sink} and {recent}")
+        raise PolicyError(f"`sink` must be >= 0 and `recent` >= 1, got {sink} and {recent}")
     if sink + recent > MAX_WINDOW:
-        raise PolicyError(f"--sink and --recent together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
-    if budget is not None:
-        raise PolicyError("--budget is for budgeted heads; add --rest budgeted, or leave it out")
+        raise PolicyError(f"`sink` and `recent` together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
 
 
 def _check_selection(budget: int | None, selection: Selection) -> None:
     if budget is None:
         raise PolicyError(
-            "--budget is missing: tokens that a budgeted head keeps of a prompt; or give --rest streaming"
+            "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
         )
     if not 1 <= selection.window <= MAX_WINDOW:
-        raise PolicyError(f"--window lies in [1, {MAX_WINDOW}], got {selection.window}")
+        raise PolicyError(f"`window` lies in [1, {MAX_WINDOW}], got {selection.window}")
     if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
-        raise PolicyError(f"--kernel-size must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
-    if selection.pool not in ("max", "avg"):
-        raise PolicyError(f"--pool is max or avg, got {selection.pool!r}")
+        raise PolicyError(f"`kernel_size` must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
 
 
 def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> np.ndarray:
@@ -281,7 +267,7 @@ def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> 
         PolicyError: `reduce` is neither mean nor max.
     """
     if reduce not in ("mean", "max"):
-        raise PolicyError(f"--group-reduce is mean or max, got {reduce!r}")
+        raise PolicyError(f"`group_reduce` is mean or max, got {reduce!r}")
     if profile.granularity == "kv":
         return profile.scores
     groups = profile.scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from kvsurgery.decide.policy import Policy, Reform
 from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import ReformSizes
 from kvsurgery.score.profile import HeadProfile
-
-SIZES = ("chunk", "encode_budget", "compressor", "window", "keep", "pool", "recompute_budget", "query_length")
 
 
 def with_reform(
-    policy: Policy, profile: HeadProfile, positions: int | None, marker: Sequence[int] = (), **settings: Any
+    policy: Policy,
+    profile: HeadProfile,
+    positions: int | None,
+    marker: Sequence[int] = (),
+    sizes: ReformSizes = ReformSizes(),  # noqa: B008  (frozen)
 ) -> Policy:
     """The policy, and how long prompts are read before it applies.
 
@@ -23,28 +26,28 @@ def with_reform(
         positions: that the model was made for. A chunk and what is kept before it take at most so many, and so does
             the recompute budget; sizes that are not stated are halved until they fit.
         marker: token ids that open a user's turn.
-        settings: as `Reform` has them; None is its default.
+        sizes: those that are asked for.
 
     Raises:
         PolicyError: the profile has no embedding heads, or sizes contradict each other or the model.
     """
     if not profile.embedding_heads:
-        raise PolicyError(f"the {profile.method} profile has no embedding heads; measure them with --method reform")
-    given = {name: value for name, value in settings.items() if value is not None}
+        raise PolicyError(f"the {profile.method} profile has no embedding heads; give a reform profile")
     orders = [layer.order for layer in policy.layers]
     heads = tuple(
         (head.layer, head.state, _place(orders[head.layer], head.state, head.head, profile.model.group))
         for head in profile.embedding_heads
     )
-    reform = Reform(heads, query_marker=tuple(marker), **given)
+    reform = Reform(heads, query_marker=tuple(marker), **sizes.given)
     if positions is not None:
-        reform = _fitting(reform, positions, given)
+        reform = _fitting(reform, positions, sizes.given)
     try:
         reform.check(profile.model.layers, profile.model.query_heads, profile.model.kv_heads)
     except ValueError as error:
-        raise PolicyError(f"--reform-*: {error}") from error
-    options = {"profile": profile.hash, **{name: getattr(reform, name) for name in SIZES}}
-    return replace(policy, options=policy.options | {"reform": options}, reform=reform)
+        raise PolicyError(f"`reform`: {error}") from error
+    sizes = ReformSizes(**{field.name: getattr(reform, field.name) for field in fields(ReformSizes)})
+    options = policy.options | {"reform": {"profile": profile.hash, **vars(sizes)}}
+    return replace(policy, recipe=replace(policy.recipe, reform=sizes), options=options, reform=reform)
 
 
 def _fitting(reform: Reform, positions: int, given: dict[str, Any]) -> Reform:
@@ -57,14 +60,14 @@ def _fitting(reform: Reform, positions: int, given: dict[str, Any]) -> Reform:
         )
         if larger is None or getattr(reform, larger) < 2:
             raise PolicyError(
-                f"--reform-chunk {reform.chunk} and --reform-encode-budget {reform.encode_budget} together exceed the "
+                f"`reform.chunk` {reform.chunk} and `reform.encode_budget` {reform.encode_budget} together exceed the "
                 f"{positions} positions of the model; give smaller ones"
             )
         reform = replace(reform, **{larger: getattr(reform, larger) // 2})
     while reform.recompute_budget > positions:
         if "recompute_budget" in given:
             raise PolicyError(
-                f"--reform-recompute-budget {reform.recompute_budget} exceeds the {positions} positions of the model; "
+                f"`reform.recompute_budget` {reform.recompute_budget} exceeds the {positions} positions of the model; "
                 "give a smaller one"
             )
         reform = replace(reform, recompute_budget=reform.recompute_budget // 2)

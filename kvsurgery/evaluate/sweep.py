@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from kvsurgery.convert.convert import convert
 from kvsurgery.convert.output import check_space
 from kvsurgery.decide.footprint import Footprint
-from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, Options
@@ -25,6 +24,7 @@ from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family
 from kvsurgery.processes import started_processes
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
@@ -40,24 +40,6 @@ class Setting:
     operation: Operation | None = None
     skipped: str | None = None
 
-    @classmethod
-    def prepare(
-        cls, options: Mapping[str, Any], folder: Path, profile: HeadProfile, conversion: Mapping[str, Any]
-    ) -> Setting:
-        """Plan one; what the policy refuses is kept as the reason.
-
-        Raises:
-            KVSurgeryError: the conversion cannot be done for another reason.
-        """
-        given = {**conversion, **options}
-        bits, quantisation = given.pop("kv_bits", PLAIN), given.pop("quantisation", Quantisation(8))
-        if bits != PLAIN:
-            given["quantisation"] = replace(quantisation, bits=bits)
-        try:
-            return cls(options, Operation.prepare(folder, profile, **given))
-        except PolicyError as error:
-            return cls(options, skipped=str(error))
-
     @property
     def answers(self) -> str:
         """The name of its answers, which is that of its policy."""
@@ -69,31 +51,60 @@ class Setting:
         return KVLayout.from_config(json.loads(self.operation.files["config.json"]))
 
 
-def settings_of(
-    folder: Path, profile: HeadProfile, axes: Mapping[str, Sequence[Any]], conversion: Mapping[str, Any]
-) -> list[Setting]:
-    """Every combination of the axes' values, the first axis outermost. Only headers are read.
+@dataclass(frozen=True)
+class Grid:
+    """The settings of a sweep: one recipe, with every combination of values of some of its fields.
 
-    Raises:
-        PolicyError: not one gives a policy.
-        KVSurgeryError: as `Setting.prepare`.
+    Attributes:
+        source: the original's folder.
+        profile: decides the heads of every setting.
+        recipe: what all settings share.
+        axes: values by field of the recipe; of `kv_bits`, 16 is a cache in the model's dtype.
+        name, revision: the original's Hub id and commit, if it comes from the Hub.
     """
-    combinations = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
-    settings = [Setting.prepare(options, folder, profile, conversion) for options in combinations]
-    if not any(setting.operation for setting in settings):
-        raise PolicyError(f"no setting gives a policy: {settings[0].skipped}")
-    return settings
+
+    source: Path
+    profile: HeadProfile
+    recipe: Recipe
+    axes: Mapping[str, Sequence[Any]]
+    name: str | None = None
+    revision: str | None = None
+
+    def settings(self) -> list[Setting]:
+        """Every combination, the first axis outermost. Only headers are read.
+
+        Raises:
+            PolicyError: not one gives a policy.
+            KVSurgeryError: no conversion can be done, whatever the policy.
+        """
+        values = [dict.fromkeys(values) for values in self.axes.values()]
+        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in product(*values)]
+        if not any(setting.operation for setting in settings):
+            raise PolicyError(f"no setting gives a policy: {settings[0].skipped}")
+        return settings
+
+    def to_json(self) -> dict[str, Any]:
+        """What all settings share, in plain JSON values."""
+        shared = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
+        return {name: value for name, value in shared.items() if value not in (None, ())}
+
+    def _setting(self, options: Mapping[str, Any]) -> Setting:
+        """Plan one; what the policy refuses is kept as the reason."""
+        values = {name: None if (name, value) == ("kv_bits", PLAIN) else value for name, value in options.items()}
+        try:
+            recipe = self.recipe.changed(**values)
+            known = {"name": self.name, "revision": self.revision}
+            return Setting(options, Operation.prepare(self.source, self.profile, recipe, **known))
+        except PolicyError as error:
+            return Setting(options, skipped=str(error))
 
 
 def sweep(
-    source: str | Path,
-    profile: HeadProfile,
-    axes: Mapping[str, Sequence[Any]],
+    grid: Grid,
     tasks: Mapping[str, Task],
     folder: str | Path,
     options: Options = Options(),  # noqa: B008  (frozen)
     *,
-    conversion: Mapping[str, Any] | None = None,
     device: str | None = None,
     command: str = "",
     progress: Progress | None = None,
@@ -104,11 +115,9 @@ def sweep(
     also where axes have other values than before. Settings that decide the same policy are evaluated once.
 
     Args:
-        source: the original's folder.
-        axes: values of options of `decide`, and of `kv_bits`: 8, 4, 2, or 16 for a cache that is not quantised.
+        grid: what is converted, in which ways.
         tasks: by name.
         folder: where everything is written.
-        conversion: options of `Operation.prepare` that all settings share; of `quantisation`, all but the bits.
         device: default is CUDA where there is one.
         command: what was typed, for the results.
 
@@ -118,10 +127,8 @@ def sweep(
         KVSurgeryError: as `Operation.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    source, conversion = Path(source), dict(conversion or {})
-    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
-    settings = settings_of(source, profile, axes, conversion)
-    place = Path(folder).resolve()
+    source, axes = grid.source, {name: tuple(dict.fromkeys(values)) for name, values in grid.axes.items()}
+    settings, place = grid.settings(), Path(folder).resolve()
     if source.resolve() in (place, *place.parents):
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
     distinct: dict[str, Setting] = {}
@@ -151,12 +158,12 @@ def sweep(
                 "itemsize": itemsize(some.operation, options.dtype),
             }
             found = Sweep(
-                source=conversion.get("name", str(source)),
+                source=grid.name or str(source),
                 command=command,
                 settings={
                     **original.settings,
-                    "profile": profile.hash,
-                    "conversion": json.loads(json.dumps(conversion, default=asdict)),
+                    "profile": grid.profile.hash,
+                    "conversion": grid.to_json(),
                 },
                 versions=original.versions,
                 axes=axes,

@@ -239,8 +239,6 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--threshold", 0.5, "--sparsity", 0.5), "--sparsity and --threshold exclude each other; give one"),
-        (("--full-heads", 1, "--sparsity", 0.5), "--sparsity and --full-heads exclude each other"),
         (("--sparsity", 1.01), r"--sparsity lies in \[0, 1\], got 1.01"),
         (("--sparsity", -0.1), r"--sparsity lies in \[0, 1\], got -0.1"),
         (("--sparsity", "nan"), r"--sparsity lies in \[0, 1\], got nan"),
@@ -264,7 +262,7 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantised cache does not divide"),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
         (("--kv-bits", 4, "--kv-residual", -1), "--kv-bits: the residual"),
-        (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of 512 tokens or more"),
+        (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of at least 512 tokens"),
         (("--kv-bits", 8, "--sparsity", 1), "--kv-bits is for full and budgeted heads, and this policy has none"),
     ],
     ids=str,
@@ -285,7 +283,9 @@ def test_options(here: Path, options: tuple[Any, ...], words: str) -> None:
         (*CONVERT[1:], "--group-reduce", "median"),
         (*CONVERT[1:], "--revision", "main"),
         (*CONVERT[1:], "--kv-bits", 3),
-        (*CONVERT[1:], "--kv-scheme", "kivi"),
+        (*CONVERT[1:], "--kv-scheme", "per-token"),
+        (*CONVERT[1:], "--threshold", 0.5, "--sparsity", 0.5),
+        (*CONVERT[1:], "--full-heads", 1, "--sparsity", 0.5),
         (*CONVERT[1:], "--bogus", 3),
     ],
     ids=lambda arguments: " ".join(map(str, arguments)),

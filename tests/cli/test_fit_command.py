@@ -270,7 +270,7 @@ class TestRefusals:
         assert f" {least / 2**20:.2f} MiB, {(least - 1000) / 2**20:.2f} MiB too much" in line
         lacking = least % 1000 + 1
         assert f", {lacking} B too much" in refused(*typed(deep, memory=f"{least - lacking}B"))
-        assert "--rest streaming" in refused(*typed(deep, "headkv-r2", memory="1000B"))
+        assert "set --rest to streaming" in refused(*typed(deep, "headkv-r2", memory="1000B"))
         convert = ("convert", deep, "--profile", deep.parent / "duo", "--fit", "1KB", *SIZE, "--out", "out")
         assert "nothing fits in 1000 B" in refused(*convert)
         assert not Path("out").exists()

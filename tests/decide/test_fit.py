@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.decide.fit import Demand, fit, pareto
+from kvsurgery.decide.fit import fit, pareto
 from kvsurgery.decide.footprint import Footprint
-from kvsurgery.decide.policy import Quantisation, Selection, decide, kv_scores
+from kvsurgery.decide.policy import decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
@@ -70,12 +71,12 @@ def cases(draw):
     if draw(st.booleans()):
         own = heads // options["tp"]
         footprint = replace(footprint, model=replace(profile.model, query_heads=2 * own, kv_heads=own))
-    options["selection"] = Selection(draw(st.integers(1, 40)))
+    options["window"] = draw(st.integers(1, 40))
     options["beta"] = draw(st.sampled_from([1.005, 1.2, 5.0]))
-    quantisations = [Quantisation(8), Quantisation(8, "per-token", residual=7)]
+    quantizations = [{}, {"kv_scheme": "per-token", "kv_residual": 7}]
     if 400 in windows or (options["rest"] == "streaming" and options["recent"] >= 256):
-        quantisations.append(Quantisation(8, residual=0, streaming=True))
-    options["quantisation"] = draw(st.sampled_from(quantisations))
+        quantizations.append({"kv_residual": 0, "kv_streaming": True})
+    options |= draw(st.sampled_from(quantizations))
     return profile, windows, footprint, demand, options
 
 
@@ -109,10 +110,10 @@ class TestCandidates:
     @settings(max_examples=60)
     def test_cost_and_keep_what_the_decided_policy_does(self, case, data):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, windows, footprint, demand, **options)
+        found = fit(profile, windows, footprint, Recipe(fit=demand, **options))
         for _ in range(5):
             candidate = data.draw(st.sampled_from(found.candidates))
-            policy = decide(profile, windows, **{**options, **candidate.options})
+            policy = decide(profile, windows, candidate.recipe(Recipe(fit=demand, **options)))
             parts = layout(profile, windows, policy).parts(profile.model.kv_heads // footprint.model.kv_heads)
             size = {"batch": demand.batch, "prompt": demand.prompt, "new": demand.new_tokens}
             size["itemsize"] = footprint.itemsize
@@ -132,11 +133,11 @@ class TestCandidates:
     @settings(max_examples=40)
     def test_every_number_of_full_heads_and_every_width(self, case):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, windows, footprint, demand, **{**options, "rest": "streaming"})
+        found = fit(profile, windows, footprint, Recipe(fit=demand, **{**options, "rest": "streaming"}))
         heads = windows.count(None) * profile.model.kv_heads
         step = 1 if options["tp_uneven"] else options["tp"]
         widths = [bits for bits in (8, 4, 2) if profile.model.head_dim * bits % 16 == 0]
-        least = 0 if options["quantisation"].streaming else step  # what has a width
+        least = 0 if options.get("kv_streaming") else step  # what has a width
         expected = {(count, bits) for bits in widths for count in range(least, heads + 1, step)}
         expected |= {(count, None) for count in range(0, heads + 1, step)}
         listed = [(one.full_heads, one.quantisation and one.quantisation.bits) for one in found.candidates]
@@ -145,22 +146,22 @@ class TestCandidates:
 
     def test_budgets_double_in_four_steps(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, [None], footprint, Demand(PLENTY, 150), rest="budgeted")
+        found = fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 150), rest="budgeted"))
         budgets = {one.budget for one in found.candidates} - {None}
         assert budgets == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128}
         assert {one.full_heads for one in found.candidates if one.budget} == {0, 1}
-        short = fit(profile, [None], footprint, Demand(PLENTY, 9), rest="budgeted")
+        short = fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 9), rest="budgeted"))
         assert {one.budget for one in short.candidates} == {None, 9}
 
     def test_a_thousand_heads_are_counted_in_steps(self):
         profile, footprint = model(np.random.default_rng(0).random((32, 32)))
-        found = fit(profile, [None] * 32, footprint, Demand(PLENTY, 64), rest="budgeted")
+        found = fit(profile, [None] * 32, footprint, Recipe(fit=Demand(PLENTY, 64), rest="budgeted"))
         assert {one.full_heads for one in found.candidates} == {*range(0, 1025, 4)}
 
     def test_without_a_score_there_is_no_budget(self):
         """A pool cannot follow scores that are all 0."""
         profile, footprint = model([[1, 0.5, 0, 0]])
-        found = fit(profile, [None], footprint, Demand(PLENTY, 64), rest="budgeted")
+        found = fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 64), rest="budgeted"))
         assert {one.full_heads for one in found.candidates} == {0, 1, 4}
 
 
@@ -170,7 +171,7 @@ class TestByHand:
 
     def find(self, *kept, **options):
         """The candidate with so many full heads, a budget and bits."""
-        found = fit(self.PROFILE, [None], self.FOOTPRINT, Demand(PLENTY, 1000), **options)
+        found = fit(self.PROFILE, [None], self.FOOTPRINT, Recipe(fit=Demand(PLENTY, 1000), **options))
         [one] = [
             one
             for one in found.candidates
@@ -193,14 +194,14 @@ class TestByHand:
     def test_budgeted(self):
         # a mean of 112 spreads as 112 / 6 each and 112 / 1.2 x 2 by 0.25 and 0.75; 8 of the window are kept on top
         one = self.find(0, 112, None, rest="budgeted")
-        budgets = decide(self.PROFILE, [None], rest="budgeted", budget=112).layers[0].budgets
+        budgets = decide(self.PROFILE, [None], Recipe(rest="budgeted", budget=112)).layers[0].budgets
         assert budgets == (65, 159)
         assert one.kv_bytes == (65 + 159 + 16) * 32
         assert one.kept == pytest.approx((0.25 * log(1 + 73) + 0.75 * log(1 + 167)) / log(1001))
 
     def test_a_prompt_at_once_where_waiting_takes_more(self):
         profile, footprint = model(np.ones((8, 2)))
-        found = fit(profile, [None] * 8, footprint, Demand(PLENTY, 1000, chunk=100), rest="budgeted")
+        found = fit(profile, [None] * 8, footprint, Recipe(fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted"))
         logits = 10 * (2 + 4)
         for one in found.candidates:
             if one.quantisation is None and one.budget:
@@ -215,9 +216,11 @@ class TestChoice:
     @settings(max_examples=60)
     def test_is_the_best_that_fits(self, case, data):
         profile, windows, footprint, demand, options = case
-        totals = sorted({one.total for one in fit(profile, windows, footprint, demand, **options).candidates})
+        totals = sorted(
+            {one.total for one in fit(profile, windows, footprint, Recipe(fit=demand, **options)).candidates}
+        )
         memory = data.draw(st.integers(totals[0], totals[-1] + 10))
-        found = fit(profile, windows, footprint, replace(demand, memory=memory), **options)
+        found = fit(profile, windows, footprint, Recipe(fit=replace(demand, memory=memory), **options))
         assert found.choice.total <= memory
         assert all(one.kept <= found.choice.kept for one in found.candidates if one.total <= memory)
         equal = [one for one in found.candidates if one.total <= memory and one.kept == found.choice.kept]
@@ -227,7 +230,10 @@ class TestChoice:
         assert found.choice.full_heads == max(one.full_heads for one in alike)
 
         more = fit(
-            profile, windows, footprint, replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options
+            profile,
+            windows,
+            footprint,
+            Recipe(fit=replace(demand, memory=memory + data.draw(st.integers(0, 9999))), **options),
         )
         assert more.choice.kept >= found.choice.kept
         assert more.candidates == found.candidates
@@ -236,7 +242,7 @@ class TestChoice:
     @settings(max_examples=40)
     def test_everything_in_16_bit_wins_where_it_fits(self, case):
         profile, windows, footprint, demand, options = case
-        choice = fit(profile, windows, footprint, demand, **options).choice
+        choice = fit(profile, windows, footprint, Recipe(fit=demand, **options)).choice
         heads = windows.count(None) * profile.model.kv_heads
         assert (choice.full_heads, choice.quantisation, choice.kept) == (heads, None, 1)
 
@@ -244,24 +250,28 @@ class TestChoice:
     @settings(max_examples=40)
     def test_impossible_says_by_how_much(self, case):
         profile, windows, footprint, demand, options = case
-        least = min(one.total for one in fit(profile, windows, footprint, demand, **options).candidates)
+        least = min(one.total for one in fit(profile, windows, footprint, Recipe(fit=demand, **options)).candidates)
         with pytest.raises(PolicyError, match=r"nothing fits in .*: the smallest policy takes .*, 1 B too much"):
-            fit(profile, windows, footprint, replace(demand, memory=least - 1), **options)
-        assert fit(profile, windows, footprint, replace(demand, memory=least), **options).choice.total == least
+            fit(profile, windows, footprint, Recipe(fit=replace(demand, memory=least - 1), **options))
+        assert (
+            fit(profile, windows, footprint, Recipe(fit=replace(demand, memory=least), **options)).choice.total == least
+        )
 
     def test_impossible_names_the_parts_and_the_way_out(self):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError) as error:
-            fit(profile, [None], replace(footprint, weights=3 << 20), Demand(1 << 20, 1000), rest="budgeted")
+            fit(
+                profile, [None], replace(footprint, weights=3 << 20), Recipe(fit=Demand(1 << 20, 1000), rest="budgeted")
+            )
         assert "nothing fits in 1.00 MiB: " in str(error.value)
         assert "weights 3.00 MiB, KV cache " in str(error.value)
-        assert "--rest streaming" in str(error.value)
+        assert "set `rest` to streaming" in str(error.value)
 
     @given(cases())
     @settings(max_examples=40)
     def test_pareto(self, case):
         profile, windows, footprint, demand, options = case
-        found = fit(profile, windows, footprint, demand, **options)
+        found = fit(profile, windows, footprint, Recipe(fit=demand, **options))
         best = found.pareto
         assert best == pareto(reversed(found.candidates))
         assert all(one.total < other.total and one.kept < other.kept for one, other in pairwise(best))
@@ -273,12 +283,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"context": 0}, r"--context lies in \[1, "),
-            ({"context": (1 << 30) + 1}, r"--context lies in \[1, "),
-            ({"batch": 0}, r"--batch lies in \[1, "),
-            ({"new_tokens": 100}, "--new-tokens are a part of --context and leave a prompt, got 100 of 100"),
-            ({"new_tokens": -1}, "--new-tokens"),
-            ({"chunk": 0}, "--chunk is at least 1 token, got 0"),
+            ({"context": 0}, r"`context` lies in \[1, "),
+            ({"context": (1 << 30) + 1}, r"`context` lies in \[1, "),
+            ({"batch": 0}, r"`batch` lies in \[1, "),
+            ({"new_tokens": 100}, "`new_tokens` are a part of `context` and leave a prompt, got 100 of 100"),
+            ({"new_tokens": -1}, "`new_tokens`"),
+            ({"chunk": 0}, "`chunk` is at least 1 token, got 0"),
         ],
         ids=str,
     )
@@ -289,27 +299,27 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sink": -1}, "--sink must be >= 0"),
-            ({"group_reduce": "median"}, "--group-reduce is mean or max"),
-            ({"rest": "budgeted", "beta": 1}, "--beta must be > 1"),
-            ({"rest": "budgeted", "selection": Selection(0)}, "--window lies in"),
-            ({"quantisation": Quantisation(8, group_size=3)}, "--kv-bits 8: the group size 3"),
-            ({"quantisation": Quantisation(8, residual=-1)}, "--kv-bits 8: the residual"),
+            ({"sink": -1}, "`sink` must be >= 0"),
+            ({"group_reduce": "median"}, "`group_reduce` is mean or max"),
+            ({"rest": "budgeted", "beta": 1}, "`beta` must be > 1"),
+            ({"rest": "budgeted", "window": 0}, "`window` lies in"),
+            ({"kv_group_size": 3}, "`kv_bits` 8: the group size 3"),
+            ({"kv_residual": -1}, "`kv_bits` 8: the residual"),
         ],
         ids=str,
     )
     def test_options(self, options, message):
         profile, footprint = model([[1, 0.5]])
         with pytest.raises(PolicyError, match=message):
-            fit(profile, [None], footprint, Demand(PLENTY, 100), **options)
+            fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 100), **options))
 
     @pytest.mark.parametrize("rest", ["streaming", "budgeted"])
     def test_scores_that_are_all_zero(self, rest):
         profile, footprint = model([[0, 0]])
         with pytest.raises(PolicyError, match=r"every score .* is 0.*; use another profile"):
-            fit(profile, [None], footprint, Demand(PLENTY, 100), rest=rest)
+            fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 100), rest=rest))
 
     def test_a_residual_beyond_all_contexts(self):
         profile, footprint = model([[1, 0.5]])
-        found = fit(profile, [None], footprint, Demand(PLENTY, 1000), quantisation=Quantisation(8, residual=10**30))
+        found = fit(profile, [None], footprint, Recipe(fit=Demand(PLENTY, 1000), kv_residual=10**30))
         assert len({one.kv_bytes for one in found.candidates if one.full_heads == 2}) == 1

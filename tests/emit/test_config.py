@@ -14,6 +14,7 @@ from kvsurgery.emit.config import (
 )
 from kvsurgery.errors import CheckpointError
 from kvsurgery.plan.family import Family
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
 from tests.families import FAMILIES, SMALL
 
@@ -57,7 +58,7 @@ def convert(config):
     family = Family.of(config)
     model = family.dimensions(config)
     profile = HeadProfile(np.zeros((model.layers, model.kv_heads)), "duo", "kv", "test", model)
-    return converted_config(config, decide(profile, family.windows(config), sparsity=0, sink=0, recent=1))
+    return converted_config(config, decide(profile, family.windows(config), Recipe(sparsity=0, sink=0, recent=1)))
 
 
 def frequencies(config, folder):

@@ -12,6 +12,7 @@ from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST, answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT
 from kvsurgery.operation import Operation
+from kvsurgery.recipe import Recipe, ReformSizes
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
 from tests.families import tokens
@@ -163,7 +164,7 @@ def test_prompts_that_reform_reads_go_to_generate(checkpoint, tmp_path):
         "recompute_budget": 64,
         "query_length": 8,
     }
-    operation = Operation.prepare(folder, scores, reform=reform, sizes=sizes, sparsity=0.0)
+    operation = Operation.prepare(folder, scores, Recipe(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform)
     convert(operation.checkpoint, operation.plan, out, operation.files)
     model = load(out, device="cpu")
     expected = []

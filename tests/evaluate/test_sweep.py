@@ -6,22 +6,21 @@ import csv
 import json
 import re
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError, PolicyError
 from kvsurgery.evaluate import runner
 from kvsurgery.evaluate import sweep as sweeping
 from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
-from kvsurgery.evaluate.sweep import sweep
+from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
+from kvsurgery.recipe import Recipe
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of
 from kvsurgery.score.profile import HeadProfile
 from tests.evaluate.recall import MODEL, convert
@@ -30,7 +29,7 @@ from tests.surgery import random_profile
 from tests.tiny_recall import FOLDER
 
 LENGTH = 330
-CONVERSION = {"sink": 4, "recent": 32, "quantisation": Quantisation(8, residual=16)}
+RECIPE = Recipe(sink=4, recent=32, kv_bits=8, kv_residual=16)
 # beta means nothing to streaming heads, and the model has 12 KV heads
 AXES = {"full_heads": (2, 13), "kv_bits": (16, 4), "beta": (1.2, 2.0)}
 
@@ -38,7 +37,7 @@ AXES = {"full_heads": (2, 13), "kv_bits": (16, 4), "beta": (1.2, 2.0)}
 def run(folder, language, profile=None, axes=AXES, lengths=(200, LENGTH), source=MODEL, **options):
     task = NeedleTask(lengths, (0.3,), str(language / "text.txt"), str(language / "needles.jsonl"))
     profile = profile or HeadProfile.load(FOLDER / "profile.safetensors")
-    return sweep(source, profile, axes, {"needle": task}, folder, Options(batch=2), conversion=CONVERSION, **options)
+    return sweep(Grid(source, profile, RECIPE, axes), {"needle": task}, folder, Options(batch=2), **options)
 
 
 @pytest.fixture
@@ -81,15 +80,14 @@ def test_settings_come_in_order_and_what_cannot_be_says_why(swept):
         (full, bits, beta) for full in (2, 13) for bits in (16, 4) for beta in (1.2, 2.0)
     ]
     for point in found.points[4:]:
-        assert "--full-heads lies in [0, 12]" in point.skipped
+        assert "`full_heads` lies in [0, 12]" in point.skipped
         assert (point.policy, point.kv_bytes, point.tasks) == (None, None, ())
 
 
 def test_bytes_are_what_a_generation_allocates(swept, tmp_path):
     _, found = swept
     [quantised] = (point for point in found.points[:4] if tuple(point.options.values()) == (2, 4, 1.2))
-    four_bits = replace(CONVERSION["quantisation"], bits=4)
-    out = convert(tmp_path / "same", **{**CONVERSION, "sparsity": None, "full_heads": 2, "quantisation": four_bits})
+    out = convert(tmp_path / "same", sparsity=None, full_heads=2, sink=4, recent=32, kv_bits=4, kv_residual=16)
     model = runner.load(out, device="cpu")
     new = found.tokens - LENGTH
     assert new > 0
@@ -172,7 +170,7 @@ def test_progress_counts_all_models(language, tmp_path):
 
 
 def test_where_nothing_can_be_nothing_is_written(language, tmp_path):
-    with pytest.raises(PolicyError, match="no setting gives a policy: --full-heads lies in"):
+    with pytest.raises(PolicyError, match="no setting gives a policy: `full_heads` lies in"):
         run(tmp_path / "sweep", language, axes={"full_heads": (13, 14)})
     assert not (tmp_path / "sweep").exists()
 

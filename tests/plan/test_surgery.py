@@ -13,13 +13,14 @@ from kvsurgery.decide.policy import LayerPolicy, Policy
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import Columns, Move, Run, SurgeryPlan, plan_moves, plan_surgery
+from kvsurgery.recipe import Recipe
 from tests.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
 
 IDENTITY = (0, 1, 2)
 
 
 def policy(*orders: tuple[int, ...]) -> Policy:
-    return Policy(tuple(LayerPolicy(order, 1, 2, 4) for order in orders), {})
+    return Policy(tuple(LayerPolicy(order, 1, 2, 4) for order in orders), Recipe(), {})
 
 
 def plan_of(folder: Path, *orders: tuple[int, ...]) -> SurgeryPlan:

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.comparison import compare
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.profile import HeadProfile
@@ -77,7 +78,7 @@ class TestOverlap:
         for overlap in compare(ablation(a), ablation(b)).overlaps:
             full = []
             for scores in (a, b):
-                policy = decide(ablation(scores), [None] * 3, sparsity=overlap.sparsity)
+                policy = decide(ablation(scores), [None] * 3, Recipe(sparsity=overlap.sparsity))
                 full.append({(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]})
             assert len(full[0]) == len(full[1]) == overlap.full
             assert len(full[0] & full[1]) == overlap.shared

@@ -4,6 +4,7 @@ import numpy as np
 
 from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.comparison import compare
 from kvsurgery.score.description import describe, describe_comparison, facts
 from kvsurgery.score.embedding_heads import EmbeddingHead, Ranking
@@ -18,7 +19,7 @@ def test_facts():
     found = facts(DUO)
     assert (found["shape"], found["score_min"], found["score_max"], found["at_max"]) == ([2, 4], 0, 1, 3)
     for sparsity, full in found["full_heads_per_layer"].items():
-        assert full == [layer.full for layer in decide(DUO, [None] * 2, sparsity=float(sparsity)).layers]
+        assert full == [layer.full for layer in decide(DUO, [None] * 2, Recipe(sparsity=float(sparsity))).layers]
     assert found["hash"] == DUO.hash
     assert found["scores"] == DUO.scores.tolist()
 

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.merging import merge
 from kvsurgery.score.profile import METHODS, HeadProfile
@@ -62,7 +63,7 @@ class TestLaws:
     @given(SCORES, st.sampled_from(HOWS), st.floats(0, 1))
     def test_every_result_can_be_decided_on(self, scores, how, sparsity):
         merged = merge([kv(of) for of in scores], how)
-        assert decide(merged, [None] * 2, sparsity=sparsity).streaming == round(sparsity * 4)
+        assert decide(merged, [None] * 2, Recipe(sparsity=sparsity)).streaming == round(sparsity * 4)
         assert merged.scores.max() <= METHODS[merged.method]
 
 

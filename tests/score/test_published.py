@@ -8,6 +8,7 @@ import pytest
 
 from kvsurgery.decide.policy import decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.recipe import Recipe
 from kvsurgery.score.importers import import_duo, import_headkv
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "profiles"
@@ -64,7 +65,7 @@ def test_headkv(name):
 
 @pytest.mark.parametrize("sparsity", [0, 0.25, 0.5, 0.75, 0.9, 1])
 def test_counts_are_exact_in_spite_of_ties(published, sparsity):
-    policy = decide(published, [None] * 32, sparsity=sparsity, rest="streaming")
+    policy = decide(published, [None] * 32, Recipe(sparsity=sparsity, rest="streaming"))
     heads = 32 * published.model.kv_heads
     assert policy.streaming == round(sparsity * heads)
     scores = kv_scores(published)
@@ -75,16 +76,16 @@ def test_counts_are_exact_in_spite_of_ties(published, sparsity):
 
 def test_all_full_and_all_streaming_layers_occur():
     made = import_duo(SHARED / "duo" / "Llama-3-8B-Instruct-Gradient-1048k", LLAMA_3_8B, "llama")
-    full = [layer.full for layer in decide(made, [None] * 32, sparsity=0.75, rest="streaming").layers]
+    full = [layer.full for layer in decide(made, [None] * 32, Recipe(sparsity=0.75, rest="streaming")).layers]
     assert min(full) == 0
-    full = [layer.full for layer in decide(made, [None] * 32, sparsity=0.25, rest="streaming").layers]
+    full = [layer.full for layer in decide(made, [None] * 32, Recipe(sparsity=0.25, rest="streaming")).layers]
     assert max(full) == 8
 
 
 def test_mean_or_max_matters():
     made = import_headkv(SHARED / "headkv" / "Llama-3-8B-Instruct_R2.json", LLAMA_3_8B, "llama", method="headkv-r2")
     mean, most = (
-        decide(made, [None] * 32, full_heads=64, rest="streaming", group_reduce=how) for how in ("mean", "max")
+        decide(made, [None] * 32, Recipe(full_heads=64, rest="streaming", group_reduce=how)) for how in ("mean", "max")
     )
     kept = [
         {(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]}

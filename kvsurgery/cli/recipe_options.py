@@ -1,0 +1,227 @@
+"""The options of a recipe: what `convert`, `fit` and `sweep` make a `Recipe` of, and what a recipe is as options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, in_group
+from kvsurgery.errors import PolicyError
+from kvsurgery.recipe import Demand, Recipe
+
+
+def recipe_options(command: Any) -> Any:
+    """Add `--recipe`, and an option for every field of a recipe that has one value in a command."""
+    for group, names in FIELDS.items():
+        command = in_group(group, *map(_option, names))(command)
+    return recipe_file(command)
+
+
+def kind_options(command: Any) -> Any:
+    """The same without fields that are the axes of a sweep, and those of several devices."""
+    for group, names in FIELDS.items():
+        if group != DEVICES:
+            command = in_group(group, *(_option(name) for name in names if name not in (*AXES, "threshold")))(command)
+    return recipe_file(command)
+
+
+def reform_options(command: Any) -> Any:
+    """Add the options that say how long prompts are read."""
+    options = [
+        click.option(f"--reform-{name.replace('_', '-')}", type=kind, help=text)
+        for name, (kind, text) in REFORM.items()
+    ]
+    return in_group(PROMPTS, *options)(command)
+
+
+def recipe_file(command: Any) -> Any:
+    """Add `--recipe`."""
+    return click.option(
+        "--recipe",
+        "recipe_path",
+        type=click.Path(path_type=Path),
+        help="A TOML file of these options; options given beside it override its values.",
+    )(command)
+
+
+save_recipe_option = click.option(
+    "--save-recipe", type=click.Path(path_type=Path), help="Write what was decided to a TOML file, for --recipe."
+)
+profile_option = click.option(
+    "--profile",
+    "profile_paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="The head profile; for long prompts, a reform profile, beside one with scores or alone.  [required, here or "
+    "in the recipe]",
+)
+
+
+def _option(name: str) -> Callable[[Any], Any]:
+    """The option of a recipe's field."""
+    [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
+    default = getattr(Recipe(), name, None)
+    if kind is bool:
+        return click.option(_flag(name), is_flag=True, flag_value=True, default=None, help=text)
+    shown = "" if default is None or "[default" in text else f"  [default: {default}]"
+    return click.option(_flag(name), type=kind, help=text + shown)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# the axes of a sweep
+AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
+# group -> field of a recipe -> its type, and what it says; `method` is short for others
+FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    HEADS: {
+        "sparsity": (float, "Share of KV heads that are not full.  [default: 0.5 with GQA, 0.75 without]"),
+        "threshold": (float, "Instead of --sparsity: heads with this score or more are full."),
+        "full_heads": (int, "Instead of --sparsity: the number of full KV heads over the whole model."),
+        "method": (
+            click.Choice(["duo", "headkv", "reform"]),
+            "Short for --rest streaming (duo) and --rest budgeted (headkv); reform reads long prompts and keeps every "
+            "head full.  [default: what the profile was measured for]",
+        ),
+        "rest": (
+            click.Choice(["streaming", "budgeted"]),
+            "How the remaining heads behave.  [default: as --method]",
+        ),
+        "group_reduce": (
+            click.Choice(["mean", "max"]),
+            "How the scores of a group's query heads become the score of their KV head.",
+        ),
+    },
+    CACHE: {
+        "sink": (int, "First tokens that a streaming head keeps."),
+        "recent": (int, "Latest tokens that a streaming head keeps."),
+        "budget": (
+            int,
+            "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
+            'published "KV = 128" is --budget 120 --window 8.',
+        ),
+        "beta": (
+            float,
+            "Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
+            "a smaller pool and more even budgets.",
+        ),
+        "window": (
+            int,
+            "Number of trailing prompt tokens whose attention selects what a budgeted head keeps.",
+        ),
+        "kernel_size": (int, "Neighbours over which this attention is pooled."),
+        "pool": (click.Choice(["max", "avg"]), "How it is pooled."),
+        "kv_bits": (
+            Bits(8, 4, 2),
+            "Bits that full and budgeted heads store their tokens in, except for the newest.  [default: the model's "
+            "dtype]",
+        ),
+        "kv_scheme": (
+            click.Choice(["kivi", "per-token"]),
+            "What shares a scale: kivi, a channel of keys and a token of values; per-token, a token of both.",
+        ),
+        "kv_group_size": (
+            int,
+            "Elements that share a scale.  [default: a tile of 128 tokens, or all channels of a head]",
+        ),
+        "kv_residual": (int, "Number of newest tokens, at least, that are not quantized."),
+        "kv_streaming": (
+            bool,
+            "Quantize streaming heads too, and the model's own sliding windows, where they are long enough.",
+        ),
+    },
+    DEVICES: {
+        "tp": (
+            click.IntRange(min=1),
+            "Lay heads out for this many processes of tensor parallelism, or a divisor: every layer gets a multiple of "
+            "it of full heads.",
+        ),
+        "tp_uneven": (bool, "With --tp: keep exactly the full heads asked for, though some processes hold more."),
+    },
+}
+# field of `ReformSizes` -> its type, and what it says
+REFORM: dict[str, tuple[Any, str]] = {
+    "chunk": (Tokens(), "Tokens read at once.  [default: 32K, or what fits the model]"),
+    "encode_budget": (Tokens(), "Tokens that a head keeps from chunk to chunk.  [default: 32K, or what fits]"),
+    "compressor": (click.Choice(["h2o", "tova", "streaming"]), "How these are chosen.  [default: h2o]"),
+    "window": (int, "Last queries of a chunk, whose attention chooses.  [default: 128]"),
+    "keep": (int, "First and last tokens that are always kept.  [default: 256]"),
+    "pool": (int, "Neighbours over which a token's similarity to the question is pooled.  [default: 129]"),
+    "recompute_budget": (Tokens(), "Tokens gathered for the whole model.  [default: 16K, or what fits]"),
+    "query_length": (int, "Tokens of the question, where nothing marks it.  [default: 64]"),
+}
+
+
+def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
+    """The recipe that a command's parameters ask for: that of --recipe, with what is typed beside it.
+
+    Args:
+        options: the parameters by name; None is not typed.
+        values: other fields, which are typed as well.
+
+    Raises:
+        UsageError: options contradict each other, or the file.
+        RecipeError: the file cannot be read.
+    """
+    path = options.get("recipe_path")
+    recipe = Recipe() if path is None else Recipe.load(path)
+    values |= {name: options[name] for names in FIELDS.values() for name in names if options.get(name) is not None}
+    method = values.pop("method", None)
+    implied = {"duo": "streaming", "headkv": "budgeted"}.get(method)
+    if implied and values.setdefault("rest", implied) != implied:
+        raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
+    if "tp_uneven" in values and "tp" not in values and recipe.tp == 1:
+        raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
+    sizes = {name: value for name in REFORM if (value := options.get(f"reform_{name}")) is not None}
+    if sizes:
+        values["reform"] = replace(recipe.reform, **sizes)
+    values |= _demand(options, recipe.fit)
+    if paths := options.get("profile_paths"):
+        values["profiles"] = tuple(map(str, paths))
+    try:
+        recipe = recipe.changed(**values)
+    except PolicyError as error:
+        raise click.UsageError(in_flags(str(error))) from error
+    if not recipe.profiles:
+        raise click.UsageError("Missing option '--profile'.")
+    return recipe
+
+
+def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Demand]:
+    """What --fit, --context and --batch of `convert` ask for, beside what the file does."""
+    given = {name: value for name in ("memory", "context", "batch") if (value := options.get(name)) is not None}
+    if not given:
+        return {}
+    whole = {**(vars(filed) if filed else {}), **given}
+    if "memory" not in whole:
+        flag = "--context" if "context" in given else "--batch"
+        raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
+    if "context" not in whole:
+        raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
+    return {"fit": Demand(**whole)}
+
+
+def flags_of(recipe: Recipe) -> list[str]:
+    """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
+    usual = Recipe()
+    return [
+        word
+        for name in recipe.in_use
+        if (value := getattr(recipe, name)) != getattr(usual, name)
+        for word in (_flag(name), *([] if value is True else [str(value)]))
+    ]
+
+
+def in_flags(message: str) -> str:
+    """An error's message with options in place of a recipe's fields in backticks."""
+    names = [name for names in FIELDS.values() for name in names]
+    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
+    known = {name: _flag(name) for name in names} | {"reform": "--reform-*"}
+    known |= {f"reform.{name}": _flag(f"reform-{name}") for name in REFORM}
+    return re.sub(r"`([a-z_.]+)`", lambda match: known.get(match[1], match[0]), message)
