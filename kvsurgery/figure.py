@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from collections.abc import Mapping
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.errors import OutputError
+from kvsurgery.files import check_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,22 +18,25 @@ if TYPE_CHECKING:
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches.
+    """An empty figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_picture(path: Path) -> None:
+    """Check that a picture can be written, before the work that it will show.
 
     Raises:
-        KVSurgeryError: matplotlib is not installed.
+        OutputError: it cannot, or its ending is no picture format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KVSurgeryError("--plot needs matplotlib: pip install 'kvsurgery[plot]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_file(path)
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise OutputError(f"cannot write {path}: {path.suffix} is no picture format; end it in .png, .svg or .pdf")
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

@@ -11,7 +11,47 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import KVSurgeryError
+from kvsurgery.errors import KVSurgeryError, OutputError
+
+
+def check_file(path: Path) -> None:
+    """Check that a file can be written, before the work whose result it will hold.
+
+    Raises:
+        OutputError: it is a folder, its folder is missing, or there is no permission.
+    """
+    if path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a folder; give a file")
+    if not path.parent.is_dir():
+        raise OutputError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def check_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, which need not be there yet, before the work that gives them.
+
+    Raises:
+        OutputError: it is no folder, lies in none, or there is no permission.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise OutputError(f"cannot write {folder}: {there} is not a folder; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {folder}: no permission in {there}")
+
+
+def check_readable(path: str | Path) -> None:
+    """Check that a file can be read, before the work that comes before it is.
+
+    Raises:
+        KVSurgeryError: it cannot.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise KVSurgeryError(f"cannot read {path}: {error.strerror}") from error
 
 
 def write_whole(path: Path, content: str) -> None:

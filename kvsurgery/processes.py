@@ -114,11 +114,17 @@ def usable_device(name: str | None) -> str:
     """A device by its name; by default CUDA where there is one.
 
     Raises:
-        KVSurgeryError: it is CUDA, and torch finds none.
+        KVSurgeryError: torch cannot use it.
     """
     if name is not None and name.startswith("cuda") and not torch.cuda.is_available():
         raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise KVSurgeryError(f"torch cannot use the device {device}: {reason}; give another --device") from error
+    return device
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -87,13 +86,14 @@ def bench(
     from kvsurgery.bench.benchmark import benchmark
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.errors import Interrupted
+    from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if out is not None:
-        _check_place(out)
+        check_folder(out)
     original = None if source is None else source_folder(source, folder)
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
     options["dtype"] = chosen_dtype(options["dtype"], folder, options["device"])
@@ -113,17 +113,6 @@ def bench(
         _show(found)
     if out is not None:
         console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv", markup=False)
-
-
-def _check_place(out: Path) -> None:
-    """Raise OutputError where no folder can be, before anything is measured."""
-    from kvsurgery.errors import OutputError
-
-    there = next(place for place in (out, *out.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise OutputError(f"{there} is not a folder; give another --out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write {out}: no permission in {there}")
 
 
 def _show(found: Bench) -> None:

@@ -86,10 +86,13 @@ def convert(
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of, warn
     from kvsurgery.emit.config import auto_class
+    from kvsurgery.files import check_folder
 
     recipe = recipe_of(options)
     if out is None and not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
+    if out is not None:
+        check_folder(out)
     request = request_of(source, revision, recipe)
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")

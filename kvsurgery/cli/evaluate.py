@@ -60,11 +60,13 @@ def evaluate(
     from kvsurgery.evaluate.checkpoint import is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.runner import evaluate
+    from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_folder(out)
     tasks = tasks_of(ctx)
     if is_converted(folder):
         models = {CONVERTED: folder}

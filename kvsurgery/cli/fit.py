@@ -84,9 +84,12 @@ def fit(
     from kvsurgery import console
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of, warn
+    from kvsurgery.figure import check_picture
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to choose; leave it out")
+    if picture is not None:
+        check_picture(picture)
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     operation = request.prepare(weights=False)
     warn(operation)
@@ -151,7 +154,6 @@ def _plot(found: Fit, name: str, path: Path) -> None:
     """Write a picture of the score that policies keep in a memory, by bits, with what there is and what was chosen.
 
     Raises:
-        KVSurgeryError: matplotlib is not installed.
         OutputError: the file cannot be written, or its ending is no picture format.
     """
     from kvsurgery.decide.fit import pareto

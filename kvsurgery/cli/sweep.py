@@ -98,7 +98,7 @@ def sweep(
     from kvsurgery import console
     from kvsurgery.cli.source import request_of
     from kvsurgery.evaluate.sweep import Grid, sweep
-    from kvsurgery.figure import can_draw
+    from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
     from kvsurgery.report.sweep_charts import quality
 
@@ -106,6 +106,7 @@ def sweep(
     if not axes:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in AXES)
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
+    check_folder(out)
     request = request_of(source, revision, _recipe(axes, options))
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
@@ -127,20 +128,14 @@ def sweep(
         )
     if not is_first():
         return
-    if can_draw():
-        quality(found).save(out)
+    quality(found).save(out)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         _show(found)
     for line in _notes(found):
         console.stderr.print(line, markup=False)
-    if can_draw():
-        console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv", markup=False)
-    else:
-        console.stderr.print(
-            f"wrote {out / 'sweep.json'} and sweep.csv; a picture needs pip install 'kvsurgery[plot]'", markup=False
-        )
+    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv", markup=False)
 
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:

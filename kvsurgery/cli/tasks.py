@@ -124,12 +124,30 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} is of {', '.join(tasks)}: add that to --tasks, or leave the option out")
     # what is not given is as the task has it
-    return {
+    tasks = {
         task: made[task](
             **{field: value for name, field in _FIELDS[task].items() if (value := ctx.params[name]) is not None}
         )
         for task in chosen
     }
+    _check_inputs(ctx, tasks)
+    return tasks
+
+
+def _check_inputs(ctx: click.Context, tasks: dict[str, Any]) -> None:
+    """Refuse what cannot be read, before the tasks that come first have made their samples."""
+    from kvsurgery.evaluate.rows import check_source
+    from kvsurgery.files import check_readable
+    from kvsurgery.text.haystack import check_text
+
+    check_text(ctx.params["text"])
+    for name in ("squad", "hotpot"):
+        if (path := ctx.params[name]) is not None:
+            check_readable(path)
+    if "babilong" in tasks:
+        check_source(tasks["babilong"].source)
+    if "longbench" in tasks:
+        tasks["longbench"].check()
 
 
 def run_options(ctx: click.Context, folder: Path) -> Options:

@@ -20,6 +20,7 @@ from kvsurgery.convert.engine import JOBS, move_bytes
 from kvsurgery.convert.journal import JOURNAL, PART, Journal
 from kvsurgery.convert.sidefiles import chunks
 from kvsurgery.errors import Mismatch, OutputError
+from kvsurgery.files import check_folder
 from kvsurgery.plan.surgery import Move
 
 
@@ -188,11 +189,7 @@ def _check_place(folder: Path, source: Path) -> None:
         names = set(os.listdir(folder))
         if JOURNAL not in names and names - {JOURNAL + PART}:
             raise OutputError(f"{folder} is not empty; choose another folder, or remove it")
-    elif folder.exists() or folder.is_symlink():
-        raise OutputError(f"{folder} is not a folder")
-    ancestor = _existing(folder)
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write {folder}: no permission in {ancestor}")
+    check_folder(folder)
 
 
 def check_space(folder: Path, size: int) -> None:

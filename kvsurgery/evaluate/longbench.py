@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import ENDINGS, in_folder, read_json, read_rows
+from kvsurgery.evaluate.rows import ENDINGS, check_source, in_folder, read_json, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import token_ids
@@ -48,6 +48,20 @@ class LongBenchTask:
     longest: int | None = None
     prompts: str | None = None
 
+    def check(self) -> None:
+        """Check that there is what the samples need, without reading them.
+
+        Raises:
+            TextError: a dataset is unknown, or files are missing.
+            KVSurgeryError: a file cannot be read, or a package is not installed: `datasets`, or jieba for Chinese.
+        """
+        if unknown := {*(self.datasets or ())} - {*DATASETS}:
+            raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
+        _prompts(self.prompts)
+        check_source(self.source)
+        if any(DATASETS.get(name, {}).get("metric", "").endswith("_zh") for name in self._files()):
+            chinese_words("")
+
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Dataset by dataset, in the order of the rows.
 
@@ -56,8 +70,7 @@ class LongBenchTask:
                 has no room.
             KVSurgeryError: answers are in Chinese, and jieba is not installed.
         """
-        if unknown := {*(self.datasets or ())} - {*DATASETS}:
-            raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
+        self.check()
         prompts = _prompts(self.prompts)
         for name in self._files():
             config = f"{name}_e" if self.extended else name

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvsurgery import hub
 from kvsurgery.errors import TextError
-from kvsurgery.text.hub_dataset import dataset_rows
+from kvsurgery.files import check_readable
+from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 
 ENDINGS = (".jsonl", ".json")
 LONGEST_LINE = 1 << 26  # characters
@@ -44,6 +45,21 @@ def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterat
         yield row
     if not number:
         raise TextError(f"{source} holds no rows")
+
+
+def check_source(source: str) -> None:
+    """Check that there can be rows in a source, a file, a folder or a dataset's id, before the work that precedes them.
+
+    Raises:
+        KVSurgeryError: it cannot be read, or `datasets` is not installed.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return
+    if path.exists() or not hub.is_repo_id(source):
+        check_readable(path)
+    else:
+        require_datasets(source)
 
 
 def in_folder(source: str, name: str) -> str:

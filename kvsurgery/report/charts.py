@@ -64,8 +64,7 @@ class Chart:
         """Write the PNG.
 
         Raises:
-            KVSurgeryError: matplotlib is not installed.
-            OutputError: the file cannot be written.
+                OutputError: the file cannot be written.
         """
         columns = min(self.columns, len(self.panels))
         rows = [self.panels[start : start + columns] for start in range(0, len(self.panels), columns)]
@@ -83,7 +82,6 @@ class Chart:
         """An SVG element of each panel, without its title.
 
         Raises:
-            KVSurgeryError: matplotlib is not installed.
         """
         elements = []
         for place, panel in enumerate(self.panels):

@@ -17,7 +17,6 @@ from kvsurgery.console import size
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.evaluate import results as evaluation
 from kvsurgery.evaluate.results import Results
-from kvsurgery.figure import can_draw
 from kvsurgery.files import write_whole
 from kvsurgery.report import findings, headlines
 from kvsurgery.report.charts import Chart
@@ -41,8 +40,6 @@ BENCHMARK = (
 def write_report(folder: Path) -> Path:
     """Write the page of what lies in a folder, `results.json` or `bench.json` or both, and beside it the pictures.
 
-    Without matplotlib there are no pictures, and the page says so.
-
     Returns:
         The page.
 
@@ -54,7 +51,7 @@ def write_report(folder: Path) -> Path:
     try:
         shown = charts(results, bench)
         page = _page(results, bench, shown)
-        for chart in shown if can_draw() else ():
+        for chart in shown:
             chart.save(folder)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise KVSurgeryError(f"what lies in {folder} cannot be shown: {error!r}; run the command again") from error
@@ -132,7 +129,6 @@ def _page(results: Results | None, bench: Bench | None, shown: tuple[Chart, ...]
         tool=__version__,
         light=LIGHT,
         dark=DARK,
-        drawn=can_draw(),
         charts={chart.name: chart for chart in shown},
         title=Path(checkpoint["name"]).name or checkpoint["name"],
         lead=headlines.lead(checkpoint, results, bench),

@@ -31,7 +31,6 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
 
     Raises:
         ProfileError: the profile has no scores.
-        KVSurgeryError: matplotlib is not installed.
         OutputError: the file cannot be written, or its ending is no picture format.
     """
     if profile.scores is None:
@@ -61,7 +60,6 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     """Write the heat maps of A, of B and of their difference, and above them each layer's mean absolute difference.
 
     Raises:
-        KVSurgeryError: matplotlib is not installed.
         OutputError: the file cannot be written, or its ending is no picture format.
     """
     layers, heads = comparison.difference.shape
@@ -91,7 +89,6 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
         history: [steps, 4], as `train_gates` returns it.
 
     Raises:
-        KVSurgeryError: matplotlib is not installed.
         OutputError: the file cannot be written, or its ending is no picture format.
     """
     loss, data_loss, mean_gate, sparsity = history.T

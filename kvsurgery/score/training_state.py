@@ -88,13 +88,22 @@ class TrainingState:
         Raises:
             ProfileError: no such file, a malformed one, or another training's.
         """
-        if not path.is_file():
-            raise ProfileError(f"no training checkpoint {path} to resume; leave out --resume to begin one")
-        state, theirs = cls._read(path)
+        state, theirs = cls.require(path)
         different = _differences(theirs, json.loads(json.dumps(facts)))
         if different:
             raise ProfileError(f"{path} belongs to another training: {', '.join(different)}")
         return state
+
+    @classmethod
+    def require(cls, path: Path) -> tuple[TrainingState, dict[str, Any]]:
+        """The state that lies there, and the facts of its training.
+
+        Raises:
+            ProfileError: no such file, or a malformed one.
+        """
+        if not path.is_file():
+            raise ProfileError(f"no training checkpoint {path} to resume; leave out --resume to begin one")
+        return cls._read(path)
 
     @classmethod
     def refuse_to_replace(cls, path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
-from kvsurgery.text.hub_dataset import dataset_of, dataset_rows
+from kvsurgery.text.hub_dataset import dataset_of, dataset_rows, require_datasets
 
 # of the built-in text: sentences that fit together, are not alike, and hold no numbers or names to look for
 SUBJECTS = (
@@ -115,6 +115,22 @@ class Haystack:
         self.require(length)
         start = rng.integers(0, len(self.tokens) - length + 1)
         return self.tokens[start : start + length]
+
+
+def check_text(source: str | None) -> None:
+    """Check that `Haystack.read` can read a text, before the work that comes before it.
+
+    Raises:
+        TextError: there is no such file or dataset, it cannot be read, or `datasets` is not installed.
+    """
+    if source is None:
+        return
+    if os.path.exists(source):
+        _file(source)
+    elif dataset := dataset_of(source):
+        require_datasets(dataset[0])
+    else:
+        raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -18,6 +18,18 @@ def dataset_of(source: str) -> tuple[str, str | None] | None:
     return dataset, config or None
 
 
+def require_datasets(dataset: str) -> None:
+    """Check that the library `datasets` is installed, which reads a dataset of the Hub.
+
+    Raises:
+        TextError: it is not.
+    """
+    try:
+        import datasets  # noqa: F401
+    except ImportError as error:
+        raise TextError(f"no file {dataset} is here, and to read a dataset: pip install 'kvsurgery[eval]'") from error
+
+
 def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
     """Rows of a split, in their order; only those that are taken are downloaded.
 
@@ -27,12 +39,9 @@ def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[
     Raises:
         TextError: `datasets` is not installed, the dataset cannot be read, or needs a configuration.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise TextError(
-            f"{dataset} is no file, and to read a dataset `datasets` is needed: pip install datasets"
-        ) from error
+    require_datasets(dataset)
+    from datasets import load_dataset
+
     try:
         yield from load_dataset(dataset, config, split=split, streaming=True)
     except Exception as error:  # whatever the library or the network raises

@@ -60,7 +60,7 @@ def test_one_model_alone():
         (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is no folder and no Hub id"),
         (("recall-cli", *NEEDLE), r"\(--needles\)"),
         (("recall-cli", "--tasks", "perplexity"), r"give a text that it knows \(--text\)"),
-        (("recall-cli", "--tasks", "perplexity", "--text", "none.txt"), "none.txt is no file"),
+        (("recall-cli", "--tasks", "perplexity", "--text", "./none.txt"), "cannot read text ./none.txt"),
         (("recall-cli", *NEEDLE, "--needles", "text.txt"), "text.txt, line 1: not JSON"),
         (("recall-cli", "--tasks", "longbench", "--longbench-prompts", "text.txt"), "text.txt is not JSON"),
     ],

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -249,16 +248,10 @@ class TestWhatItSays:
 
 class TestPlot:
     def test_picture(self, here: Path) -> None:
-        pytest.importorskip("matplotlib")
         assert "wrote fit.png" in done(*FIT, "--plot", "fit.png").err
         assert Path("fit.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_without_matplotlib(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        nothing_happens(here, r"--plot needs matplotlib: pip install 'kvsurgery\[plot\]'", *FIT, "--plot", "fit.png")
-
     def test_where_no_picture_can_go(self, here: Path) -> None:
-        pytest.importorskip("matplotlib")
         nothing_happens(here, "cannot write x.safetensors", *FIT, "--plot", "x.safetensors")
 
 

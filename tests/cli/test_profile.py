@@ -61,20 +61,12 @@ class TestShow:
         assert run("show", "p.safetensors").startswith("[bold]llama[/] (2 layers")
 
     def test_plot(self, saved):
-        pytest.importorskip("matplotlib")
         run("show", saved, "--plot", "heads.png")
         assert Path("heads.png").read_bytes().startswith(b"\x89PNG")
 
     def test_json_stays_json_beside_a_plot(self, saved):
-        pytest.importorskip("matplotlib")
         result = CliRunner().invoke(profile, ["show", str(saved), "--json", "--plot", "heads.png"])
         assert json.loads(result.stdout)["method"] == "duo"
-
-    def test_plot_without_matplotlib(self, saved, monkeypatch):
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install 'kvsurgery[plot]'" in refusal("show", saved, "--plot", "heads.png")
-        assert not Path("heads.png").exists()
 
     @pytest.mark.parametrize("name", ["R.json", "nowhere", "."])
     def test_refusals(self, here, name):
@@ -169,7 +161,6 @@ class TestCompare:
         ]
 
     def test_json(self, saved):
-        pytest.importorskip("matplotlib")
         result = CliRunner().invoke(profile, ["compare", *saved, "--json", "--plot", "d.png", "--group-reduce", "max"])
         found = json.loads(result.stdout)
         assert (found["unit"], found["group_reduce"], found["a"]["method"]) == ("rank", "max", "duo")

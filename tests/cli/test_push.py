@@ -28,7 +28,6 @@ def converted(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def report(converted, tmp_path_factory):
     """What `eval` writes of the converted checkpoint; tests must not change it."""
-    pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("report")
     task = builders.task("needle|[x](y) <b>", 0.97, 0.94, cells=builders.needle().cells)
     facts = inspect_checkpoint(converted, "duo").to_json()

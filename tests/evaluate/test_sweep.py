@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib import image
 
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError, PolicyError
 from kvsurgery.evaluate import runner
@@ -257,7 +258,6 @@ def test_lines_go_along_the_size_and_the_other_axes_tell_them_apart():
 
 
 def test_the_picture_has_a_panel_for_each_metric(swept, tmp_path):
-    image = pytest.importorskip("matplotlib.image")
     chart = quality(swept[1])
     assert [panel.title for panel in chart.panels] == ["needle, rouge1_recall", "needle, string_match_all"]
     assert "16 bits, beta 2.0: 100.0% at" in chart.alt

@@ -10,7 +10,6 @@ from tests.report import builders
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of all that an evaluation and a benchmark find; tests must not change it."""
-    pytest.importorskip("matplotlib")
     from kvsurgery.report import write_report
 
     folder = tmp_path_factory.mktemp("report")

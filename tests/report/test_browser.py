@@ -1,11 +1,11 @@
 """The page in a browser: two widths, two colour schemes, no network."""
 
 import pytest
+from matplotlib import image
 
 from tests.report.browser import CHROMIUM, browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-image = pytest.importorskip("matplotlib.image")
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 
 

@@ -3,13 +3,12 @@
 import re
 
 import pytest
+from matplotlib import image
 
 from kvsurgery.report.charts import label, tokens
 from kvsurgery.report.speed_charts import duration, speed
 from kvsurgery.report.surgery_charts import head_map
 from tests.report import builders
-
-pytest.importorskip("matplotlib")
 
 
 def squares(svg, colour):
@@ -36,7 +35,6 @@ def test_larger_budgets_are_stronger():
 
 
 def test_pictures_are_written_with_their_panels_side_by_side(report):
-    image = pytest.importorskip("matplotlib.image")
     _, width, _ = image.imread(report / "needle.png").shape
     # two metrics of two models
     assert width == pytest.approx(2 * 4.6 * 150, abs=2)

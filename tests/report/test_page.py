@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,12 +18,6 @@ EVIL = '"><script>alert(1)</script><img src="http://example.com/x.png">'
 @pytest.fixture(scope="module")
 def page(report):
     return Page(report / "index.html")
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """An environment without matplotlib."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 def written(folder, *parts):
@@ -117,7 +110,6 @@ def test_what_to_know_first(page):
     assert f"{(0.011 + 3e-7 * 65_536) / (0.011 + 1.8e-7 * 65_536):.2f}×" in lead
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_names_are_text_and_nothing_else(tmp_path):
     task = builders.task(EVIL, 0.5, 0.5, EVIL, skipped={EVIL: 1})
     facts = builders.checkpoint(
@@ -136,7 +128,6 @@ def test_names_are_text_and_nothing_else(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_names_do_not_break_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
     cells = builders.by_length("", 0.5, 0.5, 0).cells
     names = (EVIL, "a$\\frac{$b_c", "nul\0 and \udc80", "長い名前" * 30)
     page = written(
@@ -147,16 +138,6 @@ def test_names_do_not_break_pictures(tmp_path):
     assert [tag for tag, _ in page.elements].count("svg") == 3 + len(names)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_without_matplotlib_every_table_is_there_and_a_hint(tmp_path, page):
-    plain = written(tmp_path, builders.results(), builders.bench())
-    assert "pip install 'kvsurgery[plot]'" in plain.text
-    assert "svg" not in plain.tags
-    assert plain.tables == page.tables
-    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".json", ".csv"}
-
-
-@pytest.mark.usefixtures("undrawn")
 class TestParts:
     def test_an_evaluation_alone(self, tmp_path):
         page = written(tmp_path, builders.results())
@@ -214,7 +195,6 @@ class TestRefused:
         with pytest.raises(KVSurgeryError, match=r"neither results\.json nor bench\.json: run `kvsurgery eval`"):
             write_report(tmp_path)
 
-    @pytest.mark.usefixtures("undrawn")
     @pytest.mark.parametrize(
         "path", ["tasks.0.scores.original.mean", "tasks.0.cells.0.facts.depth", "checkpoint.surgery"]
     )
@@ -239,7 +219,6 @@ class TestRefused:
         with pytest.raises(KVSurgeryError, match="two checkpoints"):
             write_report(tmp_path)
 
-    @pytest.mark.usefixtures("undrawn")
     def test_where_no_page_can_go(self, tmp_path):
         builders.results().save(tmp_path)
         (tmp_path / "index.html").mkdir()

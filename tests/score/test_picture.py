@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib import image
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import OutputError, ProfileError
@@ -10,7 +11,6 @@ from kvsurgery.score.embedding_heads import EmbeddingHead
 from kvsurgery.score.picture import BLUES, plot, plot_comparison, plot_training
 from kvsurgery.score.profile import HeadProfile
 
-image = pytest.importorskip("matplotlib.image")
 # the ends of viridis
 DARK, BRIGHT = "#440154", "#fde725"
 

@@ -59,5 +59,5 @@ def test_what_the_library_raises_is_one_line(given, error, message):
 
 def test_the_library_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TextError, match="org/name is no file, and to read a dataset `datasets` is needed: pip"):
+    with pytest.raises(TextError, match="no file org/name is here, and to read a dataset: pip install"):
         next(dataset_rows("org/name", "4k", "test"))

@@ -151,6 +151,7 @@ def compute(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_output(out)
+    _check_files(options)
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
         alike = method in ALIKE
@@ -170,6 +171,24 @@ def compute(
             if options["curve"]:
                 plot_training(history, options["curve"])
                 console.stderr.print(f"wrote {options['curve']}", markup=False)
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    """Refuse files that cannot be read or written, before the model is loaded."""
+    from kvsurgery.figure import check_picture
+    from kvsurgery.files import check_file
+    from kvsurgery.score.training_state import TrainingState
+    from kvsurgery.text.haystack import check_text
+
+    check_text(options["text"])
+    if (checkpoint := options["checkpoint"]) is not None:
+        check_file(checkpoint)
+        if options["resume"]:
+            TrainingState.require(checkpoint)
+        else:
+            TrainingState.refuse_to_replace(checkpoint)
+    if options["curve"] is not None:
+        check_picture(options["curve"])
 
 
 def _duo(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:

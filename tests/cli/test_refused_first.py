@@ -1,0 +1,123 @@
+"""What a command will need is checked before its work begins, which may take hours."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.processes import started_processes
+from kvsurgery.score.training_state import TrainingState
+from tests.command import PROFILE, nothing_happens, refused
+
+DUO = ("profile", "compute", "llama", "--method", "duo", "-o", "p.safetensors")
+CONVERT = ("convert", "llama", "--profile", PROFILE, "--out")
+EVAL = ("eval", "llama", "--out", "report")
+SWEEP = ("sweep", "llama", "--profile", PROFILE, "--sparsity", "0.5", "--out")
+FIT = ("fit", "llama", "--profile", PROFILE, "--memory", "1GB", "--context", "1K", "--plot")
+BENCH = ("bench", "llama", "--out")
+# where the work of these commands begins
+WORK = (
+    "kvsurgery.bench.benchmark.benchmark",
+    "kvsurgery.cli.source.fetched",
+    "kvsurgery.cli.source.prepare",
+    "kvsurgery.evaluate.runner.evaluate",
+    "kvsurgery.score.mesh.Mesh.load",
+)
+
+
+def working(*arguments: Any, **options: Any) -> None:
+    raise AssertionError("the work has begun")
+
+
+@pytest.fixture
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which any work is a failure."""
+    for place in WORK:
+        monkeypatch.setattr(place, working)
+    Path("taken").mkdir()
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    return here
+
+
+OUTPUTS = [
+    ((*DUO[:-1], "nowhere/p.safetensors"), "cannot write head profile nowhere/p.safetensors: No such file"),
+    ((*DUO, "--curve", "nowhere/c.png"), "cannot write nowhere/c.png: there is no folder nowhere; make it first"),
+    ((*DUO, "--curve", "taken"), "cannot write taken: it is a folder; give a file"),
+    ((*DUO, "--curve", "curve.txt"), r"cannot write curve.txt: \.txt is no picture format; end it in \.png"),
+    ((*DUO, "--checkpoint", "nowhere/state"), "cannot write nowhere/state: there is no folder nowhere"),
+    ((*DUO, "--checkpoint", PROFILE), f"{PROFILE} is not a training checkpoint"),
+    ((*DUO, "--checkpoint", "state", "--resume"), "no training checkpoint state to resume"),
+    ((*FIT, "nowhere/fit.png"), "cannot write nowhere/fit.png"),
+    ((*FIT, "fit.txt"), "is no picture format"),
+    ((*CONVERT, f"{PROFILE}/out"), f"cannot write {PROFILE}/out: .*{PROFILE} is not a folder"),
+    ((*SWEEP, PROFILE), f"cannot write {PROFILE}: {PROFILE} is not a folder; choose another"),
+    ((*EVAL[:-1], f"{PROFILE}/deep/out"), f"cannot write {PROFILE}/deep/out: .*{PROFILE} is not a folder"),
+    ((*BENCH, PROFILE), "is not a folder"),
+]
+INPUTS = [
+    ((*DUO, "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt: there is no such file"),
+    ((*DUO, "--text", "latin.txt"), "latin.txt is no UTF-8 text"),
+    ((*EVAL, "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt"),
+    ((*SWEEP, "out", "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt"),
+    ((*EVAL, "--tasks", "ruler", "--squad", "nowhere.json"), "cannot read nowhere.json: No such file"),
+    ((*EVAL, "--tasks", "ruler", "--hotpot", "taken"), "cannot read taken: Is a directory"),
+    ((*EVAL, "--tasks", "needle,babilong", "--babilong", "./nowhere"), "cannot read nowhere: No such file"),
+    ((*EVAL, "--tasks", "longbench", "--longbench", "./nowhere"), "cannot read nowhere: No such file"),
+    ((*EVAL, "--tasks", "longbench", "--longbench", "taken"), "taken has no files of LongBench"),
+    ((*EVAL, "--tasks", "longbench", "--longbench", "taken", "--longbench-prompts", "p.json"), "cannot read p.json"),
+    ((*EVAL, "--tasks", "longbench", "--longbench-datasets", "nothing"), "LongBench has no nothing"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), OUTPUTS + INPUTS, ids=lambda value: " ".join(value[-2:]))
+def test_files(here: Path, arguments: tuple[str, ...], words: str) -> None:
+    nothing_happens(here, words, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [(*DUO, "--curve"), (*CONVERT,), SWEEP, (*EVAL[:-1],), FIT, BENCH])
+def test_permissions(here: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    # root may write anywhere, so the answer is made up
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "taken" not in str(path) and access(path, mode))
+    nothing_happens(here, r"cannot write taken/x\.png: no permission in .*taken", *arguments, "taken/x.png")
+
+
+def test_a_training_is_not_replaced(here: Path) -> None:
+    one_step = replace(TrainingState.new(torch.zeros(2, 3)), history=np.zeros((1, 4)))
+    one_step.save(here / "state", {})
+    nothing_happens(here, "state holds 1 steps of a training; go on with --resume", *DUO, "--checkpoint", "state")
+
+
+def test_devices(checkpoint: Callable[[str], Path], here: Path) -> None:
+    line = refused("profile", "compute", checkpoint("llama"), *DUO[3:], "--device", "abacus")
+    assert "torch cannot use the device abacus: " in line
+    with pytest.raises(KVSurgeryError, match="cannot use the device"), started_processes("cuda:99"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("datasets", (*DUO, "--text", "owner/texts")),
+        ("datasets", (*EVAL, "--text", "owner/texts")),
+        ("datasets", (*EVAL, "--tasks", "babilong")),
+        ("datasets", (*EVAL, "--tasks", "longbench")),
+        ("jieba", (*EVAL, "--tasks", "ruler,longbench", "--longbench", "chinese")),
+    ],
+)
+def test_packages(here: Path, monkeypatch: pytest.MonkeyPatch, package: str, arguments: tuple[str, ...]) -> None:
+    Path("chinese").mkdir()
+    row = {"input": "a", "context": "b", "answers": ["c"], "length": 1, "dataset": "dureader"}
+    Path("chinese/dureader.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setitem(sys.modules, package, None)
+    nothing_happens(here, r"pip install 'kvsurgery\[eval\]'", *arguments)
