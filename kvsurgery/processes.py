@@ -116,8 +116,6 @@ def usable_device(name: str | None) -> str:
     Raises:
         KVSurgeryError: torch cannot use it.
     """
-    if name is not None and name.startswith("cuda") and not torch.cuda.is_available():
-        raise KVSurgeryError("torch finds no CUDA device; use --device cpu")
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)

@@ -167,4 +167,4 @@ def test_what_is_no_device(device):
 
 
 def test_a_device_that_is_not_there(bfloat16):
-    assert "torch finds no CUDA device" in refused("eval", bfloat16, "--device", "cuda")
+    assert "torch cannot use the device cuda" in refused("eval", bfloat16, "--device", "cuda")
