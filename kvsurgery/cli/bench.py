@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="SRC",
-    help="Load the original from here: a folder or a Hub id.  [default: its class over DIR's weights, in memory once]",
+    help="Load the original from here: a folder or a Hub id.  [default: (its class over DIR's weights)]",
 )
 @device_option
 @dtype_option
 @click.option(
     "--lengths",
     type=Several(Tokens()),
-    help="Tokens of prompts.  [default: 512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, as far as the context goes]",
+    help="Tokens of prompts.  [default: (512,1K,2K,4K on a CPU, 4K,16K,64K on a GPU, as far as the context goes)]",
 )
 @click.option("--batches", type=Several(click.INT), default="1", show_default=True, help="Prompts read together.")
 @click.option(
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chunk",
     type=Tokens(),
-    help=f"{CHUNK.capitalize()}  [default: 512 on a CPU, 2K on a GPU]",
+    help=f"{CHUNK.capitalize()}  [default: (512 on a CPU, 2K on a GPU)]",
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="How often all of it is done, after a warm-up.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write bench.json, bench.csv, bench.png and a page here.")

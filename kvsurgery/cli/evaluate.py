@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("eval")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--source", metavar="SRC", help="The original, to compare with: a folder or a Hub id.  [default: none]")
+@click.option("--source", metavar="SRC", help="The original, to compare with: a folder or a Hub id.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -79,7 +79,17 @@ def evaluate(
     run = run_options(ctx, folder)
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
     with console.step_progress("evaluating") as advance:
-        results = evaluate(models, tasks, out, run, device=options["device"], command=command, progress=advance, tp=tp)
+        results = evaluate(
+            models,
+            tasks,
+            out,
+            run,
+            device=options["device"],
+            command=command,
+            progress=advance,
+            tp=tp,
+            note=lambda line: console.stderr.print(line, markup=False),
+        )
     if not is_first():
         return
     if (ruler := tasks.get("ruler")) is not None and ruler.tasks is None:

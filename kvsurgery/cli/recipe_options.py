@@ -81,17 +81,17 @@ AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 # group -> field of a recipe -> its type, and what it says; `method` is short for others
 FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     HEADS: {
-        "sparsity": (float, "Share of KV heads that are not full.  [default: 0.5 with GQA, 0.75 without]"),
+        "sparsity": (float, "Share of KV heads that are not full.  [default: (0.5 with GQA, 0.75 without)]"),
         "threshold": (float, "Instead of --sparsity: heads with this score or more are full."),
         "full_heads": (int, "Instead of --sparsity: the number of full KV heads over the whole model."),
         "method": (
             click.Choice(["duo", "headkv", "reform"]),
             "Short for --rest streaming (duo) and --rest budgeted (headkv); reform reads long prompts and keeps every "
-            "head full.  [default: what the profile was measured for]",
+            "head full.  [default: (what the profile was measured for)]",
         ),
         "rest": (
             click.Choice(["streaming", "budgeted"]),
-            "How the remaining heads behave.  [default: as --method]",
+            "How the remaining heads behave.  [default: (as --method)]",
         ),
         "group_reduce": (
             click.Choice(["mean", "max"]),
@@ -119,8 +119,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "pool": (click.Choice(["max", "avg"]), "How it is pooled."),
         "kv_bits": (
             Bits(8, 4, 2),
-            "Bits that full and budgeted heads store their tokens in, except for the newest.  [default: the model's "
-            "dtype]",
+            "Bits that full and budgeted heads store their tokens in, except for the newest.  [default: (the model's "
+            "dtype)]",
         ),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
@@ -128,7 +128,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "kv_group_size": (
             int,
-            "Elements that share a scale.  [default: a tile of 128 tokens, or all channels of a head]",
+            "Elements that share a scale.  [default: (a tile of 128 tokens, or all channels of a head)]",
         ),
         "kv_residual": (int, "Number of newest tokens, at least, that are not quantized."),
         "kv_streaming": (
@@ -147,13 +147,13 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 # field of `ReformSizes` -> its type, and what it says
 REFORM: dict[str, tuple[Any, str]] = {
-    "chunk": (Tokens(), "Tokens read at once.  [default: 32K, or what fits the model]"),
-    "encode_budget": (Tokens(), "Tokens that a head keeps from chunk to chunk.  [default: 32K, or what fits]"),
+    "chunk": (Tokens(), "Tokens read at once.  [default: (32K, or what fits the model)]"),
+    "encode_budget": (Tokens(), "Tokens that a head keeps from chunk to chunk.  [default: (32K, or what fits)]"),
     "compressor": (click.Choice(["h2o", "tova", "streaming"]), "How these are chosen.  [default: h2o]"),
     "window": (int, "Last queries of a chunk, whose attention chooses.  [default: 128]"),
     "keep": (int, "First and last tokens that are always kept.  [default: 256]"),
     "pool": (int, "Neighbours over which a token's similarity to the question is pooled.  [default: 129]"),
-    "recompute_budget": (Tokens(), "Tokens gathered for the whole model.  [default: 16K, or what fits]"),
+    "recompute_budget": (Tokens(), "Tokens gathered for the whole model.  [default: (16K, or what fits)]"),
     "query_length": (int, "Tokens of the question, where nothing marks it.  [default: 64]"),
 }
 

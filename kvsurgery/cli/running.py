@@ -12,8 +12,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 POSITIVE = click.IntRange(min=1)
 
 # what options say that have a task or a method before it
-TEXT = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: generated]"
-DEPTHS = "where needles lie, 0 to 1.  [default: ten]"
+TEXT = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: (generated)]"
+DEPTHS = "where needles lie, 0 to 1.  [default: (ten)]"
 PASSKEYS = "passkeys hidden in a prompt."
 PASSKEY_TOKENS = "random tokens of each."
 CHUNK = "tokens of a prompt that are read at once."
@@ -30,7 +30,7 @@ class Device(click.ParamType):
         return value
 
 
-device_option = click.option("--device", type=Device(), help="Where models run.  [default: cuda where there is one]")
+device_option = click.option("--device", type=Device(), help="Where models run.  [default: (cuda where there is one)]")
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(DTYPES),

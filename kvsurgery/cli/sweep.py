@@ -125,6 +125,7 @@ def sweep(
             device=options["device"],
             command=shlex.join(["kvsurgery", *sys.argv[1:]]),
             progress=advance,
+            note=lambda line: console.stderr.print(line, markup=False),
         )
     if not is_first():
         return

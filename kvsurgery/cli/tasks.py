@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.options import NEEDLES, Several, Tokens
 from kvsurgery.cli.running import (
     CHUNK,
     DEPTHS,
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 # option -> its type, its default and what it says; `_FIELDS` says whose it is
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "lengths": (Several(Tokens()), None, "tokens of prompts.  [default: five up to 32000; ruler: 4K]"),
+    "lengths": (Several(Tokens()), None, "tokens of prompts.  [default: (five up to 32000; ruler: 4K)]"),
     "text": (str, None, TEXT),
-    "samples": (POSITIVE, None, "prompts of each length.  [default: 5, 10, and 20 of each of RULER's tasks]"),
+    "samples": (POSITIVE, None, "prompts of each length.  [default: (5, 10, and 20 of each of RULER's tasks)]"),
     "depths": (Several(click.FLOAT), None, DEPTHS),
-    "needles": (str, None, "your own, a JSONL file.  [default: ours]"),
+    "needles": (str, "auto", NEEDLES),
     "passkeys": (POSITIVE, 10, PASSKEYS),
     "passkey_tokens": (click.IntRange(min=2), 32, PASSKEY_TOKENS),
     "passkey_hidden": (str, None, "what stands in the text, with {key} and maybe {ordinal}."),
     "passkey_asked": (str, None, "the question; one that ends in {cue} says the passkey's first token."),
     "continuation": (Tokens(), 256, "last tokens of a prompt, read one by one, that are measured."),
-    "ruler_tasks": (Several(click.STRING), None, "such as niah_single_1,vt.  [default: all that can be made]"),
+    "ruler_tasks": (Several(click.STRING), None, "such as niah_single_1,vt.  [default: (all that can be made)]"),
     "squad": (str, None, "a file of SQuAD, for qa_1."),
     "hotpot": (str, None, "a file of HotpotQA, for qa_2."),
-    "babilong": (str, None, "a file, a folder or the Hub id of a dataset.  [default: RMT-team/babilong]"),
-    "babilong_tasks": (Several(click.STRING), None, "such as qa1,qa2.  [default: those that are there]"),
-    "babilong_lengths": (Several(click.STRING), None, "such as 0k,4k.  [default: those that are there]"),
-    "longbench": (str, None, "a file, a folder or the Hub id of a dataset.  [default: THUDM/LongBench]"),
-    "longbench_datasets": (Several(click.STRING), None, "such as hotpotqa.  [default: those that are there]"),
+    "babilong": (str, "RMT-team/babilong", "a file, a folder or the Hub id of a dataset."),
+    "babilong_tasks": (Several(click.STRING), None, "such as qa1,qa2.  [default: (those that are there)]"),
+    "babilong_lengths": (Several(click.STRING), None, "such as 0k,4k.  [default: (those that are there)]"),
+    "longbench": (str, "THUDM/LongBench", "a file, a folder or the Hub id of a dataset."),
+    "longbench_datasets": (Several(click.STRING), None, "such as hotpotqa.  [default: (those that are there)]"),
     "longbench_extended": (click.BOOL, None, "LongBench-E, whose scores are shown by length too."),
-    "longbench_prompts": (str, None, "a file such as LongBench's dataset2prompt.json.  [default: ours]"),
+    "longbench_prompts": (str, None, "a file such as LongBench's dataset2prompt.json.  [default: (shipped)]"),
 }
 # task -> option -> the field of the task that it sets
 _FIELDS: dict[str, dict[str, str]] = {
@@ -71,7 +71,7 @@ TASKS = tuple(_FIELDS)
 _RUN = (
     click.option("--limit", type=POSITIVE, help="Samples of a task at most, the first ones."),
     click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Samples that are read at once."),
-    click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}  [default: all]"),
+    click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}  [default: (all)]"),
     seed_option,
     device_option,
     dtype_option,

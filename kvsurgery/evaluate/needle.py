@@ -16,7 +16,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.score.retrieval import default_lengths
 from kvsurgery.text.haystack import Haystack, token_ids
-from kvsurgery.text.needles import SHIPPED, Prompt, needle_place, read_needles
+from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
+from kvsurgery.text.needles import Needle, Prompt, needle_place
 
 DEPTHS = tuple(round(depth, 2) for depth in np.linspace(0, 1, 10).tolist())
 ANSWER = 2  # tokens to generate for one of the right answer
@@ -31,46 +32,78 @@ class NeedleTask:
         lengths: of whole prompts, in tokens. None: five, from 1,000 to 32,000 or to what fits the model's context.
         depths: of needles in the text, 0 (first) to 1 (last).
         text: around them: a file, a dataset's id, or None for generated text, as `Haystack.read` takes it.
-        needles: a JSONL file. None: those that ship, of the kind that is found and not reasoned about.
+        needles: a shipped set, a JSONL file, or "auto": the retrieval set that `choice` names.
+        choice: what a trial chose; an `Evaluation` fills it in.
     """
 
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = DEPTHS
     text: str | None = None
-    needles: str | None = None
+    needles: str = AUTO
+    choice: NeedleChoice | None = None
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """The grid, needle by needle.
 
         Raises:
-            TextError: a needle or the text is unknown to the tokenizer, or a length holds no text around a needle.
+            TextError: a needle or the text is unknown to the tokenizer, a length holds no text around a needle, or no
+                set has been chosen.
         """
-        if not all(0 <= depth <= 1 for depth in self.depths):
+        name = self.choice.name if self.choice else self.needles
+        if name == AUTO:
+            raise TextError("no needle set has been chosen; name one, such as word")
+        grid = self._grid(reader, name)
+        for place in islice(product(range(len(grid.needles)), grid.lengths, self.depths), limit):
+            yield grid.sample(*place)
+
+    def trial(self, reader: Reader, name: str) -> list[Sample]:
+        """The samples of a set's trial, of the shortest length.
+
+        Raises:
+            TextError: as `samples`.
+        """
+        grid = self._grid(reader, name)
+        return [grid.sample(number, min(grid.lengths), depth) for number, depth in trial_places(self.depths)]
+
+    def _grid(self, reader: Reader, name: str) -> _Grid:
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise TextError(f"--depths lie in [0, 1], got {', '.join(map(str, self.depths))}")
-        tokenizer, lengths = reader.tokenizer, self.lengths or default_lengths(reader.max_context)
-        needles = read_needles(self.needles or SHIPPED)
-        if self.needles is None:
-            needles = tuple(needle for needle in needles if needle.kind == "retrieval")
-        prompts = [Prompt.of(needle, tokenizer) for needle in needles]
+        lengths = self.lengths or default_lengths(reader.max_context)
+        needles = read_set(name)
+        prompts = tuple(Prompt.of(needle, reader.tokenizer) for needle in needles)
         for prompt, length in product(prompts, lengths):
             if length - prompt.overhead < len(prompt.needle):
                 raise TextError(
                     f"a prompt of {length} tokens has no text around a needle and its question, which take "
                     f"{prompt.overhead} tokens; give longer --lengths"
                 )
-        haystack = Haystack.read(self.text, tokenizer, max(lengths), reader.seed)
-        grid = product(enumerate(zip(needles, prompts, strict=True)), lengths, self.depths)
-        for (number, (needle, prompt)), length, depth in islice(grid, limit):
-            rng = np.random.default_rng([reader.seed, number, length, round(1000 * depth)])
-            text = haystack.piece(rng, length - prompt.overhead)
-            yield Sample(
-                task="needle",
-                name=f"{length}/{depth}/{number}",
-                tokens=prompt.around(text, needle_place(text, depth, tokenizer))[0],
-                metric="rouge1_recall",
-                also=("string_match_all",),
-                answers=(needle.answer,),
-                limit=ANSWER * len(token_ids(tokenizer, needle.answer)),
-                facts={"tokens": length, "depth": depth},
-                stops=STOPS,
-            )
+        haystack = Haystack.read(self.text, reader.tokenizer, max(lengths), reader.seed)
+        return _Grid(reader, lengths, needles, prompts, haystack)
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """Needles and the text to hide them in, checked."""
+
+    reader: Reader
+    lengths: tuple[int, ...]
+    needles: tuple[Needle, ...]
+    prompts: tuple[Prompt, ...]
+    haystack: Haystack
+
+    def sample(self, number: int, length: int, depth: float) -> Sample:
+        """A needle at a length and a depth."""
+        needle, prompt, tokenizer = self.needles[number], self.prompts[number], self.reader.tokenizer
+        rng = np.random.default_rng([self.reader.seed, number, length, round(1000 * depth)])
+        text = self.haystack.piece(rng, length - prompt.overhead)
+        return Sample(
+            task="needle",
+            name=f"{length}/{depth}/{number}",
+            tokens=prompt.around(text, needle_place(text, depth, tokenizer))[0],
+            metric="rouge1_recall",
+            also=("string_match_all",),
+            answers=(needle.answer,),
+            limit=ANSWER * len(token_ids(tokenizer, needle.answer)),
+            facts={"tokens": length, "depth": depth},
+            stops=STOPS,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.standing import Progress, Steps, standing
 from kvsurgery.evaluate.statistics import task_result
+from kvsurgery.evaluate.trial import Trial
 from kvsurgery.files import write_whole
 from kvsurgery.inspection import inspect_checkpoint
 from kvsurgery.processes import Processes, started_processes
@@ -93,22 +94,28 @@ class Evaluation:
         processes: Processes = Processes(),  # noqa: B008  (frozen)
         progress: Progress | None = None,
         tp: int = 1,
+        note: Callable[[str], None] = lambda line: None,
     ) -> Evaluation:
         """Make the samples, and begin or go on in a folder.
 
         Args:
-            checkpoint: whose tokenizer and context the samples are made for.
+            checkpoint: whose tokenizer and context the samples are made for, and which chooses needles by a trial where
+                a task leaves that open.
             tasks: by name.
             tp: processes that share a model by tensor parallelism: all, or each has its own.
+            note: called with a line on the needles that were chosen.
 
         Raises:
-            KVSurgeryError: only some would share it; a task has no samples or cannot make them; the folder cannot be
-                used, or holds an evaluation with other settings.
+            KVSurgeryError: only some would share it; a task has no samples or cannot make them; no needles are answered
+                in the trial; the folder cannot be used, or holds an evaluation with other settings.
         """
         if tp not in (1, processes.world):
             raise KVSurgeryError(f"{tp} processes are to share the models, {processes.world} were started; start {tp}")
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
+        trial = Trial(Path(folder), checkpoint, reader, options.chunk, options.dtype, processes, tp, note)
+        tasks = trial.settled(tasks)
+        with processes.first():
             samples = []
             for sample in taken(tasks, reader, options.limit):
                 samples.append(sample)
@@ -268,6 +275,7 @@ def evaluate(
     command: str = "",
     progress: Progress | None = None,
     tp: int = 1,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Results:
     """Run tasks on one or two models, "original" and "converted", and write `results.json`.
 
@@ -279,7 +287,7 @@ def evaluate(
         folder: where everything is written; an evaluation that was interrupted there goes on.
         device: default is CUDA where there is one.
         command: what was typed, for the results.
-        tp: as `Evaluation.open` takes it.
+        tp, note: as `Evaluation.open` takes them.
 
     Raises:
         KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
@@ -287,7 +295,8 @@ def evaluate(
     """
     with started_processes(device) as processes:
         try:
-            evaluation = Evaluation.open(folder, next(iter(models.values())), tasks, options, processes, progress, tp)
+            first = next(iter(models.values()))
+            evaluation = Evaluation.open(folder, first, tasks, options, processes, progress, tp, note)
             steps = Steps(progress, len(evaluation.samples), len(models))
             for place, (name, checkpoint) in enumerate(models.items()):
                 evaluation.answer(name, checkpoint, steps.of(place, name))

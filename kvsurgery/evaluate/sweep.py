@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -108,6 +108,7 @@ def sweep(
     device: str | None = None,
     command: str = "",
     progress: Progress | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Sweep:
     """Evaluate the original, and a conversion for every combination of values; write `sweep.json` and `sweep.csv`.
 
@@ -120,6 +121,7 @@ def sweep(
         folder: where everything is written.
         device: default is CUDA where there is one.
         command: what was typed, for the results.
+        note: as `Evaluation.open` takes it.
 
     Raises:
         PolicyError: not one setting gives a policy.
@@ -137,7 +139,7 @@ def sweep(
             distinct.setdefault(setting.answers, setting)
     with started_processes(device) as processes:
         try:
-            evaluation = Evaluation.open(folder, source, tasks, options, processes, progress)
+            evaluation = Evaluation.open(folder, source, tasks, options, processes, progress, note=note)
             [some, *_] = distinct.values()
             with processes.first():
                 if any(map(evaluation.missing, distinct)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import product
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ from kvsurgery.score.prompts import LONGEST
 from kvsurgery.score.subject import Subject
 from kvsurgery.text.haystack import Haystack, token_ids
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
-from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
+from kvsurgery.text.needle_sets import SETS, NeedleChoice
+from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
 METHODS = {
@@ -69,9 +71,10 @@ class Step(NamedTuple):
 def retrieval_scores(
     subject: Subject,
     haystack: Haystack,
-    needles: Sequence[Needle] | None = None,
+    needles: Sequence[Needle],
     *,
     method: str = "headkv-r2",
+    choice: NeedleChoice | None = None,
     lengths: Sequence[int] | None = None,
     depths: Sequence[float] = DEPTHS,
     max_new_tokens: int | None = None,
@@ -84,8 +87,9 @@ def retrieval_scores(
     Args:
         subject: the model and its tokenizer.
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
-        needles: to hide; those of another kind than the method's are left out. Default: those that ship.
+        needles: to hide; those of another kind than the method's are left out.
         method: a key of `METHODS`.
+        choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
         lengths: of a whole prompt, in tokens. Default: `default_lengths`.
         depths: of the needle, 0 (first) to 1 (last).
         max_new_tokens: of an answer, which ends earlier at an end token or after a line. Default: twice as many as the
@@ -101,18 +105,17 @@ def retrieval_scores(
     """
     if method not in METHODS:
         raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(METHODS)}")
-    kind, metric, measure, reference = METHODS[method]
-    given = read_needles() if needles is None else needles
-    needles = [needle for needle in given if needle.kind in (None, kind)]
+    kind, metric, _, reference = METHODS[method]
+    needles = [needle for needle in needles if needle.kind in (None, kind)]
     if not needles:
-        raise ProfileError(f"{method} needs {kind} needles, and none of those given is one (`kind`)")
+        raise ProfileError(
+            f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
+            f"{' and '.join(SETS[kind])}"
+        )
     lengths = default_lengths(subject.max_context) if lengths is None else lengths
     prompts = [Prompt.of(needle, subject.text) for needle in needles]
-    limits = [
-        ANSWER * len(token_ids(subject.text, getattr(needle, reference))) if max_new_tokens is None else max_new_tokens
-        for needle in needles
-    ]
-    _check(subject, haystack, prompts, limits, lengths, depths)
+    limits = [answer_limit(subject, method, needle) if max_new_tokens is None else max_new_tokens for needle in needles]
+    check_trials(subject, haystack, prompts, limits, lengths, depths)
 
     rng = np.random.default_rng(seed)
     trials = list(product(depths, zip(needles, prompts, limits, strict=True), lengths))
@@ -124,8 +127,7 @@ def retrieval_scores(
             continue
         tokens, real = prompt.around(text, needle_place(text, depth, subject.text))
         steps = answer(subject, tokens, top=len(real), limit=limit)
-        said = subject.text.decode([step.token for step in steps], skip_special_tokens=True).strip()
-        result = measure(said, getattr(needle, reference))
+        said, result = judged(subject, method, needle, steps)
         if result > RIGHT:
             successes += 1
             for step in steps:
@@ -154,6 +156,7 @@ def retrieval_scores(
             "text_hash": blake3(haystack.tokens.tobytes()).hexdigest()[:32],
             "needles": len(needles),
             "needles_hash": _hash(needles),
+            "needle_choice": choice and asdict(choice),
             "prompt": "chat" if subject.text.chat_template else "plain",
             "lengths": [int(length) for length in lengths],
             "depths": [float(depth) for depth in depths],
@@ -170,6 +173,18 @@ def default_lengths(max_context: int) -> tuple[int, ...]:
     """Five lengths of a prompt in tokens: from 1,000 to 32,000, or to what a model of that maximum can answer."""
     longest = max(1, min(LONGEST, max_context - ROOM))
     return tuple(np.linspace(min(SHORTEST, longest), longest, LENGTHS).astype(int).tolist())
+
+
+def answer_limit(subject: Subject, method: str, needle: Needle) -> int:
+    """Tokens of an answer to a needle, at most."""
+    return ANSWER * len(token_ids(subject.text, getattr(needle, METHODS[method][3])))
+
+
+def judged(subject: Subject, method: str, needle: Needle, steps: Sequence[Step]) -> tuple[str, float]:
+    """What an answer says, and how right that is, 0 to 1."""
+    _, _, measure, reference = METHODS[method]
+    said = subject.text.decode([step.token for step in steps], skip_special_tokens=True).strip()
+    return said, measure(said, getattr(needle, reference))
 
 
 @torch.no_grad()
@@ -260,7 +275,7 @@ def mass_score(attended: Attended, needle: range) -> np.ndarray:
     return (weights * np.isin(positions, needle)).sum(1, dtype=np.float64) / len(needle)
 
 
-def _check(
+def check_trials(
     subject: Subject,
     haystack: Haystack,
     prompts: Sequence[Prompt],
@@ -296,5 +311,5 @@ def _end_tokens(subject: Subject) -> set[int]:
 
 
 def _hash(needles: Sequence[Needle]) -> str:
-    content = [[getattr(needle, key) for key in KEYS] for needle in needles]
+    content = [[getattr(needle, key) for key in (*KEYS, "cue")] for needle in needles]
     return blake3(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]

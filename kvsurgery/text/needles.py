@@ -16,7 +16,6 @@ from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import first_tokens, special_ids, token_ids
 
-SHIPPED = Path(__file__).with_name("needles.jsonl")
 KEYS = ("answer", "needle", "real_needle", "question")
 KINDS = ("retrieval", "reasoning")
 LARGEST_FILE = 1 << 24
@@ -44,6 +43,7 @@ class Needle:
         question: what is asked.
         answer: the right answer.
         kind: "retrieval", "reasoning", or None, as in published files, which do not say.
+        cue: words that the answer is given to begin with, so that the model only has to complete them; "" for none.
 
     Raises:
         TextError: something is empty, or `real_needle` is not in one place of `needle`.
@@ -54,6 +54,7 @@ class Needle:
     question: str
     answer: str
     kind: Literal["retrieval", "reasoning"] | None = None
+    cue: str = ""
 
     def __post_init__(self) -> None:
         for key in KEYS:
@@ -67,11 +68,10 @@ class Needle:
             raise TextError(f"`kind` is {' or '.join(KINDS)}, got {_short(self.kind)}")
 
 
-def read_needles(path: str | Path = SHIPPED) -> tuple[Needle, ...]:
+def read_needles(path: str | Path) -> tuple[Needle, ...]:
     """Read needles from JSONL, a line each: `{"answer": ..., "needle": ..., "real_needle": ..., "question": ...}`.
 
-    That is HeadKV's layout; `"kind"` may say more (see `Needle`), other keys are ignored. Without a path, the needles
-    that ship.
+    That is HeadKV's layout; `"kind"` and `"cue"` may say more (see `Needle`), other keys are ignored.
 
     Raises:
         TextError: the file cannot be read, a line is no such needle, or there is none.
@@ -109,7 +109,10 @@ def _parse(line: str) -> Needle:
             raise TextError(f"`{key}` is missing")
         if not isinstance(fields[key], str):
             raise TextError(f"`{key}` must be text, got {_short(fields[key])}")
-    return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"))
+    cue = fields.get("cue", "")
+    if not isinstance(cue, str):
+        raise TextError(f"`cue` must be text, got {_short(cue)}")
+    return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"), cue=cue.strip())
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +149,9 @@ class Prompt:
         start = 1 + needle.needle.index(needle.real_needle)
         end = start + len(needle.real_needle)
         covering = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
-        opening, request = _frame(needle.question, tokenizer)
+        if needle.cue:
+            _check_spelling(needle.cue, tokenizer)
+        opening, request = _frame(needle.question, needle.cue, tokenizer)
         return cls(np.array(opening, int), np.array(ids), range(covering[0], covering[-1] + 1), np.array(request))
 
     @property
@@ -204,17 +209,19 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         raise TextError(f"{_short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
 
 
-def _frame(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Token ids before and after the text."""
+def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids before and after the text; the cue comes last, where the answer begins."""
     asked = (CHAT if tokenizer.chat_template else PLAIN).format(question=question)
     # a small vocabulary may not have the words around the question; then the question stands alone
     if tokenizer.unk_token_id in token_ids(tokenizer, asked):
         asked = question
     around = around_turn(tokenizer)
-    if around is None:
-        return first_tokens(tokenizer), _inside_text("\n\n" + asked, tokenizer)[0]
-    before, after = around
-    return token_ids(tokenizer, before), _inside_text(f"\n\n{asked}{after}", tokenizer)[0]
+    before, after = around or ("", "")
+    opening = first_tokens(tokenizer) if around is None else token_ids(tokenizer, before)
+    request = f"\n\n{asked}{after}"
+    if cue:
+        request += cue if request[-1].isspace() else " " + cue
+    return opening, _inside_text(request, tokenizer)[0]
 
 
 def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:

@@ -114,7 +114,7 @@ def test_a_model_that_answers_nothing_has_no_scores(folder):
     arguments = ["--lengths", 400, "--depths", 0.5, "-o", "p.safetensors"]
     refused = run("profile", "compute", folder, "--method", "headkv-r2", *arguments)
     assert refused.code == 1
-    assert "trials had a right answer" in refused.err
+    assert "the original model answers no set of reasoning needles in at least half of 8 trials" in refused.err
     assert not Path("p.safetensors").exists()
 
 
@@ -144,6 +144,7 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
         (["--method", "duo", "--text", "short.txt"], "short.txt has 2 tokens"),
         (["--method", "headkv-r", "--lengths", "3000"], "2048"),
         (["--method", "headkv-r", "--needles", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--method", "headkv-r2", "--needles", "word"], "sets of them are reasoning and choice"),
         (["--method", "reform", "--context", "4K", "--chunk", "4K"], "2048"),
     ],
 )

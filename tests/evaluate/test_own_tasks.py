@@ -18,11 +18,12 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.score.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
 from kvsurgery.text import haystack
 from kvsurgery.text.haystack import special_ids
-from kvsurgery.text.needles import CHAT, PLAIN, read_needles
+from kvsurgery.text.needle_sets import read_set
+from kvsurgery.text.needles import CHAT, PLAIN
 from tests.evaluate.recall import MODEL, tasks
 from tests.vocabularies import KINDS, TURN, tokenizer
 
-NEEDLES = [needle for needle in read_needles() if needle.kind == "retrieval"]
+NEEDLES = read_set("phrase")
 KNOWN = [
     *islice(haystack._generated(0), 60),
     *(part for needle in NEEDLES for part in (needle.needle, needle.real_needle, needle.answer)),
@@ -52,7 +53,7 @@ def place_of(part, tokens):
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLING_IDS)
 class TestNeedle:
     def test_every_needle_is_at_its_depth_and_asked_for_at_the_end(self, spelling):
-        asked = list(NeedleTask((400, 300), (0.0, 0.4, 1.0)).samples(reader(spelling)))
+        asked = list(NeedleTask((400, 300), (0.0, 0.4, 1.0), needles="phrase").samples(reader(spelling)))
         assert len(asked) == len(NEEDLES) * 6
         assert len({sample.key for sample in asked}) == len(asked)
         for sample in asked:
@@ -67,7 +68,10 @@ class TestNeedle:
             assert text.strip().endswith("assistant" if spelling.chat_template else "Answer:")
 
     def test_the_first_ones_are_of_the_whole_grid(self, spelling):
-        first = [sample.facts for sample in islice(NeedleTask((300, 400), (0.0, 1.0)).samples(reader(spelling)), 4)]
+        first = [
+            sample.facts
+            for sample in islice(NeedleTask((300, 400), (0.0, 1.0), needles="phrase").samples(reader(spelling)), 4)
+        ]
         assert first == [{"tokens": tokens, "depth": depth} for tokens in (300, 400) for depth in (0.0, 1.0)]
 
 
@@ -141,7 +145,9 @@ def test_pieces_for_perplexity_end_alike_and_begin_as_texts_do(spelling):
 
 @settings(max_examples=12)
 @given(
-    st.sampled_from([NeedleTask((300,), (0.5,)), PasskeyTask((420,), 2, 4), PerplexityTask((99,), 9)]),
+    st.sampled_from(
+        [NeedleTask((300,), (0.5,), needles="phrase"), PasskeyTask((420,), 2, 4), PerplexityTask((99,), 9)]
+    ),
     st.integers(0, 9),
 )
 def test_samples_follow_the_seed(task, seed):
@@ -157,8 +163,11 @@ def test_samples_follow_the_seed(task, seed):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (NeedleTask((40,)), r"a prompt of 40 tokens has no text around a needle .*; give longer --lengths"),
-        (NeedleTask((400,), (1.5,)), r"--depths lie in \[0, 1\], got 1.5"),
+        (
+            NeedleTask((40,), needles="phrase"),
+            r"a prompt of 40 tokens has no text around a needle .*; give longer --lengths",
+        ),
+        (NeedleTask((400,), (1.5,), needles="phrase"), r"--depths lie in \[0, 1\], got 1.5"),
         (PasskeyTask((60,), 3, 8), r"3 passkeys of 8 tokens take \d+ tokens more than a prompt of 60 has"),
         (PasskeyTask((600,), 40), "passkeys are 1 to 20 of 2 tokens or more"),
         (PasskeyTask((600,), 3, 1), "passkeys are 1 to 20 of 2 tokens or more"),
@@ -176,7 +185,7 @@ def test_what_cannot_be_asked_is_refused(task, words):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (NeedleTask((400,)), r"does not know all words of .* \(--needles\)"),
+        (NeedleTask((400,), needles="phrase"), r"does not know all words of .* \(--needles\)"),
         (PasskeyTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),
         (PasskeyTask((400,), hidden="a {key}"), r"does not know all words of 'a'; .* \(--passkey-hidden"),
         (PerplexityTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError, UnsupportedModel
-from kvsurgery.text.haystack import Haystack, special_ids
-from kvsurgery.text.metrics import qa_f1
+from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
 from tests.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
 
@@ -43,9 +43,11 @@ def decode(spelt, tokens):
 class TestFile:
     def test_the_published_layout(self, tmp_path):
         other = {**FIELDS, "needle": "Lines\u2028do not end here: blue!\n", "source": "ours", "kind": "reasoning"}
+        other["cue"] = " Her coat is "
         plain, reasoning = read_needles(jsonl(tmp_path, FIELDS, "", other, ""))
         assert plain == Needle("Her coat is blue.", "blue", "Of what colour?", "blue")
         assert (reasoning.needle, reasoning.kind) == ("Lines\u2028do not end here: blue!", "reasoning")
+        assert reasoning.cue == "Her coat is"
 
     def test_a_byte_order_mark_is_no_part_of_it(self, tmp_path):
         path = jsonl(tmp_path, FIELDS)
@@ -63,6 +65,7 @@ class TestFile:
             ({**FIELDS, "answer": 3}, "`answer` must be text, got 3"),
             ({**FIELDS, "real_needle": "red"}, "`real_needle` 'red' is not a part of `needle`; it must be once"),
             ({**FIELDS, "real_needle": "e"}, "`real_needle` 'e' is 2 times a part of `needle`; it must be once"),
+            ({**FIELDS, "cue": 3}, "`cue` must be text, got 3"),
             ({**FIELDS, "kind": "plain"}, "`kind` is retrieval or reasoning, got 'plain'"),
             ({**FIELDS, "kind": ["retrieval"]}, r"`kind` is retrieval or reasoning, got \['retrieval'\]"),
         ],
@@ -85,33 +88,6 @@ class TestFile:
             file.truncate(1 << 30)
         with pytest.raises(TextError, match="is over 16 MiB; this is no file of needles"):
             read_needles(tmp_path / "needles.jsonl")
-
-
-class TestShipped:
-    def test_both_kinds_for_every_depth(self):
-        kinds = [needle.kind for needle in read_needles()]
-        assert kinds.count("retrieval") >= 8
-        assert kinds.count("reasoning") >= 8
-        assert len(kinds) == kinds.count("retrieval") + kinds.count("reasoning")
-
-    def test_the_answer_is_in_the_needle_only(self):
-        needles = read_needles()
-        spelt = tokenizer("bytes", [TEXT])
-        haystack = decode(spelt, Haystack.read(None, spelt, 50_000).tokens)
-        for needle in needles:
-            assert qa_f1(needle.real_needle, needle.answer) == 1
-            assert qa_f1(needle.question, needle.answer) <= 0.5
-            others = [other for other in needles if other is not needle]
-            assert not any(needle.real_needle in other.needle or needle.question == other.question for other in others)
-            assert needle.real_needle not in haystack
-
-    def test_a_reason_and_two_answers_to_choose_from(self):
-        for needle in read_needles():
-            if needle.kind == "reasoning":
-                sentences = re.findall(r"[^.]+\.", needle.needle)
-                [choice] = [sentence for sentence in sentences if needle.real_needle in sentence]
-                assert len(sentences) >= 2
-                assert re.search(r"\b(or|and)\b", choice)
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
@@ -148,6 +124,19 @@ class TestPrompt:
         if kind != "metaspace" or not chat:  # which marks a beginning after the template's words too
             assert tokens.tolist() == expected
 
+    def test_a_cue_begins_the_answer(self, kind, chat):
+        """After the generation prompt of a template, or after "Answer:", a space apart."""
+        spelt = spelling(kind, chat)
+        request = Prompt.of(NEEDLE, spelt).request
+        cued = Prompt.of(replace(NEEDLE, cue="The key of the old mill hangs"), spelt).request
+        assert cued[: len(request) - 1].tolist() == request[:-1].tolist()
+        assert decode(spelt, cued).split() == [
+            *decode(spelt, request).split(),
+            *["The", "key", "of", "the", "old", "mill", "hangs"],
+        ]
+        before = decode(spelt, cued).removesuffix("The key of the old mill hangs")
+        assert before[-1].isspace()
+
     @pytest.mark.parametrize("depth", [0, 0.3, 1])
     def test_special_tokens_are_where_the_template_puts_them(self, kind, chat, depth):
         spelt = spelling(kind, chat)
@@ -163,6 +152,8 @@ class TestPrompt:
 def test_words_around_the_question_are_left_out_where_they_are_unknown():
     known = tokenizer("words", [TEXT, *(getattr(NEEDLE, key) for key in KEYS)])
     assert decode(known, Prompt.of(NEEDLE, known).request) == NEEDLE.question
+    cued = replace(NEEDLE, cue="The key hangs")
+    assert decode(known, Prompt.of(cued, known).request) == f"{NEEDLE.question} The key hangs"
     known.chat_template = "{{ messages[0]['content'] }}"
     assert decode(known, Prompt.of(NEEDLE, known).request) == NEEDLE.question
 
@@ -204,6 +195,8 @@ def test_words_that_the_tokenizer_does_not_know():
         Prompt.of(NEEDLE, WORDS)
     with pytest.raises(TextError, match=r"does not know all words of 'Which one\?'; give needles in words"):
         Prompt.of(Needle("Nobody came.", "came.", "Which one?", "came."), WORDS)
+    with pytest.raises(TextError, match="does not know all words of 'Who came'; give needles in words"):
+        Prompt.of(Needle("Nobody came.", "came.", "Nobody", "came.", cue="Who came"), WORDS)
 
 
 @pytest.mark.parametrize("token", SPECIAL[:2] + SPECIAL[3:])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvsurgery.cli.options import NEEDLES as NEEDLES_HELP
 from kvsurgery.cli.options import Several, Tokens
 from kvsurgery.cli.running import (
     CHUNK,
@@ -64,7 +65,7 @@ OPTIONS = {
     "--min-context", type=Tokens(), default="1000", show_default=True, help="duo, attention: shortest prompt."
 )
 @click.option(
-    "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: 32000, or the model's maximum]"
+    "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: (32000, or the model's maximum)]"
 )
 @click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {PASSKEYS}")
 @click.option(
@@ -90,8 +91,8 @@ OPTIONS = {
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: where to keep the training's state.")
 @click.option("--resume", is_flag=True, help="duo: go on from --checkpoint.")
 @click.option("--curve", type=click.Path(path_type=Path), help="duo: write loss and gates over the steps as a PNG.")
-@click.option("--needles", type=click.Path(path_type=Path), help="headkv: your own, a JSONL file.  [default: ours]")
-@click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: five up to 32000]")
+@click.option("--needles", default="auto", show_default=True, help=f"headkv: {NEEDLES_HELP}")
+@click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: (five up to 32000)]")
 @click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {DEPTHS}")
 @click.option(
     "--samples", type=POSITIVE, default=50, show_default=True, help="attention, reform: prompts that are measured."
@@ -226,21 +227,29 @@ def _attention(subject: Subject, method: str, mesh: Mesh, advance: Callable[...,
 
 
 def _headkv(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+    from kvsurgery import console
+    from kvsurgery.score.needle_trial import choose_needles
     from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
     from kvsurgery.text.haystack import Haystack
-    from kvsurgery.text.needles import read_needles
+    from kvsurgery.text.needle_sets import AUTO, read_set
 
     lengths = options["lengths"] or default_lengths(subject.max_context)
+    haystack = Haystack.read(options["text"], subject.text, max(lengths), options["seed"])
+    shared = {"depths": options["depths"] or DEPTHS, "seed": options["seed"], "mesh": mesh}
+    choice = None
+    if options["needles"] == AUTO:
+        choice = choose_needles(subject, haystack, method, lengths, **shared)
+        if mesh.processes.rank == 0:
+            console.stderr.print(str(choice), markup=False)
     profile = retrieval_scores(
         subject,
-        Haystack.read(options["text"], subject.text, max(lengths), options["seed"]),
-        read_needles(options["needles"]) if options["needles"] else None,
+        haystack,
+        read_set(choice.name if choice else options["needles"]),
         method=method,
         lengths=lengths,
-        depths=options["depths"] or DEPTHS,
-        seed=options["seed"],
+        choice=choice,
         progress=lambda done, of, right: advance(done, of, f"{right} right"),
-        mesh=mesh,
+        **shared,
     )
     return profile, None
 

@@ -25,7 +25,7 @@ import click
     show_default=True,
     help="How scores of the query heads of a group become their KV head's, where other profiles score KV heads.",
 )
-@click.option("--base-model", help="Model name to record.  [default: what all profiles name]")
+@click.option("--base-model", help="Model name to record.  [default: (what all profiles name)]")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
 def merge(
     paths: tuple[Path, ...],

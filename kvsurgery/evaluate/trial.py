@@ -1,0 +1,94 @@
+"""The trial that chooses the needles of an evaluation: the sets that ship are asked of a model, hardest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from kvsurgery.evaluate.answering import Respondent, free
+from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
+from kvsurgery.evaluate.needle import NeedleTask
+from kvsurgery.evaluate.records import SETTINGS, read_settings
+from kvsurgery.evaluate.sample import Reader, Sample, Task
+from kvsurgery.processes import Processes
+from kvsurgery.score.retrieval import RIGHT
+from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set
+
+KIND = "retrieval"  # of needles that are found, and not reasoned about
+OTHERWISE = "or leave needle out of --tasks"
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A model that is tried.
+
+    Attributes:
+        folder: of the evaluation.
+        checkpoint: the model's.
+        reader: whom samples are written for.
+        chunk, dtype: as the evaluation's options have them.
+        processes: that share the trials.
+        tp: how many of them share the model.
+        note: called with a line on what was chosen.
+    """
+
+    folder: Path
+    checkpoint: str | Path
+    reader: Reader
+    chunk: int | None
+    dtype: str
+    processes: Processes
+    tp: int
+    note: Callable[[str], None]
+
+    def settled(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
+        """The tasks, with a needle set chosen where one leaves that to a trial.
+
+        An evaluation that goes on keeps the choice that its settings record.
+
+        Raises:
+            TextError: the model answers no set, or the sets cannot be asked.
+            KVSurgeryError: it cannot be loaded.
+        """
+        return {name: self._chosen(name, task) if _open(task) else task for name, task in tasks.items()}
+
+    def _chosen(self, name: str, task: NeedleTask) -> NeedleTask:
+        choice = self.processes.agree(self._recorded(name) if self.processes.rank == 0 else None)
+        choice = choice or self._choose(task)
+        if self.processes.rank == 0:
+            self.note(str(choice))
+        return replace(task, choice=choice)
+
+    def _recorded(self, name: str) -> NeedleChoice | None:
+        if not (self.folder / SETTINGS).exists():
+            return None
+        recorded = (read_settings(self.folder).get("tasks", {}).get(name) or {}).get("choice")
+        return recorded and NeedleChoice(**recorded)
+
+    def _choose(self, task: NeedleTask) -> NeedleChoice:
+        with self.processes.first():
+            asked = {name: task.trial(self.reader, name) for name in SETS[KIND]}
+            copy_code(self.checkpoint)
+        model = load(self.checkpoint, device=self.processes.device, dtype=self.dtype, tp=self.tp)
+        respondent = Respondent(model, self.reader.tokenizer, self.chunk, self.tp > 1)
+        [length] = {len(sample.tokens) for samples in asked.values() for sample in samples}
+        role = "converted" if is_converted(self.checkpoint) else "original"
+        choice = choose_set(KIND, partial(self._right, respondent, asked), length, OTHERWISE, role)
+        del model, respondent
+        free()
+        return choice
+
+    def _right(self, respondent: Respondent, asked: Mapping[str, list[Sample]], name: str) -> int:
+        """How many trials of a set are right, over all processes; those that share a model answer all together."""
+        samples = asked[name]
+        dealt = Processes() if self.tp > 1 else self.processes
+        mine = samples[dealt.rank :: dealt.world]
+        records = [record for sample in mine for record in respondent.records([sample], lambda note: None)]
+        scores = (record.get("scores", {}).get(samples[0].metric, 0) for record in records)
+        return sum(dealt.gather([sum(score > RIGHT for score in scores)]))
+
+
+def _open(task: Task) -> bool:
+    return isinstance(task, NeedleTask) and task.needles == AUTO and task.choice is None

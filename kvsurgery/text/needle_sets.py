@@ -1,0 +1,90 @@
+"""Needle sets that ship, by difficulty, and the choice among them: the hardest that a model answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvsurgery.errors import TextError
+from kvsurgery.text.needles import Needle, read_needles
+
+FOLDER = Path(__file__).with_name("needle_sets")
+AUTO = "auto"
+SETS = {"retrieval": ("phrase", "fact", "word"), "reasoning": ("reasoning", "choice")}  # by kind, hardest first
+TRIALS = 8  # of a set: its first needles, each at a depth of its own
+
+
+@dataclass(frozen=True)
+class NeedleChoice:
+    """The set that a trial chose: the hardest of which at least half of the trials had a right answer.
+
+    Attributes:
+        name: of the set.
+        right: right answers by set, in the order of the trials, hardest set first.
+        trials: of each set.
+        tokens: of each trial's prompt.
+        model: that answered.
+    """
+
+    name: str
+    right: Mapping[str, int]
+    trials: int
+    tokens: int
+    model: Literal["original", "converted"]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {right} of {self.trials}" for name, right in self.right.items())
+        chosen = (
+            f"needles: {self.name}, the hardest set of which the {self.model} model answers at least half at "
+            f"{self.tokens:,} tokens ({counts})"
+        )
+        return chosen if self.model == "original" else f"{chosen}; the original was not there to choose by"
+
+
+def read_set(source: str) -> tuple[Needle, ...]:
+    """The needles of a shipped set, by name, or of a file; `./word` is a file.
+
+    Raises:
+        TextError: as `read_needles`.
+    """
+    shipped = source in (name for names in SETS.values() for name in names)
+    return read_needles(FOLDER / f"{source}.jsonl" if shipped else source)
+
+
+def trial_places(depths: Sequence[float]) -> list[tuple[int, float]]:
+    """The number of the needle and the depth of each trial, from the first depth to the last."""
+    return [(trial, depths[round(trial * (len(depths) - 1) / (TRIALS - 1))]) for trial in range(TRIALS)]
+
+
+def choose_set(
+    kind: Literal["retrieval", "reasoning"],
+    count: Callable[[str], int],
+    tokens: int,
+    otherwise: str,
+    model: Literal["original", "converted"] = "original",
+) -> NeedleChoice:
+    """Try the sets of a kind, hardest first, until at least half of a set's trials have a right answer.
+
+    Args:
+        kind: of needle.
+        count: gives the right answers among the trials of a set.
+        tokens: of each trial's prompt.
+        otherwise: what else a user can do where no set is answered.
+        model: that answers.
+
+    Raises:
+        TextError: no set is answered.
+    """
+    right: dict[str, int] = {}
+    for name in SETS[kind]:
+        right[name] = count(name)
+        if 2 * right[name] >= TRIALS:
+            return NeedleChoice(name, right, TRIALS, tokens, model)
+    counts = ", ".join(f"{name} {number}" for name, number in right.items())
+    raise TextError(
+        f"the {model} model answers no set of {kind} needles in at least half of {TRIALS} trials at {tokens:,} tokens "
+        f"(right: {counts}); give shorter --lengths, another --text, needles of your own (--needles FILE), or "
+        f"{SETS[kind][-1]} in any case (--needles {SETS[kind][-1]}); {otherwise}"
+    )

@@ -1,0 +1,99 @@
+"""The needles of an evaluation are chosen once, on the original, and the choice is recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvsurgery.errors import OutputError, TextError
+from kvsurgery.evaluate import trial
+from kvsurgery.evaluate.needle import NeedleTask
+from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
+from kvsurgery.text import needle_sets
+from kvsurgery.text.needle_sets import AUTO
+from tests.evaluate.recall import MODEL, tasks
+from tests.needle_sets import COUNT, write_sets
+
+BATCH = Options(batch=4)
+
+
+@pytest.fixture
+def task(language):
+    return {"needle": replace(tasks(language)["needle"], needles=AUTO)}
+
+
+@pytest.fixture
+def sets(tmp_path, monkeypatch):
+    """Lets the bundled model answer the named sets that ship, and no others."""
+
+    def make(*answered):
+        monkeypatch.setattr(needle_sets, "FOLDER", tmp_path / "sets")
+        write_sets(tmp_path / "sets", answered)
+
+    return make
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Which checkpoints were tried."""
+    found, load = [], trial.load
+    monkeypatch.setattr(trial, "load", lambda folder, **options: found.append(folder) or load(folder, **options))
+    return found
+
+
+@pytest.mark.parametrize("answered", ["word", "fact", "phrase"])
+def test_the_hardest_answered_set_is_asked_and_recorded(answered, task, sets, tmp_path):
+    sets(answered)
+    lines = []
+    results = evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu", note=lines.append)
+    assert results.tasks[0].scores["original"].mean == 1
+    assert results.tasks[0].count == COUNT * 4
+    chosen = results.settings["tasks"]["needle"]
+    assert (chosen["needles"], chosen["choice"]["name"]) == ("auto", answered)
+    assert chosen["choice"]["right"][answered] == chosen["choice"]["trials"] == 8
+    assert chosen["choice"]["tokens"] == 96
+    [line] = lines
+    assert line.startswith(f"needles: {answered}, ")
+    assert json.loads((tmp_path / "report" / "settings.json").read_text())["tasks"]["needle"] == chosen
+
+
+def test_the_original_chooses_where_it_is_there(task, sets, full, budgeted, tmp_path, loaded):
+    sets("word")
+    evaluate({"original": MODEL, "converted": full}, task, tmp_path / "two", BATCH, device="cpu")
+    assert loaded == [MODEL]
+    lines = []
+    alone = evaluate({"converted": budgeted}, task, tmp_path / "one", BATCH, device="cpu", note=lines.append)
+    assert loaded == [MODEL, budgeted]
+    assert alone.settings["tasks"]["needle"]["choice"]["model"] == "converted"
+    assert "the original was not there" in lines[0]
+
+
+def test_a_run_that_goes_on_does_not_choose_again(task, sets, full, tmp_path, loaded):
+    sets("word")
+    Evaluation.open(tmp_path / "report", MODEL, task, BATCH)
+    assert loaded == [MODEL]
+    lines = []
+    again = Evaluation.open(tmp_path / "report", MODEL, task, BATCH, note=lines.append)
+    assert loaded == [MODEL]
+    assert again.tasks["needle"]["choice"]["name"] == "word"
+    assert len(lines) == 1
+    with pytest.raises(OutputError, match=r"tasks.needle.needles \"auto\", this one has \"word\""):
+        Evaluation.open(tmp_path / "report", MODEL, {"needle": replace(task["needle"], needles="word")}, BATCH)
+
+
+def test_a_set_that_is_named_is_not_tried(task, sets, tmp_path, loaded):
+    sets()
+    evaluation = Evaluation.open(tmp_path / "report", MODEL, {"needle": replace(task["needle"], needles="fact")}, BATCH)
+    assert len(evaluation.samples) == COUNT * 4
+    assert not loaded
+    with pytest.raises(TextError, match="no needle set has been chosen"):
+        next(NeedleTask().samples(evaluation.reader))
+
+
+def test_nothing_is_begun_where_no_set_is_answered(task, sets, tmp_path):
+    sets("reasoning")
+    with pytest.raises(TextError, match=r"no set of retrieval needles .* phrase 0, fact 0, word 0\).*--tasks$"):
+        evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu")
+    assert not (tmp_path / "report").exists()

@@ -1,0 +1,28 @@
+"""Needle sets in the bundled model's words, in place of those that ship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tests.tiny_recall import task
+
+WORDS = task.vocabulary()
+SETS = ("phrase", "fact", "word", "reasoning", "choice")
+COUNT = 10
+
+
+def write_sets(folder: Path, answered: tuple[str, ...]) -> None:
+    """Write every set; of those in `answered` the right answers are what the model says, of the others they are not."""
+    folder.mkdir(exist_ok=True)
+    for name in SETS:
+        kind = "reasoning" if name in ("reasoning", "choice") else "retrieval"
+        needles = []
+        for key, *values in task.facts(np.random.default_rng(SETS.index(name)), COUNT, 1)[:, 0].tolist():
+            right = " ".join(WORDS[token] for token in values)
+            asked = {"needle": f"remember {WORDS[key]} {right} .", "question": f"recall {WORDS[key]}", "kind": kind}
+            said = right if name in answered else f"remember {WORDS[key]}"
+            needles.append({**asked, "real_needle": said, "answer": said})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(needle) + "\n" for needle in needles))
