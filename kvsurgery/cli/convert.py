@@ -45,7 +45,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Convert a Hub id while its weights are fetched, without a copy of them in the Hub's cache.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads, or connections.  [default: (4, 8 with --stream)]")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Threads that move bytes, or connections.  [default: (4, 8 with --stream)]",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
 def convert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -55,3 +56,16 @@ class TestHelp:
             while isinstance(command, click.Group):
                 command = command.get_command(click.Context(command), words.pop(0))
             command.make_context("", words)
+
+    def test_defaults_can_be_typed_or_stand_in_brackets(self, path: str) -> None:
+        """`[default: 64]` is a value of the option; what is no value is `[default: (the whole prompt)]`."""
+        ctx = click.Context(EVERY[path])
+        for option in EVERY[path].params:
+            _, text = option.get_help_record(ctx) or ("", "")
+            for stated in re.findall(r"\[default: (\([^)]*\)|[^;\]]*)", text):
+                if stated.startswith("("):
+                    continue
+                if isinstance(option.type, click.types.StringParamType | click.Path):
+                    assert stated == str(option.default), text  # which any word would pass as
+                else:
+                    option.type.convert(stated, option, ctx)

@@ -22,7 +22,7 @@ def import_group() -> None:
 def _import_options(command: Any) -> Any:
     for option in (
         click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
-        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: SRC]"),
+        click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (SRC)]"),
         click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write."),
         click.option(
             "--model",
