@@ -155,5 +155,5 @@ def test_how_right_the_answers_of_a_task_are():
     records = [{"task": "needle", "scores": {"rouge": 1.0}}, {"task": "needle", "scores": {"rouge": 0.0}}]
     records += [{"task": "needle", "skipped": "too long"}, {"task": "perplexity", "nll": 0.0}]
     assert standing("needle", records) == "needle, 50% right"
-    assert standing("perplexity", records) == "perplexity, perplexity 1"
+    assert standing("perplexity", records) == "perplexity 1"
     assert standing("ruler", records) == "ruler"

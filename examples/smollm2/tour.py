@@ -54,7 +54,7 @@ SHORT = Sizes(
         "--max-context",
         "400",
     ),
-    tasks=("--tasks", "needle,perplexity", "--lengths", "256", "--depths", "0.5", "--samples", "2"),
+    tasks=("--tasks", "needle,perplexity", "--lengths", "256", "--limit", "2", "--continuation", "64"),
     bench=("--rounds", "1", "--new-tokens", "8"),
     length=256,
 )
@@ -171,7 +171,7 @@ def check_conversion(tour: Tour, model: Path, converted: Path) -> None:
         found["difference"] <= found["bound"] == 1e-5, f"logits differ by {found['difference']:.1e} of the largest"
     )
     facts = tour.facts("inspect", converted)
-    tour.check(facts["surgery"]["full"] == FULL, f"{FULL} of {LAYERS * KV_HEADS} KV heads are full")
+    tour.check(sum(facts["surgery"]["full_heads"]) == FULL, f"{FULL} of {LAYERS * KV_HEADS} KV heads are full")
 
 
 def check_evaluation(tour: Tour, report: Path) -> None:

@@ -43,4 +43,4 @@ def standing(task: str, records: Sequence[Mapping[str, Any]]) -> str:
     losses = [record["nll"] for record in answered if "nll" in record]
     if scores:
         return f"{task}, {fmean(scores):.0%} right"
-    return f"{task}, perplexity {exp(fmean(losses)):.3g}" if losses else task
+    return f"{task} {exp(fmean(losses)):.3g}" if losses else task
