@@ -15,8 +15,9 @@ from synthetic import RECENT, SINK, fill, occupy, quantisation, section
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaConfig
 
-from kvsurgery.templates.kv_cache import KVLayerCache, KVSurgeryCache
+from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache, KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE
+from kvsurgery.templates.kv_torch import Scoring
 
 try:
     from flash_attn import flash_attn_func
@@ -56,28 +57,25 @@ def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurg
     return KVSurgeryCache(config, tokens, quantisation(bits)), config
 
 
-def arguments(layer: KVLayerCache, batch: int) -> tuple[tuple, dict]:
+def arguments(layer: KVLayerCache, batch: int) -> tuple[HeadTable, torch.Tensor, Scoring]:
     """What the decode kernel takes of a layer's cache, after the query."""
     table = layer.head_table()
     lengths = torch.full((batch, HEADS), layer.seen, dtype=torch.int32, device=layer.device) - table.skipped
-    tiles = {}
-    if layer.tiles is not None:
-        tiles = {"tiles": layer.tiles, "packed": table.packed, "first_tiles": table.first_tiles}
-        tiles["quantisation"] = layer.layout.quantisation
-    return (layer.keys, layer.values, table.offsets, lengths, table.sinks, table.rings, table.recents), tiles
+    return table, lengths, Scoring(HEAD_DIM**-0.5)
 
 
-def decode_error(query: torch.Tensor, heads: tuple, tiles: dict, **options) -> float:
+def decode_error(
+    query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring, programs: int | None = None
+) -> float:
     """Error of the kernel in the last row, whose memory lies farthest, against torch in float32."""
-    from kvsurgery.templates import kv_decode
+    from kvsurgery.templates.kv_decode import decode
+    from tests.kernel_reference import decode_reference
 
-    out = kv_decode.decode(query, *heads, **tiles, **options)[-1:].float()
-    keys, values, offsets, lengths, *kinds = heads
-    last = dict(tiles)
-    if tiles:
-        last |= {"tiles": tiles["tiles"].map(lambda part: part[-1:]), "packed": tiles["packed"][-1:]}
-    states = (part[-1:].float() for part in (query, keys, values))
-    exact = kv_decode.decode_reference(*states, offsets, lengths[-1:], *kinds, **last)
+    out = decode(query, table, lengths, scoring, programs)[-1:].float()
+    last = table._replace(keys=table.keys[-1:].float(), values=table.values[-1:].float())
+    if table.tiles is not None:
+        last = last._replace(tiles=table.tiles.map(lambda part: part[-1:]), packed=table.packed[-1:])
+    exact = decode_reference(query[-1:].float(), last, lengths[-1:], scoring)
     return ((out - exact).norm() / exact.norm()).item()
 
 
@@ -92,7 +90,7 @@ def check_quantised(batch: int, full: int, bits: int, device: str = "cuda", **op
 
 def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) -> dict:
     """A decode step of a layer of which `full` KV heads keep all tokens, by a CUDA graph over several caches."""
-    from kvsurgery.templates import kv_decode
+    from kvsurgery.templates.kv_decode import decode
 
     read = bytes_to_read(batch, tokens, full, bits)
     copies = math.ceil(ROTATION / read)
@@ -104,8 +102,8 @@ def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) 
     assert all(error < TOLERANCE for error in errors), f"wrong by {errors}"  # NaN is, too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for heads, tiles in calls:
-            kv_decode.decode(query, *heads, **tiles)
+        for call in calls:
+            decode(query, *call)
     graph.replay()
     taken = milliseconds(graph.replay, 20) / copies * 1e-3
     return {
@@ -144,32 +142,34 @@ def decode_section(report: Report, lengths: list[int], batches: list[int]) -> No
                             report.add(**decode_row(batch, tokens, full, bits, bandwidth))
 
 
-def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tuple[list[torch.Tensor], dict]:
-    """Random query, keys and values of a chunk after a past, of one kind of head, and what the kernel takes beside."""
+def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tuple:
+    """What the prefill kernel takes of a chunk after a past, of one kind of head, with random states."""
+    from kvsurgery.templates.kv_prefill import Span, Window
+
     before = min(past, RECENT - 1) if streaming else past
     query = torch.randn(1, HEADS * GROUP, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, HEADS, before + tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    held = {"past": past}
-    if streaming:
-        held |= {"sink": SINK, "recent": RECENT}
+    span, window = Span(past), Window(SINK, RECENT) if streaming else None
     if streaming and past:
-        held |= {"first": past - before, "sinks": tuple(torch.randn_like(keys[:, :, :SINK]) for _ in range(2))}
-    return [query, keys, values], held
+        span = span._replace(first=past - before)
+        window = window._replace(sinks=tuple(torch.randn_like(keys[:, :, :SINK]) for _ in range(2)))
+    return query, keys, values, span, Scoring(HEAD_DIM**-0.5), window
 
 
 def check_streaming(past: int, device: str = "cuda") -> float:
     """Error of a short chunk over streaming heads; what nobody sees of its past is zero in the reference."""
-    from kvsurgery.templates import kv_prefill
+    from kvsurgery.templates.kv_prefill import prefill
+    from tests.kernel_reference import prefill_reference
 
-    states, held = chunk(past, 400, True, device)
-    out = kv_prefill.prefill(*states, **held).float()
+    *states, span, scoring, window = chunk(past, 400, True, device)
+    out = prefill(*states, span, scoring, window).float()
     query, *given = (part.float() for part in states)
     if past:
-        for index, sinks in enumerate(held["sinks"]):
+        for index, sinks in enumerate(window.sinks):
             whole = torch.zeros(1, HEADS, past + 400, HEAD_DIM, device=device)
-            whole[:, :, :SINK], whole[:, :, held["first"] :] = sinks, given[index]
+            whole[:, :, :SINK], whole[:, :, span.first :] = sinks, given[index]
             given[index] = whole
-    exact = kv_prefill.prefill_reference(query, *given, past, sink=SINK, recent=RECENT)
+    exact = prefill_reference(query, *given, span, scoring, window)
     return ((out - exact).norm() / exact.norm()).item()
 
 
@@ -182,12 +182,12 @@ def visible_pairs(past: int, tokens: int, streaming: bool) -> int:
 
 def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
     """A chunk over one kind of head, 8 KV heads of it; full heads beside torch's attention and flash attention."""
-    from kvsurgery.templates import kv_prefill
+    from kvsurgery.templates.kv_prefill import prefill
 
-    (query, keys, values), held = chunk(past, tokens, streaming)
+    query, keys, values, *how = chunk(past, tokens, streaming)
     others, repeats = {}, 5
-    out = kv_prefill.prefill(query, keys, values, **held)
-    taken = milliseconds(lambda: kv_prefill.prefill(query, keys, values, **held), repeats)
+    out = prefill(query, keys, values, *how)
+    taken = milliseconds(lambda: prefill(query, keys, values, *how), repeats)
     if streaming:
         error = check_streaming(1000 if past else 0)
     else:

@@ -27,6 +27,7 @@ from kvsurgery.templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, 
 from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
+from kvsurgery.templates.kv_torch import Scoring
 
 EVERYTHING = 2**62  # tokens
 
@@ -170,10 +171,10 @@ class DistillingLayer(EncodingLayer):
         super().lazy_initialization(key_states, value_states)
         self.novelty = key_states.new_zeros(key_states.shape[1], 0)  # [kv_heads, kept]
 
-    def choose(self, query: torch.Tensor, keys: torch.Tensor, options: dict) -> torch.Tensor:
-        reform, scaling = self.encoder.reform, options["scaling"] or keys.shape[-1] ** -0.5
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        reform = self.encoder.reform
         novelty = torch.cat([self.novelty, self.encoder.surprise.expand(keys.shape[1], -1)], 1)
-        received = attention_received(query, keys, keys.new_zeros(1, 1, 1), scaling, options["softcap"])[0]
+        received = attention_received(query, keys, keys.new_zeros(1, 1, 1), scoring)[0]
         received = received[:, : novelty.shape[1]].clone()  # the catalyst itself goes
         received.scatter_(1, novelty.topk(reform.encode_budget // 2, -1).indices, float("inf"))
         chosen = best_places(received, reform.encode_budget, reform.keep)
@@ -217,7 +218,7 @@ class BlockLayer(EncodingLayer):
         self.leading = key_states.new_empty(shape[1], 0, shape[3])  # [kv_heads, blocks, head_dim], sums of keys
         self.is_initialized = True
 
-    def attend(self, query, keys, values, path, options) -> torch.Tensor:
+    def attend(self, query, keys, values, path, scoring) -> torch.Tensor:
         past, tokens, seen = self.encoder.past, query.shape[2], self.encoder.seen
         own = self.encoder.rotation.at(past, tokens)
         stop = seen + tokens
@@ -229,7 +230,7 @@ class BlockLayer(EncodingLayer):
         places = self.places(plain_query.mean(2)[0])
         before = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
         return path.causal(
-            query, torch.cat([before, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, options
+            query, torch.cat([before, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, scoring
         )
 
     def places(self, query: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from kvsurgery.emit.modeling import modeling_module
-from kvsurgery.plan.family import Family
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, Quantisation
+from tests.emitted import emitted_class
 
-EmittedLlama = modeling_module(Family.of({"model_type": "llama"})).LlamaForCausalLM
+EmittedLlama = emitted_class("llama")
 
 SINK, RECENT = 64, 256
 SHAPES = {

@@ -3,6 +3,10 @@
 A full head sees every earlier token of its row. A streaming head at position i sees position j <= i when j < sink or
 i - j < recent; positions count a row's tokens without its left padding. One-shot, chunked and token-by-token use give
 the same result; of a quantised cache, but for what quantising earlier tokens changes.
+
+With tensor parallelism, transformers gives every process an equal run of heads. A checkpoint converted for T processes
+has the heads of a layer in T blocks of equal size, in each block the full heads first, so that a process gets whole
+blocks. Where it gets several, its full heads are brought together before attention, and its output back in order.
 """
 
 from types import ModuleType
@@ -14,9 +18,10 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_torch
 from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
-from .kv_heads import HeadGroup, QuantisedGroup
+from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
-from .kv_parallel import full_heads_first, in_blocks, own_layout
+from .kv_tiles import QuantisedGroup
+from .kv_torch import Scoring
 
 try:
     from . import kv_cuda
@@ -82,21 +87,21 @@ def attention(
     own = own_layout(layout, key.shape[1], module)
     if layer is not None and own is not layout:
         layer.hold(own, key)
-    options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
+    scoring = Scoring.of(query, scaling, softcap, dropout)
     path = _path(query, key, value, dropout)
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
-        output = layer.attend(query, key, value, path, options)
+        output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
     if own.scattered:
         query, key, value = (full_heads_first(states, own) for states in (query, key, value))
     if layer is None:
-        output = _without_cache(query, key, value, attention_mask, own, path, options)
+        output = _without_cache(query, key, value, attention_mask, own, path, scoring)
     else:
         layer.make_room(query.shape[2])
         if query.shape[2] == 1 and layer.ready and path is not kv_torch:
-            output = kv_cuda.decode(query, key, value, layer, scaling, softcap).transpose(1, 2)
+            output = kv_cuda.decode(query, key, value, layer, scoring).transpose(1, 2)
         else:
-            output = _with_cache(query, key, value, layer, path, options)
+            output = _with_cache(query, key, value, layer, path, scoring)
     if own.scattered:
         output = in_blocks(output, own)
     return output.transpose(1, 2).contiguous(), None
@@ -115,27 +120,27 @@ def _tracked(*states: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(part.requires_grad for part in states)
 
 
-def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, options: dict) -> torch.Tensor:
+def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, scoring: Scoring) -> torch.Tensor:
     """All heads over their own input; nothing is selected, nothing is quantised."""
     skipped, outputs = 0 if padding is None else padding, []
     heads = [layout.heads - layout.streaming, layout.streaming]
     whole, streaming = _split(query, key, value, heads)
     if heads[0]:
-        outputs.append(path.causal(*whole, skipped, options))
+        outputs.append(path.causal(*whole, skipped, scoring))
     if heads[1]:
-        outputs.append(path.streaming_from_start(*streaming, skipped, layout, options))
+        outputs.append(path.streaming_from_start(*streaming, skipped, layout, scoring))
     return torch.cat(outputs, 1)
 
 
-def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, options: dict) -> torch.Tensor:
+def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, scoring: Scoring) -> torch.Tensor:
     """Store the input and attend from it, head group by head group."""
     layout, outputs = layer.layout, []
     *parts, budgeted = _split(query, key, value, [layout.full, layout.streaming, len(layout.budgets)])
     for states, group in zip(parts, (layer.full, layer.streaming), strict=True):
         if group.heads:
-            outputs.append(_of_group(*states, group, layer, layer.seen, path, options))
+            outputs.append(_of_group(*states, group, layer, layer.seen, path, scoring))
     if layout.budgets:
-        outputs.append(_of_budgeted(*budgeted, layer, path, options))
+        outputs.append(_of_budgeted(*budgeted, layer, path, scoring))
     layer.advance(query.shape[2])
     return torch.cat(outputs, 1)
 
@@ -146,49 +151,51 @@ def _split(query, key, value, heads: list[int]):
     return zip(query.split(of_queries, 1), key.split(heads, 1), value.split(heads, 1), strict=True)
 
 
-def _of_group(query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path, options) -> torch.Tensor:
+def _of_group(
+    query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, scoring: Scoring
+) -> torch.Tensor:
     """Store columns from `past` on of one group of heads, and attend from them."""
     layout, tracked = layer.layout, _tracked(query, key, value)
     if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantised_window):
         layer.store(group, past, key, value)
-        return kv_torch.decode(query, group, past + 1, options)
+        return kv_torch.decode(query, group, past + 1, scoring)
     if group is layer.streaming:
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         layer.store(group, past, key, value)
         if not past:
-            return path.streaming_from_start(query, key, value, group.skipped, layout, options)
+            return path.streaming_from_start(query, key, value, group.skipped, layout, scoring)
         sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
         if tracked:  # autograd keeps what it saw, and storage changes
             sinks = tuple(states.clone() for states in sinks)
-        return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, options)
+        return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, scoring)
     if past and not tracked and not isinstance(group, QuantisedGroup):
         layer.store(group, past, key, value)
-        return path.after_past(query, group, past, options)
+        return path.after_past(query, group, past, scoring)
     if past:
-        output = _over_tiles(query, key, value, group, past, path, options)
+        output = _over_tiles(query, key, value, group, past, path, scoring)
     else:
-        output = path.causal(query, key, value, group.skipped, options)
+        output = path.causal(query, key, value, group.skipped, scoring)
     layer.store(group, past, key, value)
     return output
 
 
-def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType, options: dict) -> torch.Tensor:
+def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType, scoring: Scoring) -> torch.Tensor:
     """Queries of full heads at columns from `past` on, before their tokens are stored; for quantised ones above all.
 
     They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
     """
     *states, skipped = kv_torch.near(key, value, group, past)
     if not max(group.packed):
-        return path.causal(query, *states, skipped, options)
-    output, lse = path.causal(query, *states, skipped, options, with_lse=True)
+        return path.causal(query, *states, skipped, scoring)
+    output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
     output = output.float()  # rounded once, not at every block
     for block in group.blocks():
-        for part, result in path.over_block(query, *block, options):
+        for part, result in path.over_block(query, *block, scoring):
             output[part], lse[part] = kv_torch.merge((output[part], lse[part]), result)
     return output.to(query.dtype)
 
 
-def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, options: dict) -> torch.Tensor:
+def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, scoring: Scoring) -> torch.Tensor:
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only.
@@ -202,21 +209,65 @@ def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, optio
             heads.wait(past, *whole)
         if past:
             whole = tuple(states[:, :, : past + cut] for states in (heads.waiting.keys, heads.waiting.values))
-        outputs.append(path.causal(asking, *whole, layer.full.skipped, options))
+        outputs.append(path.causal(asking, *whole, layer.full.skipped, scoring))
         heads.observe(past, asking)
         if past + cut == heads.prompt:
-            scaling = options["scaling"] or query.shape[-1] ** -0.5
-            kept = heads.select(whole[0], layer.columns.pads, scaling, options["softcap"])
+            kept = heads.select(whole[0], layer.columns.pads, scoring)
             layer.table = None  # rows skip other columns
             path.compact(*whole, kept, layer)
     if cut < tokens:
         states = (part[:, :, cut:] for part in (query, key, value))
         later = [
-            _of_group(*of_head, group, layer, past + cut, path, options)
+            _of_group(*of_head, group, layer, past + cut, path, scoring)
             for group, of_head in zip(heads.groups, _split(*states, [1] * len(heads.groups)), strict=True)
         ]
         outputs.append(torch.cat(later, 1))
     return torch.cat(outputs, 2)
+
+
+def own_layout(layout: LayerLayout, heads: int, module: torch.nn.Module) -> LayerLayout:
+    """The layout of the heads that this process holds of a layer, told by how many its keys have.
+
+    Where processes hold different ones, the device mesh of the attention module's weights says which process this is.
+
+    Raises:
+        RuntimeError: heads are split in a way that the layout does not know. Every process raises, since each has as
+            many of them.
+    """
+    if heads == layout.heads:
+        return layout
+    mesh = getattr(getattr(getattr(module, "k_proj", None), "weight", None), "device_mesh", None)
+    # the mesh's dimensions of data parallelism come first
+    processes = max(layout.heads // heads, 1) if mesh is None else mesh.shape[-1]
+    try:
+        if processes * heads != layout.heads:
+            raise ValueError(f"{layout.heads} heads do not divide so")
+        return layout.part(None if mesh is None else mesh.get_local_rank(mesh.ndim - 1), processes)
+    except ValueError as error:
+        raise RuntimeError(
+            f"this process holds {heads} of the {layout.heads} KV heads of a layer, which this checkpoint was not "
+            f"converted for ({error}); convert it with --tp {processes}, or a multiple, for tensor parallelism over "
+            f"{processes} processes"
+        ) from error
+
+
+def full_heads_first(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+    """Heads [batch, heads, ...] as they come, brought into the order of storage: all full heads, then all others."""
+    parts = states.split(_sizes([heads for block in layout.blocks for heads in block], states.shape[1]), 1)
+    return torch.cat(parts[::2] + parts[1::2], 1)
+
+
+def in_blocks(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+    """The reverse: heads [batch, heads, ...] from the order of storage into that of the projections."""
+    full, others = zip(*layout.blocks, strict=True)
+    parts = states.split(_sizes(full + others, states.shape[1]), 1)
+    pairs = zip(parts[: len(full)], parts[len(full) :], strict=True)
+    return torch.cat([part for pair in pairs for part in pair], 1)
+
+
+def _sizes(kv_heads: list[int] | tuple[int, ...], heads: int) -> list[int]:
+    """How many of `heads` query or KV heads belong to so many KV heads each."""
+    return [count * heads // sum(kv_heads) for count in kv_heads]
 
 
 AttentionInterface.register(NAME, attention)

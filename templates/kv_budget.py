@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import HeadGroup, QuantisedGroup, block_elements, on_device
+from .kv_heads import HeadGroup, block_elements, on_device
 from .kv_layout import EVERY, LayerLayout, Selection
+from .kv_tiles import head_group
+from .kv_torch import Scoring
 
 
 class BudgetedHeads:
@@ -21,10 +23,7 @@ class BudgetedHeads:
         """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of so many columns."""
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
-        if layout.quantisation:
-            self.groups = [QuantisedGroup(states, 1, layout.quantisation) for _ in self.budgets]
-        else:
-            self.groups = [HeadGroup(states, 1) for _ in self.budgets]
+        self.groups = [head_group(states, 1, layout.quantisation) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.least = self.start - min(budget, self.start)
         self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column
@@ -54,7 +53,7 @@ class BudgetedHeads:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def select(self, keys: torch.Tensor, pads: Sequence[int], scaling: float, softcap: float | None) -> torch.Tensor:
+    def select(self, keys: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
         """Choose from the prompt's keys [batch, heads, prompt, head_dim], by column, and forget what has waited.
 
         The device is not waited for: how many columns a head keeps follows from the padding.
@@ -71,7 +70,7 @@ class BudgetedHeads:
         window = torch.arange(self.start, self.prompt, device=device).expand(len(keys), len(self.budgets), -1)
         kept = window.where(window >= padding, EVERY)
         if any(map(any, counts)):
-            importance = attention_received(self.observed, keys, padding, scaling, softcap)[..., : self.start]
+            importance = attention_received(self.observed, keys, padding, scoring)[..., : self.start]
             chosen = most_important(importance, padding, counts, self.selection)
             kept = torch.cat([chosen, kept], -1)
         for group, of_rows in zip(self.groups, zip(*counts, strict=True), strict=True):
@@ -84,7 +83,7 @@ class BudgetedHeads:
 
 
 def attention_received(
-    query: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, scaling: float, softcap: float | None
+    query: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """Attention that columns get from queries at the last of them, mean over these and over a group's query heads.
 
@@ -105,9 +104,7 @@ def attention_received(
 
     def scores(block: slice) -> torch.Tensor:
         """[batch, heads, group, window, n]"""
-        part = folded @ keys[:, :, block].float().mT * scaling
-        if softcap is not None:
-            part = softcap * torch.tanh(part / softcap)
+        part = scoring.scores(folded @ keys[:, :, block].float().mT)
         visible = (column[block] >= padding) & (column[block] <= column[-window:, None])
         return part.unflatten(2, (-1, window)).masked_fill(~visible[:, None, None], float("-inf"))
 

@@ -12,24 +12,37 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .kv_budget import BudgetedHeads
 from .kv_columns import Columns, Rows
-from .kv_graph import DecodeGraph
-from .kv_heads import HeadGroup, QuantisedGroup, allocate, allocate_tiles, bind, bind_tiles, on_device
+from .kv_heads import HeadGroup, allocate, bind, on_device
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantisation
+from .kv_tiles import QuantisedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 
 
 class HeadTable(NamedTuple):
-    """A layer's KV heads as the kernels take them: int32 [heads], or of rows [batch, heads]."""
+    """A layer's KV heads and their storage, as the kernels take them."""
 
-    offsets: torch.Tensor  # first slot
-    sinks: torch.Tensor
-    rings: torch.Tensor
-    recents: torch.Tensor
-    first_tiles: torch.Tensor  # -1: not quantised
-    skipped: torch.Tensor  # columns before position 0
-    packed: torch.Tensor  # tokens in tiles
-    counts: torch.Tensor | None  # tiles that go round; None: of no head
+    keys: torch.Tensor  # [batch, slots, head_dim], of all heads one after the other
+    values: torch.Tensor  # with equal strides
+    offsets: torch.Tensor  # int32 [heads], each head's first slot
+    sinks: torch.Tensor  # int32 [heads]; `EVERY` of a full head that is not quantised
+    rings: torch.Tensor  # int32 [heads], slots of the ring: `recents` or more, but where tiles take a part
+    recents: torch.Tensor  # int32 [heads], the window; of a quantised full head one that no position reaches
+    skipped: torch.Tensor  # int32 [batch, heads], columns before position 0
+    tiles: Tiles | None = None  # of all heads; None: there are none
+    first_tiles: torch.Tensor | None = None  # int32 [heads], each head's first tile; -1: it has none
+    # int32 [batch, heads], the first tokens after the sinks that are in tiles; a ring may still hold some of them
+    packed: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # int32 [heads], tiles that go round a ring; None: no head has a ring of tiles
+    quantisation: Quantisation | None = None
+
+    def last(self, heads: int) -> "HeadTable":
+        """The table of the last so many heads, of which none has a ring of tiles."""
+        of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
+        parts = {name: getattr(self, name) for name in of_heads}
+        return self._replace(
+            counts=None, **{name: part if part is None else part[..., -heads:] for name, part in parts.items()}
+        )
 
 
 class Handle(NamedTuple):
@@ -74,6 +87,7 @@ class KVLayerCache(HandingLayer):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
+        self.table = None
         self._bind()  # pickle copies views
 
     def reset(self) -> None:
@@ -91,15 +105,9 @@ class KVLayerCache(HandingLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         layout = self.layout
         self.dtype, self.device = key_states.dtype, key_states.device
-        if layout.quantisation and layout.full:
-            full = QuantisedGroup(key_states, layout.full, layout.quantisation)
-        else:
-            full = HeadGroup(key_states, layout.full)
-        if layout.quantised_window:
-            how = layout.quantisation
-            streaming = QuantisedGroup(key_states, layout.streaming, how, layout.sink, layout.recent)
-        else:
-            streaming = HeadGroup(key_states, layout.streaming, layout.sink, layout.recent)
+        windowed = layout.quantisation if layout.quantised_window else None
+        full = head_group(key_states, layout.full, layout.quantisation)
+        streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
         self.groups = [full, streaming]
         if layout.budgets:
             self.budgeted = BudgetedHeads(key_states, layout, self.columns.prompt)
@@ -213,10 +221,18 @@ class KVLayerCache(HandingLayer):
                     skips.append(group.skips)
                     packed.append(group.packed)
                     offset, tile = offset + slots, tile + tiles
-            (*per_head, counts), *of_rows = (
+            (*kinds, first_tiles, counts), skipped, packed = (
                 on_device(list(zip(*part, strict=True)), self.device, torch.int32) for part in (heads, skips, packed)
             )
-            self.table = HeadTable(*per_head, *of_rows, counts if self.layout.quantised_window else None)
+            self.table = HeadTable(self.keys, self.values, *kinds, skipped)
+            if self.tiles is not None:
+                self.table = self.table._replace(
+                    tiles=self.tiles,
+                    first_tiles=first_tiles,
+                    packed=packed,
+                    counts=counts if self.layout.quantised_window else None,
+                    quantisation=self.layout.quantisation,
+                )
         return self.table
 
     def check_crop(self, length: int) -> None:
@@ -280,11 +296,11 @@ class KVSurgeryCache(Cache):
         if quantisation:
             layout = layout.quantised(quantisation)
         self.columns = Columns(capacity)
-        self.graph = DecodeGraph()
+        self.graph = None  # of decode steps, if whoever runs them has one
         super().__init__(layers=[KVLayerCache(layer, self.columns) for layer in layout.layers])
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "graph": DecodeGraph()}  # a graph is of this storage, not of a copy's
+        return {**self.__dict__, "graph": None}  # a graph is of this storage, not of a copy's
 
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
@@ -349,7 +365,7 @@ class KVSurgeryCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.columns.clear()
-        self.graph = DecodeGraph()
+        self.graph = None
 
     def _take_rows(self, index: torch.Tensor) -> None:
         rows = Rows(index)

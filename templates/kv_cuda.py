@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from . import kv_append, kv_compact, kv_decode
+from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
-from .kv_prefill import prefill
+from .kv_prefill import Span, Window, prefill
+from .kv_torch import Scoring
 
 try:
     from flash_attn import flash_attn_func
@@ -24,94 +25,81 @@ def has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def decode(query, key, value, layer: KVLayerCache, scaling: float | None, softcap: float | None) -> torch.Tensor:
+def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Store one token per row and attend from it, heads of all kinds together: [batch, 1, query_heads, head_dim].
 
     Nothing here waits for the device. What changes from step to step is in tensors that stay, but for the launch that
     packs tiles: it comes only in steps where some are due.
     """
     pack(layer)
-    table, quantised = layer.head_table(), {}
-    if layer.tiles is not None:
-        quantised = {"tiles": layer.tiles, "packed": table.packed, "first_tiles": table.first_tiles}
-        quantised |= {"quantisation": layer.layout.quantisation, "counts": table.counts}
+    table = layer.head_table()
     lengths = layer.columns.on(query.device) - table.skipped
-    kv_append.append(layer.keys, layer.values, key, value, table.offsets, lengths - 1, table.sinks, table.rings)
+    kv_store.append(table, lengths - 1, key, value)
     layer.advance(1)
-    heads = table.offsets, lengths, table.sinks, table.rings, table.recents
-    output = kv_decode.decode(query[:, :, 0], layer.keys, layer.values, *heads, scaling, softcap, **quantised)
-    return output[:, None]
+    return kv_decode.decode(query[:, :, 0], table, lengths, scoring)[:, None]
 
 
 def pack(layer: KVLayerCache) -> None:
     """Quantise the tiles that are due before the next token is stored; in most steps there are none."""
     while any(group.due() for group in layer.quantised):
         table = layer.head_table()
-        settled = layer.columns.settled - table.skipped
-        tiles = layer.tiles, table.packed, table.first_tiles, layer.layout.quantisation, table.counts
-        kv_append.flush(layer.keys, layer.values, table.offsets, table.sinks, table.rings, settled, *tiles)
+        kv_store.flush(table, layer.columns.settled - table.skipped)
         for group in layer.quantised:
             group.note_packed()
 
 
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
     """As `kv_torch.compact`."""
-    quantised, own = {}, slice(-kept.shape[1], None)
     if layer.tiles is not None:
         for group in layer.budgeted.groups:
             group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
-    table = layer.head_table()
-    if layer.tiles is not None:
-        quantised = {"tiles": layer.tiles, "packed": table.packed[:, own], "first_tiles": table.first_tiles[own]}
-        quantised["quantisation"] = layer.layout.quantisation
-    heads = table.offsets[own], table.sinks[own], table.rings[own], table.skipped[:, own]
-    kv_compact.compact(layer.keys, layer.values, keys, values, kept, *heads, **quantised)
+    kv_store.compact(layer.head_table().last(kept.shape[1]), keys, values, kept)
 
 
-def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
+def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = False):
     """As `kv_torch.causal`: flash attention if it is installed, SDPA where nothing is padded, the kernel otherwise."""
-    past, scores = keys.shape[2] - query.shape[2], _scores(options)
+    past = keys.shape[2] - query.shape[2]
     if torch.is_tensor(skipped) or skipped or with_lse:
-        return prefill(query, keys, values, past, _padding(skipped, query), **scores, with_lse=with_lse)
+        return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring, with_lse=with_lse)
     if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16):
         states = (part.transpose(1, 2) for part in (query, keys, values))
-        softcap = {"softcap": scores["softcap"]} if scores["softcap"] else {}
-        return flash_attn_func(*states, softmax_scale=scores["scaling"], causal=True, **softcap).transpose(1, 2)
-    if scores["softcap"] is not None or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
-        return prefill(query, keys, values, past, **scores)
+        softcap = {"softcap": scoring.softcap} if scoring.softcap else {}
+        return flash_attn_func(*states, softmax_scale=scoring.scale, causal=True, **softcap).transpose(1, 2)
+    if scoring.softcap is not None or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
+        return prefill(query, keys, values, Span(past), scoring)
     mask = {"attn_mask": causal_lower_right(query.shape[2], keys.shape[2])} if past else {"is_causal": True}
-    return F.scaled_dot_product_attention(query, keys, values, **mask, scale=scores["scaling"], enable_gqa=True)
+    return F.scaled_dot_product_attention(query, keys, values, **mask, scale=scoring.scale, enable_gqa=True)
 
 
-def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) -> torch.Tensor:
+def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.after_past`."""
     stop, skipped = past + query.shape[2], group.skipped
     if not torch.is_tensor(skipped) and skipped <= past:  # rows alike: by column from there on
-        return causal(query, group.keys[:, :, : stop - skipped], group.values[:, :, : stop - skipped], 0, options)
-    keys, values, padding = group.keys[:, :, :stop], group.values[:, :, :stop], _padding(skipped, query)
-    return prefill(query, keys, values, past, padding, first=None, **_scores(options))
+        return causal(query, group.keys[:, :, : stop - skipped], group.values[:, :, : stop - skipped], 0, scoring)
+    span = Span(past, _padding(skipped, query), first=None)
+    return prefill(query, group.keys[:, :, :stop], group.values[:, :, :stop], span, scoring)
 
 
-def over_block(query, keys, values, counts: list[int] | None, options: dict):
+def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
     """As `kv_torch.over_block`."""
     for row, count in enumerate(counts or [keys.shape[2]]):
         part = slice(row, row + 1) if counts else slice(None)
         if count:
-            block = keys[part, :, :count], values[part, :, :count]
-            yield part, prefill(query[part], *block, count, first=None, limit=count, with_lse=True, **_scores(options))
+            block, span = (keys[part, :, :count], values[part, :, :count]), Span(count, first=None, limit=count)
+            yield part, prefill(query[part], *block, span, scoring, with_lse=True)
 
 
-def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.streaming_from_start`."""
-    sizes = {"sink": layout.sink, "recent": layout.recent}
-    return prefill(query, keys, values, 0, _padding(skipped, query), **sizes, **_scores(options))
+    window = Window(layout.sink, layout.recent)
+    return prefill(query, keys, values, Span(0, _padding(skipped, query)), scoring, window)
 
 
-def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.streaming`."""
     columns = (torch.cat(states, 2) for states in zip(window, own, strict=True))
-    sizes = {"sink": layout.sink, "recent": layout.recent, "first": past - window[0].shape[2], "sinks": sinks}
-    return prefill(query, *columns, past, _padding(skipped, query), **sizes, **_scores(options))
+    span = Span(past, _padding(skipped, query), first=past - window[0].shape[2])
+    return prefill(query, *columns, span, scoring, Window(layout.sink, layout.recent, sinks))
 
 
 def _padding(skipped: int | torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
@@ -119,7 +107,3 @@ def _padding(skipped: int | torch.Tensor, query: torch.Tensor) -> torch.Tensor |
     if torch.is_tensor(skipped):
         return skipped
     return torch.full((len(query),), skipped, device=query.device) if skipped else None
-
-
-def _scores(options: dict) -> dict:
-    return {"scaling": options["scaling"], "softcap": options["softcap"]}

@@ -4,15 +4,23 @@ import functools
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:  # transformers demands whatever is imported outside of a try
-    raise ImportError("the CUDA kernels of this checkpoint need triton") from error
-
-from .kv_kernels import LOWEST, TILE_TOKENS, _accumulate, _over_tiles, _padded, _score_factors, _scores, _softmax
+from .kv_cache import HeadTable
+from .kv_kernels import (
+    LOWEST,
+    TILE_TOKENS,
+    _accumulate,
+    _over_tiles,
+    _padded,
+    _score_factors,
+    _scores,
+    _slots,
+    _strides,
+    _tiles,
+    tl,
+    triton,
+)
 from .kv_layout import TILE, Quantisation
-from .kv_quant import Tiles, dequantise
+from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "KW", "VW"  # of the kernel, where there are tiles
@@ -232,22 +240,7 @@ def _combine_kernel(
 
 
 def decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    offsets: torch.Tensor,
-    lengths: torch.Tensor,
-    sinks: torch.Tensor,
-    rings: torch.Tensor,
-    recents: torch.Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    programs: int | None = None,
-    tiles: Tiles | None = None,
-    packed: torch.Tensor | None = None,
-    first_tiles: torch.Tensor | None = None,
-    quantisation: Quantisation | None = None,
-    counts: torch.Tensor | None = None,
+    query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring, programs: int | None = None
 ) -> torch.Tensor:
     """Attention of one query per row and query head, over heads of every kind in one launch (and one to combine).
 
@@ -261,124 +254,56 @@ def decode(
     Args:
         query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already; the
             query heads of a KV head are adjacent.
-        keys, values: [batch, slots, head_dim], the slots of a layer's heads one head after the other; equal strides.
-        offsets: int [heads], the first slot of each KV head.
         lengths: int [batch, heads], tokens so far, also those that left a ring. Where it is 0, the result is zero.
-        sinks, rings, recents: int32 [heads]: sink, slots of the ring (recent or more), window. Full: sink `EVERY`.
-        scaling: factor of the scores; default head_dim ** -0.5.
-        softcap: bound c of scores, c * tanh(score / c).
         programs: how many share the units; default as many as the device runs at once.
-        tiles: packed tiles of the layer's heads; a token's codes take an even number of bytes. None: there are none.
-        packed: int [batch, heads], the first tokens after each head's sinks that are in tiles, a multiple of `TILE`;
-            what its ring still holds of them is ignored. Full heads have sink 0, and a recent that no position reaches.
-        first_tiles: int32 [heads], the first tile of each head; -1 for one without.
-        quantisation: what the tiles are.
-        counts: int32 [heads], where tiles of streaming heads go round a ring: how many a head has, 1 or more; None:
-            every head sees all of its tiles.
 
     Returns:
         [batch, query_heads, head_dim]
     """
     batch, query_heads, head_dim = query.shape
-    heads = offsets.shape[0]
+    slots, heads = _slots(table), len(table.offsets)
     group, rows = query_heads // heads, batch * heads
-    assert keys.stride() == values.stride()
-    assert keys.stride(2) == query.stride(2) == 1
-    padded, members = _padded(head_dim), max(16, triton.next_power_of_2(group))
-    slots = min(max(TILE_BYTES // (padded * keys.element_size()), 16), 64)
-    most = batch * (keys.shape[1] // slots + heads)  # units there can be
-    segments, options, stored, strides = 1, dict.fromkeys(PACKED_OPTIONS), (None,) * 7, (0,) * 5
-    if tiles is not None:
-        segments, options = 2, _packed_options(head_dim, members, quantisation)
-        most += batch * tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-        assert tiles.key_codes.stride() == tiles.value_codes.stride()
-        assert all(part[0].is_contiguous() for part in tiles)
-        key_words, value_words = tiles.key_codes.view(torch.int16), tiles.value_codes.view(torch.int16)
-        stored = key_words, tiles.key_scales, value_words, tiles.value_scales, packed, first_tiles, counts
-        strides = *(part.stride(0) for part in (key_words, tiles.key_scales, tiles.value_scales)), *packed.stride()
+    assert query.stride(2) == 1
+    padded, members = slots["DP"], max(16, triton.next_power_of_2(group))
+    tokens = min(max(TILE_BYTES // (padded * query.element_size()), 16), 64)
+    most = batch * (table.keys.shape[1] // tokens + heads)  # units there can be
+    segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
+    if table.tiles is not None:
+        segments, options = 2, _packed_options(head_dim, members, table.quantisation)
+        most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
-    wide = segments == 2 and (wide or softcap is not None)
+    wide = segments == 2 and (wide or scoring.softcap is not None)
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
     ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
     out = torch.empty(batch, query_heads, head_dim, dtype=query.dtype, device=query.device)
+    parts = {"partial_ptr": partial, "lse_ptr": lse, "end_ptr": ends, "rows": rows, "G": group, "SEGMENTS": segments}
     with torch.cuda.device_of(query):
         _decode_kernel[(programs,)](
-            *(query, keys, values, offsets, lengths, sinks, rings, recents, partial, lse, ends, *stored),
-            *(*query.stride()[:2], *keys.stride()[:2], *lengths.stride(), *strides, rows, heads),
-            *_score_factors(scaling, softcap, head_dim),
-            G=group,
-            D=head_dim,
-            M=members,
-            DP=padded,
-            N=slots,
-            ROWS=triton.next_power_of_2(segments * rows),
-            SEGMENTS=segments,
+            **slots,
+            **_tiles(table, torch.int16),
             **options,
-            CAP=softcap is not None,
+            **parts,
+            **_score_factors(scoring),
+            q_ptr=query,
+            length_ptr=lengths,
+            recent_ptr=table.recents,
+            count_ptr=table.counts,
+            **_strides(query, "q_batch", "q_head"),
+            **_strides(lengths, "length_batch", "length_head"),
+            M=members,
+            N=tokens,
+            ROWS=triton.next_power_of_2(segments * rows),
             ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=5,
             **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda and segments == 2 else {}),
         )
         _combine_kernel[(rows, group)](
-            *(partial, lse, ends, out, rows, programs),
-            G=group,
-            D=head_dim,
-            DP=padded,
-            PARTS=16,
-            SEGMENTS=segments,
-            num_warps=4,
+            **parts, out_ptr=out, programs=programs, D=head_dim, DP=padded, PARTS=16, num_warps=4
         )
-    return out
-
-
-def decode_reference(
-    query,
-    keys,
-    values,
-    offsets,
-    lengths,
-    sinks,
-    rings,
-    recents,
-    scaling=None,
-    softcap=None,
-    tiles=None,
-    packed=None,
-    first_tiles=None,
-    quantisation=None,
-    counts=None,
-):
-    """What `decode` computes, row by row; tiles are dequantised in the query's precision."""
-    out = torch.zeros_like(query)
-    group = query.shape[1] // len(offsets)
-    for row, of_heads in enumerate(lengths.tolist()):
-        for head, length in enumerate(of_heads):
-            start = 0 if tiles is None else int(packed[row, head])
-            position = torch.arange(length, device=query.device)
-            in_tiles = (position >= sinks[head]) & (position < sinks[head] + start)
-            visible = (position < sinks[head]) | (length - 1 - position < recents[head])
-            seen = position[visible & ~in_tiles]
-            slot = torch.where(seen < sinks[head], seen, sinks[head] + (seen - sinks[head]) % rings[head].clamp(min=1))
-            at, here = offsets[head] + slot, slice(head * group, (head + 1) * group)
-            states = [keys[row, at], values[row, at]]
-            if start:
-                place = torch.arange(start // TILE, device=query.device)
-                own = first_tiles[head] + (place if counts is None else place % counts[head])
-                key_codes, key_scales, value_codes, value_scales = tiles.map(
-                    lambda part, row=row, own=own: part[row, own]
-                )
-                scales = key_scales.to(query.dtype), value_scales.to(query.dtype)
-                packed_states = dequantise(Tiles(key_codes, scales[0], value_codes, scales[1]), quantisation.bits)
-                tokens = position[visible & in_tiles] - sinks[head]
-                parts = zip(packed_states, states, strict=True)
-                states = [torch.cat([old.flatten(0, 1)[tokens], rest]) for old, rest in parts]
-            if length:
-                allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)
-                out[row, here] = _softmax(query[row, here], *states, allowed, scaling, softcap)
     return out
 
 

@@ -17,6 +17,7 @@ from .kv_budget import attention_received
 from .kv_cache import HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_reform import Reform
+from .kv_torch import Scoring
 
 
 class Exit(Exception):
@@ -65,14 +66,13 @@ class EncodingLayer(HandingLayer):
         )
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: ModuleType, options: dict
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: ModuleType, scoring: Scoring
     ) -> torch.Tensor:
         """Attention of a chunk over what is kept and itself; then what is kept of both is chosen.
 
         Args:
             query: [1, query_heads, tokens, head_dim], after RoPE, as `keys` [1, kv_heads, tokens, head_dim] are.
             path: where attention is computed, `kv_torch` or `kv_cuda`.
-            options: scaling, softcap and dropout.
 
         Raises:
             Exit: nothing that follows is needed.
@@ -86,31 +86,30 @@ class EncodingLayer(HandingLayer):
         seen = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
         if self.layout.native:
             sinks = tuple(states[:, :, :0] for states in before)
-            output = path.streaming(query, sinks, before, (keys, values), past, 0, self.layout, options)
+            output = path.streaming(query, sinks, before, (keys, values), past, 0, self.layout, scoring)
         else:
-            output = path.causal(query, *seen, 0, options)
-        chosen = self.kept(query, seen[0], options)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
+            output = path.causal(query, *seen, 0, scoring)
+        chosen = self.kept(query, seen[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
         self.keys = torch.cat([self.keys, unturned], 2).gather(2, chosen)
         self.values = seen[1].gather(2, chosen)
         return output
 
-    def kept(self, query: torch.Tensor, keys: torch.Tensor, options: dict) -> torch.Tensor:
+    def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Places of `keys` [1, kv_heads, n, head_dim] that every KV head keeps, ascending, int64 [kv_heads, kept]."""
         n, budget = keys.shape[2], self.encoder.reform.encode_budget
         if n > budget and not self.layout.native:
-            return self.choose(query, keys, options)
+            return self.choose(query, keys, scoring)
         first = max(n - min(self.layout.recent - 1, budget), 0) if self.layout.native else 0
         return torch.arange(first, n, device=keys.device).expand(keys.shape[1], -1)
 
-    def choose(self, query: torch.Tensor, keys: torch.Tensor, options: dict) -> torch.Tensor:
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The same where the budget is less than n."""
         reform = self.encoder.reform
         if reform.compressor == "streaming":
             importance = torch.arange(keys.shape[2], device=keys.device).float().expand(keys.shape[1], -1)
         else:
             window = 1 if reform.compressor == "tova" else reform.window
-            scaling, padding = options["scaling"] or keys.shape[-1] ** -0.5, keys.new_zeros(1, 1, 1)
-            importance = attention_received(query[:, :, -window:], keys, padding, scaling, options["softcap"])[0]
+            importance = attention_received(query[:, :, -window:], keys, keys.new_zeros(1, 1, 1), scoring)[0]
             if reform.compressor == "tova":
                 importance = importance.mean(0, keepdim=True).expand_as(importance)
         return best_places(importance, reform.encode_budget, reform.keep)

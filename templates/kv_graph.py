@@ -11,7 +11,11 @@ import torch
 from transformers.utils import logging
 
 from .kv_layout import text_config
-from .kv_parallel import split_over_devices
+
+try:
+    from . import kv_cuda
+except ImportError:  # no triton, and no graphs
+    kv_cuda = None
 
 logger = logging.get_logger(__name__)
 EAGER_STEPS = 2  # steps over the same storage before one is captured; they compile what there is to compile
@@ -71,8 +75,6 @@ class DecodeGraph:
 
     @staticmethod
     def _pack(cache) -> None:
-        from . import kv_cuda
-
         for layer in cache.layers:
             kv_cuda.pack(layer)
 
@@ -116,6 +118,13 @@ def waits_for_the_device(config) -> bool:
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return bool(kinds & {"dynamic", "longrope"} or experts)
+
+
+def split_over_devices(model: torch.nn.Module) -> bool:
+    """Whether a forward of a model waits for other processes or moves between devices."""
+    mapped = set(getattr(model, "hf_device_map", {}).values())
+    sharded = hasattr(next(model.parameters(), None), "device_mesh")
+    return len(mapped) > 1 or sharded or getattr(model, "_device_mesh", None) is not None
 
 
 def capturable(states: torch.Tensor) -> bool:

@@ -1,11 +1,8 @@
-"""Storage of the heads of one kind in one layer, by position; a quantised one keeps older tokens in packed tiles."""
+"""Storage of the heads of one kind in one layer, by position."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-
-from .kv_layout import EVERY, TILE, Quantisation
-from .kv_quant import Tiles, dequantise, empty_tiles, quantise
 
 # elements of keys that are quantised or dequantised together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
@@ -161,109 +158,6 @@ class HeadGroup:
         self.dropped, self.skips, self.packed = of(self.dropped), of(self.skips), of(self.packed)
 
 
-class QuantisedGroup(HeadGroup):
-    """Heads whose older tokens are quantised: whole tiles packed, sinks and the newest tokens kept as they are.
-
-    A tile is packed once, when `residual + TILE` tokens that will not be taken back are in the ring and another one
-    comes. Positions from `sink` to `sink + packed` are in tiles; of a streaming head those of its `span`, in tiles that
-    go round a ring as well.
-    """
-
-    def __init__(self, states: torch.Tensor, heads: int, quantisation: Quantisation, sink: int = 0, span: int = EVERY):
-        """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
-        super().__init__(states, heads, sink, quantisation.residual + TILE)
-        self.quantisation, self.span = quantisation, span
-        self.tiles = empty_tiles(self.keys, 0, quantisation).map(lambda part: part.unflatten(1, (heads, 0)))
-        self.settled = 0  # columns that tiles may take
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.tiles.nbytes
-
-    @property
-    def count(self) -> int:
-        """Tiles of a head that storage is allocated for."""
-        return self.tiles.key_codes.shape[2]
-
-    def wanted_tiles(self, capacity: int) -> int:
-        """Tiles that a head fills in so many columns; never fewer than there are."""
-        filled = self.quantisation.tiles(capacity - self.least - self.sink)
-        return max(self.count, min(filled, self.quantisation.window_tiles(self.span)))
-
-    def due(self) -> bool:
-        """Whether the next token makes some row pack a tile."""
-        return any(self._target(skip) > packed for skip, packed in zip(self.skips, self.packed, strict=True))
-
-    def _target(self, skip: int) -> int:
-        return TILE * self.quantisation.tiles(self.settled + 1 - skip - self.sink)
-
-    def packable(self, row: int, tokens: int) -> int:
-        """Tokens of a row that tiles take, of its first `tokens`."""
-        return min(self._target(self.skips[row]), tokens - self.sink) // TILE * TILE
-
-    def note_packed(self) -> None:
-        """Count one more tile as packed of every row that has one due."""
-        rows = zip(self.skips, self.packed, strict=True)
-        self.packed = [packed + TILE * (self._target(skip) > packed) for skip, packed in rows]
-
-    def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._pack(rows, self.packable(rows.start or 0, start + keys.shape[2]), start, keys, values)
-        super().write(rows, start, keys, values)
-
-    def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for row, skip in enumerate(self.skips):
-            if self._target(skip) > self.packed[row]:
-                rows = slice(row, row + 1)
-                self._pack(rows, self._target(skip), self.settled + 1 - skip, keys[rows], values[rows])
-        super().write_one(position, keys, values)
-
-    def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Quantise `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
-        most, start = TILE * max(1, min(self._tiles_at_once(keys.shape[0]), self.count)), start - self.sink
-        oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
-        for first in range(oldest, stop, most):
-            last = min(first + most, stop)
-            parts = []
-            for stored, arriving in ((self.keys, keys), (self.values, values)):
-                slots = self.slot(self.sink + torch.arange(first, max(min(start, last), first), device=keys.device))
-                arrived = arriving[:, :, max(first - start, 0) : max(last - start, 0)]
-                states = torch.cat([stored[rows][:, :, slots], arrived], 2) if len(slots) else arrived
-                parts.append(states.unflatten(2, (-1, TILE)))
-            place = torch.arange(first // TILE, last // TILE, device=keys.device) % self.count
-            for tiles, packed in zip(self.tiles, quantise(*parts, self.quantisation), strict=True):
-                tiles[rows, :, place] = packed
-        for row in range(len(self.packed))[rows]:
-            self.packed[row] = max(self.packed[row], stop)
-
-    def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = super().window(seen, tokens)
-        if self.span == EVERY or not any(self.packed):
-            return stored
-        after_sinks = torch.arange(seen - tokens, seen, device=self.keys.device)[None] - self.sink
-        after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
-        packed = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
-        place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
-        dequantised = (states.flatten(2, 3) for states in dequantise(self.tiles, self.quantisation.bits))
-        parts = zip(dequantised, stored, strict=True)
-        return tuple(torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
-
-    def _tiles_at_once(self, rows: int) -> int:
-        return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
-
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
-        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantised a block at a time.
-
-        With each block comes how many of its first tokens each row has, or None where rows have them all.
-        """
-        tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
-        for first in range(0, tiles, most):
-            block = self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
-            keys, values = (states.flatten(2, 3) for states in dequantise(block, self.quantisation.bits))
-            tokens = keys.shape[2]
-            counts = [min(max(packed - first * TILE, 0), tokens) for packed in self.packed]
-            yield keys, values, None if min(counts) == tokens else counts
-
-
 def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Move groups of one layer into one buffer of keys and one of values, with so many slots a head.
 
@@ -287,24 +181,3 @@ def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch
     parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
     for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
         group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
-
-
-def allocate_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int]) -> Tiles:
-    """Move the tiles of a layer's groups into one buffer for each part, with so many tiles a head."""
-    old = [group.tiles for group in groups]
-    total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
-    buffers = empty_tiles(groups[0].keys, total, groups[0].quantisation)
-    bind_tiles(groups, counts, buffers)
-    for group, tiles in zip(groups, old, strict=True):
-        for mine, before in zip(group.tiles, tiles, strict=True):
-            mine[:, :, : before.shape[2]] = before
-    return buffers
-
-
-def bind_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int], buffers: Tiles) -> None:
-    """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
-    first = 0
-    for group, count in zip(groups, counts, strict=True):
-        shape, last = (group.heads, count), first + group.heads * count
-        group.tiles = buffers.map(lambda part: part[:, first:last].unflatten(1, shape))  # noqa: B023
-        first = last

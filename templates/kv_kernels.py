@@ -4,8 +4,8 @@ A head's tokens lie in slots. Slot s holds position s while s < sink; from there
 p is in slot sink + (p - sink) % ring. A query at position i sees position p <= i when p < sink or i - p < recent. A
 head that keeps every token has a sink that no position reaches (`EVERY`).
 
-Each kernel has its reference in torch beside it. Floors in their docstrings are the time that no implementation beats:
-bytes that must move over the device's read bandwidth, or operations over the rate of its matrix units.
+The reference of the kernels is `kv_torch`. Floors in their docstrings are the time that no implementation beats: bytes
+that must move over the device's read bandwidth, or operations over the rate of its matrix units.
 """
 
 import math
@@ -18,7 +18,9 @@ try:
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
+from .kv_cache import HeadTable
 from .kv_layout import EVERY, TILE
+from .kv_torch import Scoring
 
 LOG2_E = math.log2(math.e)
 # a score lower than any real one: unlike -inf, its difference from a masked score is no NaN
@@ -268,17 +270,45 @@ def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _score_factors(scaling: float | None, softcap: float | None, head_dim: int) -> tuple[float, float]:
+def _score_factors(scoring: Scoring) -> dict:
     """What `_scores` multiplies the dot products and the capped scores by, so that exp2 is all it needs."""
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    if softcap is None:
-        return scaling * LOG2_E, 1.0
-    return 2 * scaling / softcap * LOG2_E, softcap * LOG2_E
+    if scoring.softcap is None:
+        return {"scale": scoring.scale * LOG2_E, "cap": 1.0, "CAP": False}
+    return {"scale": 2 * scoring.scale / scoring.softcap * LOG2_E, "cap": scoring.softcap * LOG2_E, "CAP": True}
 
 
-def _softmax(query, keys, values, allowed, scaling, softcap) -> torch.Tensor:
-    """Attention of [..., m, head_dim] over [..., n, head_dim] in the inputs' precision; queries see something."""
-    scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ values
+def _strides(states: torch.Tensor, *names: str) -> dict[str, int]:
+    """A tensor's strides along its first dimensions, by the names that a kernel has for them."""
+    return dict(zip(names, states.stride(), strict=False))
+
+
+def _slots(table: HeadTable) -> dict:
+    """Arguments of every kernel that works on the slots of a layer's heads."""
+    assert table.keys.stride() == table.values.stride()
+    assert table.keys.stride(2) == 1
+    return {
+        "k_ptr": table.keys,
+        "v_ptr": table.values,
+        "offset_ptr": table.offsets,
+        "sink_ptr": table.sinks,
+        "ring_ptr": table.rings,
+        **_strides(table.keys, "kv_batch", "kv_slot"),
+        "heads": len(table.offsets),
+        "D": table.keys.shape[2],
+        "DP": _padded(table.keys.shape[2]),
+    }
+
+
+def _tiles(table: HeadTable, word: torch.dtype) -> dict:
+    """Arguments of every kernel that works on packed tiles, whose codes it takes in such words."""
+    pointers = "k_codes_ptr", "k_scales_ptr", "v_codes_ptr", "v_scales_ptr", "packed_ptr", "first_ptr"
+    strides = "codes_batch", "k_scales_batch", "v_scales_batch", "packed_batch", "packed_head"
+    if table.tiles is None:
+        return dict.fromkeys(pointers) | dict.fromkeys(strides, 0)
+    key_codes, key_scales, value_codes, value_scales = table.tiles
+    assert key_codes.stride() == value_codes.stride()
+    assert all(part[0].is_contiguous() for part in table.tiles)
+    key_codes, value_codes = key_codes.view(word), value_codes.view(word)
+    parts = key_codes, key_scales, value_codes, value_scales, table.packed, table.first_tiles
+    steps = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
+    return dict(zip((*pointers, *strides), (*parts, *steps), strict=True))

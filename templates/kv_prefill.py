@@ -1,15 +1,49 @@
 """Prefill: causal attention of many queries per row, over heads of one kind."""
 
+from typing import NamedTuple
+
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:  # transformers demands whatever is imported outside of a try
-    raise ImportError("the CUDA kernels of this checkpoint need triton") from error
-
-from .kv_kernels import EVERY_POSITION, LN_2, LOWEST, _accumulate, _padded, _score_factors, _scores, _softmax
+from .kv_kernels import (
+    EVERY_POSITION,
+    LN_2,
+    LOWEST,
+    _accumulate,
+    _padded,
+    _score_factors,
+    _scores,
+    _strides,
+    tl,
+    triton,
+)
 from .kv_layout import EVERY
+from .kv_torch import Scoring
+
+
+class Span(NamedTuple):
+    """Which columns of a row queries and keys are of.
+
+    Keys are either by column: without a past, or any from column 0 on. Or they are by position, where `first` is None:
+    full heads after a past. Or `Window` has the sinks by position, and keys are from column `first` on, at most
+    past - recent + 1: streaming heads after a past.
+    """
+
+    past: int  # columns before the queries'
+    padding: torch.Tensor | None = None  # int [batch], of each row on the left: position = column - padding
+    first: int | None = 0  # column of the first key; None: they are at positions 0, 1, ...
+    # keys at this position and later are not there: with `first=None` and a past of as much or more, each query sees
+    # all `limit` of them, such as a block of the past
+    limit: int | None = None
+
+
+class Window(NamedTuple):
+    """What a streaming head sees; see the module for sink and recent."""
+
+    sink: int
+    recent: int
+    # keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of the input
+    # too; None: they are among the keys
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
@@ -133,40 +167,20 @@ def prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    past: int = 0,
-    padding: torch.Tensor | None = None,
-    sink: int = 0,
-    recent: int | None = None,
-    first: int | None = 0,
-    sinks: tuple[torch.Tensor, torch.Tensor] | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    limit: int | None = None,
+    span: Span,
+    scoring: Scoring,
+    window: Window | None = None,
     with_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of many queries per row, over heads of one kind; linear in the tokens for streaming heads.
-
-    Three ways to hand keys and values:
-      - an input without a past, or any keys by column from 0 on: as they are;
-      - full heads after a past, stored by position, not by column: `first=None`;
-      - streaming heads after a past: `sinks` by position, and keys from column `first` on, at most past - recent + 1.
 
     Floor: 4 * head_dim operations for each visible pair of a query and a key, over the rate of the matrix units.
 
     Args:
         query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...; the query heads of a KV head are
-            adjacent.
-        keys, values: [batch, kv_heads, n, head_dim], at columns first, ..., past + tokens - 1; or with `first=None` at
-            positions 0, 1, ...
-        past: columns before the queries'.
-        padding: int [batch], left padding of each row: position = column - padding. Queries in it get zero.
-        sink, recent: see the module; recent None: full heads, whatever the sink.
-        sinks: keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of this
-            input too; None: they are among `keys`.
-        scaling: factor of the scores; default head_dim ** -0.5.
-        softcap: bound c of scores, c * tanh(score / c).
-        limit: keys at this position and later are not there: with `first=None` and a past of as much or more, each
-            query sees all `limit` of them, such as a block of the past.
+            adjacent. Queries in the padding get zero.
+        keys, values: [batch, kv_heads, n, head_dim], at columns first, ..., past + tokens - 1; or by position.
+        window: of streaming heads; None: full heads.
         with_lse: return the log-sum-exp of the scores too, by which the results over several blocks are merged.
 
     Returns:
@@ -174,56 +188,48 @@ def prefill(
         with_lse: and float32 [batch, query_heads, tokens], -inf where a query saw nothing.
     """
     batch, query_heads, tokens, head_dim = query.shape
-    heads = keys.shape[1]
+    heads, first = keys.shape[1], span.first
     group = query_heads // heads
+    sink, recent, sinks = window or (0, EVERY, None)
     sink_keys, sink_values = sinks or (keys, values)
-    states = query, keys, values, sink_keys, sink_values
-    assert all(part.stride(3) == 1 for part in states)
-    assert first is None or first + keys.shape[2] == past + tokens
-    assert not first or (sinks is not None and first <= max(past - recent + 1, 0))
+    assert all(part.stride(3) == 1 for part in (query, keys, values, sink_keys, sink_values))
+    assert first is None or first + keys.shape[2] == span.past + tokens
+    assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
     lse = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=query.device) if with_lse else None
     padded = _padded(head_dim)
     row_bytes = padded * query.element_size()
     most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     rows = 16 if tokens * group <= 16 else most
+    states = {"q": query, "k": keys, "v": values, "sink_k": sink_keys, "sink_v": sink_values, "out": out}
+    arguments = {f"{name}_ptr": part for name, part in states.items()}
+    for name, part in states.items():
+        arguments |= _strides(part, f"{name}_batch", f"{name}_head", f"{name}_token")
     with torch.cuda.device_of(query):
         _prefill_kernel[(triton.cdiv(tokens * group, rows), batch * heads)](
-            *(*states, padding, out, lse),
-            *(stride for part in (*states, out) for stride in part.stride()[:3]),
-            *(heads, tokens, past, first or 0, *((0, EVERY) if recent is None else (sink, recent)), limit or 0),
-            *_score_factors(scaling, softcap, head_dim),
+            **arguments,
+            **_score_factors(scoring),
+            padding_ptr=span.padding,
+            lse_ptr=lse,
+            heads=heads,
+            tokens=tokens,
+            past=span.past,
+            first=first or 0,
+            sink=sink,
+            recent=recent,
+            limit=span.limit or 0,
             G=group,
             D=head_dim,
             DP=padded,
             M=rows,
             N=tile,
-            PADDED=padding is not None,
+            PADDED=span.padding is not None,
             BY_COLUMN=first is not None,
-            STREAMING=recent is not None,
+            STREAMING=window is not None,
             SINKS_APART=sinks is not None,
-            LIMITED=limit is not None,
+            LIMITED=span.limit is not None,
             LSE=with_lse,
-            CAP=softcap is not None,
             num_warps=8 if rows == most else 4,
             num_stages=2,
         )
     return (out, lse) if with_lse else out
-
-
-def prefill_reference(
-    query, keys, values, past=0, padding=None, sink=0, recent=None, scaling=None, softcap=None
-) -> torch.Tensor:
-    """What `prefill` computes, with all keys and values by column from 0 on."""
-    out = torch.zeros_like(query)
-    group, tokens = query.shape[1] // keys.shape[1], query.shape[2]
-    for row in range(len(query)):
-        pad = 0 if padding is None else int(padding[row])
-        column = torch.arange(past + tokens, device=query.device)
-        own, age = column[past:, None] >= pad, column[past:, None] - column
-        allowed = (age >= 0) & (column >= pad) & ((age < (recent or EVERY)) | (column - pad < sink))
-        part = (states[row].repeat_interleave(group, 0) for states in (keys, values))
-        # a query in the padding sees itself, for a softmax that is not empty, and is dropped
-        result = _softmax(query[row], *part, allowed | (age == 0), scaling, softcap)
-        out[row] = torch.where(own, result, 0)
-    return out

@@ -3,15 +3,36 @@
 Long inputs go through in blocks of queries, so that no mask is larger than one block.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import HeadGroup, QuantisedGroup, on_device
+from .kv_heads import HeadGroup, on_device
 from .kv_layout import LayerLayout
+from .kv_tiles import QuantisedGroup
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
 LOWEST = -1.0e30  # stands in for the log-sum-exp of nothing, so that differences are no NaN
+
+
+class Scoring(NamedTuple):
+    """How dot products of queries and keys become weights."""
+
+    scale: float  # factor of the scores
+    softcap: float | None = None  # bound c of scores, c * tanh(score / c) (Gemma 2)
+    dropout: float = 0.0  # of the weights
+
+    @classmethod
+    def of(cls, query: torch.Tensor, scaling: float | None, *others) -> "Scoring":
+        """As attention modules of transformers state it: without a scaling, it is head_dim ** -0.5."""
+        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, *others)
+
+    def scores(self, products: torch.Tensor) -> torch.Tensor:
+        """Scores of dot products."""
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 def attend(
@@ -19,9 +40,7 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     allowed: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    dropout: float,
+    scoring: Scoring,
     with_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention with grouped heads, keys and values never repeated.
@@ -43,18 +62,16 @@ def attend(
     mask = None if allowed is None else allowed[:, None]
     if mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, group, 1)
-    if softcap is None and not with_lse:
+    if scoring.softcap is None and not with_lse:
         if mask is not None:
             mask = mask.expand(-1, -1, group * tokens, -1)
-        output = F.scaled_dot_product_attention(folded, keys, values, mask, dropout, scale=scaling)
+        output = F.scaled_dot_product_attention(folded, keys, values, mask, scoring.dropout, scale=scoring.scale)
         return output.view(batch, kv_heads * group, tokens, head_dim)
-    scores = (folded @ keys.mT).float() * (head_dim**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = scoring.scores((folded @ keys.mT).float())
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)
-    weights = F.dropout((scores - lse.clamp(min=LOWEST)).exp().to(values.dtype), dropout)
+    weights = F.dropout((scores - lse.clamp(min=LOWEST)).exp().to(values.dtype), scoring.dropout)
     output = (weights @ values).view(batch, kv_heads * group, tokens, head_dim)
     return (output, lse.view(batch, -1, tokens)) if with_lse else output
 
@@ -68,7 +85,7 @@ def merge(
     return output, lse
 
 
-def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> torch.Tensor:
+def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
     slots = max(1, min(seen - min(group.skips), group.slots))
     quantised = isinstance(group, QuantisedGroup)
@@ -84,11 +101,11 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, options: dict) -> t
         allowed = allowed[:, None]
     stored = group.keys[:, :, :slots], group.values[:, :, :slots]
     if not tiles:
-        return attend(query, *stored, allowed, **options)
-    result = attend(query, *stored, allowed, **options, with_lse=True)
+        return attend(query, *stored, allowed, scoring)
+    result = attend(query, *stored, allowed, scoring, with_lse=True)
     for keys, values, counts in group.blocks():
         own = first_tokens(counts, keys)
-        result = merge(result, attend(query, keys, values, own, **options, with_lse=True))
+        result = merge(result, attend(query, keys, values, own, scoring, with_lse=True))
     return result[0].to(query.dtype)
 
 
@@ -112,7 +129,7 @@ def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer)
             group.write(rows, 0, *(states[:, None] for states in own))
 
 
-def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
+def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = False):
     """Queries of the last columns that keys are of: every earlier token of the row is visible.
 
     Args:
@@ -122,10 +139,10 @@ def causal(query, keys, values, skipped, options: dict, with_lse: bool = False):
         with_lse: return the log-sum-exp of the scores too.
     """
     past, padded = keys.shape[2] - query.shape[2], torch.is_tensor(skipped) or skipped
-    if past or padded or with_lse or options["softcap"] is not None:
-        return blocks(query, keys, values, past, by_column(skipped), options, with_lse)
+    if past or padded or with_lse or scoring.softcap is not None:
+        return blocks(query, keys, values, past, by_column(skipped), scoring, with_lse)
     return F.scaled_dot_product_attention(
-        query, keys, values, dropout_p=options["dropout"], is_causal=True, scale=options["scaling"], enable_gqa=True
+        query, keys, values, dropout_p=scoring.dropout, is_causal=True, scale=scoring.scale, enable_gqa=True
     )
 
 
@@ -139,7 +156,7 @@ def by_column(skipped):
     return allowed
 
 
-def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) -> torch.Tensor:
+def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor:
     """Queries at columns from `past` on, of heads that store every position in its slot, their own tokens' too."""
     stop = past + query.shape[2]
     skip = group.skipped[:, None, None] if torch.is_tensor(group.skipped) else group.skipped
@@ -147,10 +164,10 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, options: dict) 
     def allowed(queries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return slots <= (queries - skip).clamp(min=0)
 
-    return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, options)
+    return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, scoring)
 
 
-def over_block(query, keys, values, counts: list[int] | None, options: dict):
+def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
     """Attention of queries over a block of earlier tokens, as `QuantisedGroup.blocks` has it, part by part.
 
     Yields:
@@ -159,7 +176,7 @@ def over_block(query, keys, values, counts: list[int] | None, options: dict):
     own = first_tokens(counts, keys)
     for queries in query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
         part = slice(None), slice(None), queries
-        yield part, attend(query[part], keys, values, own, **options, with_lse=True)
+        yield part, attend(query[part], keys, values, own, scoring, with_lse=True)
 
 
 def near(
@@ -192,38 +209,38 @@ def query_blocks(query: torch.Tensor, keys: int, explicit: bool, kv_heads: int) 
     return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
-def blocks(query, keys, values, past: int, allowed, options: dict, with_lse: bool = False):
+def blocks(query, keys, values, past: int, allowed, scoring: Scoring, with_lse: bool = False):
     """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask.
 
     A block is over the keys that stand before the end of its queries in columns: no query sees a later one.
     """
     tokens, outputs = query.shape[2], []
-    explicit = with_lse or options["softcap"] is not None
+    explicit = with_lse or scoring.softcap is not None
     for rows in query_blocks(query, past + tokens, explicit, keys.shape[1]):
         queries = torch.arange(past + rows.start, past + rows.stop, device=query.device)[None, :, None]
         columns = torch.arange(min(past + rows.stop, keys.shape[2]), device=query.device)[None, None]
         part = (states[:, :, : past + rows.stop] for states in (keys, values))
-        outputs.append(attend(query[:, :, rows], *part, allowed(queries, columns), **options, with_lse=with_lse))
+        outputs.append(attend(query[:, :, rows], *part, allowed(queries, columns), scoring, with_lse=with_lse))
     if with_lse:
         return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
     return torch.cat(outputs, 2)
 
 
-def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """Queries of streaming heads over the same tokens' keys, nothing before them."""
     tokens = query.shape[2]
     if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
-        return causal(query, keys, values, skipped, options)
+        return causal(query, keys, values, skipped, scoring)
     if not torch.is_tensor(skipped):
         skipped = torch.full((1,), skipped, device=query.device)
     columns = skipped[:, None] + torch.arange(layout.sink, device=query.device)
     index = columns.clamp(max=tokens - 1)[:, None, :, None].expand(len(keys), keys.shape[1], -1, keys.shape[3])
     sinks = keys.gather(2, index), values.gather(2, index)
     nothing = keys[:, :, :0], values[:, :, :0]
-    return streaming(query, sinks, nothing, (keys, values), 0, skipped, layout, options)
+    return streaming(query, sinks, nothing, (keys, values), 0, skipped, layout, scoring)
 
 
-def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, options: dict) -> torch.Tensor:
+def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
 
     Args:
@@ -251,5 +268,5 @@ def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout
         in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
         in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
         allowed = torch.cat([(sink <= position).expand(len(in_window), -1, -1), in_window], 2)
-        outputs.append(attend(query[:, :, start:stop], *parts, allowed, **options))
+        outputs.append(attend(query[:, :, start:stop], *parts, allowed, scoring))
     return torch.cat(outputs, 2)

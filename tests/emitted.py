@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import torch
 
-from kvsurgery.emit.modeling import modeling_module
+from kvsurgery.emit.modeling import modeling_code
 from kvsurgery.plan.family import Family
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.families import stock
 
+
+def emitted_class(name: str, reform: bool = False) -> type[torch.nn.Module]:
+    """The emitted class that generates, of a family: its modeling file as a module beside the templates."""
+    family = Family.of({"model_type": name})
+    module = ModuleType(f"kvsurgery.templates.{family.module}")
+    module.__package__ = "kvsurgery.templates"
+    sys.modules[module.__name__] = module
+    exec(compile(modeling_code(family, reform), module.__name__, "exec"), vars(module))
+    return getattr(module, family.classes["AutoModelForCausalLM"])
+
+
+CLASSES = {family: emitted_class(family) for family in ("llama", "gemma2")}
 # a scale for every element loses nothing
 LOSSLESS = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
 # budgets of two layers; some keep more than a tile
@@ -24,7 +39,6 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     """A random model with none to three full heads a layer and the family's own sliding ones; `section` overrides."""
     original = stock(family, num_hidden_layers=depth)
     config = original.config
-    code = modeling_module(Family.of(config.to_dict()), reform="reform" in section)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     config.kv_surgery = {
         "version": 1,
@@ -37,7 +51,7 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
         ],
         **section,
     }
-    model = getattr(code, type(original).__name__)(config).eval()
+    model = (emitted_class(family, reform=True) if "reform" in section else CLASSES[family])(config).eval()
     model.load_state_dict(original.state_dict())
     return model
 

@@ -8,14 +8,16 @@ from typing import NamedTuple
 import torch
 
 from kvsurgery.templates import kv_cuda, kv_torch
-from kvsurgery.templates.kv_append import append, append_reference, flush, flush_reference
-from kvsurgery.templates.kv_cache import KVLayerCache
+from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_columns import Columns
-from kvsurgery.templates.kv_decode import decode, decode_reference
+from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_kernels import EVERY
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantisation, Selection
-from kvsurgery.templates.kv_prefill import prefill, prefill_reference
-from kvsurgery.templates.kv_quant import empty_tiles, quantise
+from kvsurgery.templates.kv_prefill import Span, Window, prefill
+from kvsurgery.templates.kv_store import append, flush
+from kvsurgery.templates.kv_tiles import empty_tiles, quantise
+from kvsurgery.templates.kv_torch import Scoring
+from tests.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 
@@ -148,11 +150,10 @@ def check_decode(case: Decode, dtype: torch.dtype, device: str) -> None:
                 states[row, offset : offset + used] = torch.randn(used, case.head_dim)
     query = torch.randn(batch, case.head_dim, heads * case.group).transpose(1, 2).contiguous()
     lengths = torch.tensor(case.lengths)[:, None].expand(-1, heads)
-    states = [states.to(device, dtype) for states in (query, keys, values)]
-    layout = [part.to(device) for part in (offsets, lengths, sinks, rings, recents)]
-    out = decode(*states, *layout, softcap=case.softcap, programs=case.programs)
-    check(out, decode_reference, states, *layout, softcap=case.softcap)
-    assert not out[torch.tensor(case.lengths) == 0].any()
+    table = HeadTable(keys.to(dtype), values.to(dtype), offsets, sinks, rings, recents, lengths)
+    query, table, lengths = query.to(device, dtype), moved(table, device), lengths.to(device)
+    scoring = Scoring(case.head_dim**-0.5, case.softcap)
+    check_decoded(decode(query, table, lengths, scoring, case.programs), query, table, lengths, scoring)
 
 
 def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
@@ -194,14 +195,30 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
             keys[row, slot], values[row, slot] = states[:, position]
     query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
     sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
-    states = [part.to(device) for part in (query, keys, values)]
-    layout = [part.to(device) for part in (offsets, lengths, sinks, rings, recents)]
-    options = {"tiles": tiles.map(lambda part: part.to(device)), "packed": packed.to(device)}
-    options |= {"first_tiles": first_tiles.to(device), "quantisation": quantisation, "softcap": case.softcap}
-    options["counts"] = counts.to(device) if case.window else None
-    out = decode(*states, *layout, programs=case.programs, **options)
-    check(out, decode_reference, states, *layout, **options)
-    assert not out[torch.tensor(case.lengths) == 0].any()
+    stored = tiles, first_tiles, packed, counts if case.window else None, quantisation
+    table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored), device)
+    query, lengths, scoring = query.to(device), lengths.to(device), Scoring(head_dim**-0.5, case.softcap)
+    out = decode(query, table, lengths, scoring, case.programs)
+    check_decoded(out, query, table, lengths, scoring)
+
+
+def moved(table: HeadTable, device: str) -> HeadTable:
+    """A copy of a table on a device."""
+    parts = {name: part.to(device, copy=True) for name, part in table._asdict().items() if torch.is_tensor(part)}
+    tiles = table.tiles and table.tiles.map(lambda part: part.to(device, copy=True))
+    return table._replace(tiles=tiles, **parts)
+
+
+def check_decoded(
+    out: torch.Tensor, query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring
+) -> None:
+    """`check` of what `decode` returned; rows of no tokens are zero."""
+
+    def reference(query, keys, values):
+        return decode_reference(query, table._replace(keys=keys, values=values), lengths, scoring)
+
+    check(out, reference, [query, table.keys, table.values])
+    assert not out.unflatten(1, (lengths.shape[1], -1))[lengths == 0].any()
 
 
 FLUSH = [
@@ -215,7 +232,7 @@ FLUSH = [
 
 
 def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """Heads that grow by other steps end with the tiles that `kv_quant` makes, to the bit; 16-bit heads with none.
+    """Heads that grow by other steps end with the tiles that `kv_tiles` makes, to the bit; 16-bit heads with none.
 
     The first one's tiles go round a ring of one, after sinks.
     """
@@ -228,17 +245,17 @@ def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, d
     keys, values = torch.randn(2, batch, heads * ring + sink, head_dim).to(dtype)
     tiles = empty_tiles(keys, 3 + steps, quantisation)
     packed, confirmed = torch.zeros(batch, heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
-    found = [part.to(device, copy=True) for part in (*tiles, packed)]
-    least = quantisation.residual + TILE
+    stored = tiles, first_tiles, packed, counts, quantisation
+    expected = HeadTable(keys, values, offsets, sinks, rings, rings, packed, *stored)
+    found, least = moved(expected, device), quantisation.residual + TILE
     for grown in [[least, least - 1], [TILE + 3, 1], [0, TILE]]:
         confirmed += torch.tensor(grown)[:, None]
-        keys[:, :: steps + 1] += 0.5
-        args = [part.to(device) for part in (keys, values, offsets, sinks, rings, confirmed + sinks)]
-        flush(*args, type(tiles)(*found[:4]), found[4], first_tiles.to(device), quantisation, counts.to(device))
-        args = keys, values, offsets, sinks, rings, confirmed + sinks
-        flush_reference(*args, tiles, packed, first_tiles, quantisation, counts)
-        for part, expected in zip(found, (*tiles, packed), strict=True):
-            torch.testing.assert_close(part.cpu(), expected, rtol=0, atol=0)
+        for table in (expected, found):
+            table.keys[:, :: steps + 1] += 0.5
+        flush(found, (confirmed + sinks).to(device))
+        flush_reference(expected, confirmed + sinks)
+        for part, other in zip((*found.tiles, found.packed), (*tiles, packed), strict=True):
+            torch.testing.assert_close(part.cpu(), other, rtol=0, atol=0)
     assert packed.tolist() == [[2 * TILE, 0, 2 * TILE]] * batch
 
 
@@ -296,12 +313,13 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
             part.fill_(torch.nan if part.is_floating_point() else 255)
         own = keys[:, 1:], values[:, 1:]
         layer.budgeted.observe(0, query[:, group:])
-        kept = layer.budgeted.select(own[0], columns.pads, case.head_dim**-0.5, None)
+        kept = layer.budgeted.select(own[0], columns.pads, Scoring(case.head_dim**-0.5))
         path.compact(*own, kept, layer)
         layers.append(layer)
-    expected, found = ((layer.keys, layer.values, *(layer.tiles or ()), *layer.head_table()) for layer in layers)
+    expected, found = ([*table, *(table.tiles or ())] for table in (layer.head_table() for layer in layers))
     for part, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
+        if torch.is_tensor(part):
+            torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
 
 def check_append(device: str) -> None:
@@ -312,18 +330,20 @@ def check_append(device: str) -> None:
     padding = torch.tensor([[0, 0, 0], [17, 17, 17], [tokens, 3, tokens]], device=device)  # tokens a head did not get
     offsets = torch.tensor([0, tokens, tokens + 11], device=device)
     keys, values, same_keys, same_values = torch.full((4, batch, tokens + 17, head_dim), torch.nan, device=device)
+    table = HeadTable(keys, values, offsets, sinks, rings, recents, padding)
+    same = table._replace(keys=same_keys, values=same_values)
     came = torch.randn(2, batch, tokens, heads, head_dim, device=device)
     for column in range(tokens):
         new_keys, new_values = came[:, :, column, :, None]
         token = new_keys.contiguous(), new_values
-        append(keys, values, *token, offsets, column - padding, sinks, rings)
-        append_reference(same_keys, same_values, *token, offsets, column - padding, sinks, rings)
+        append(table, column - padding, *token)
+        append_reference(same, column - padding, *token)
     torch.testing.assert_close(keys, same_keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, same_values, rtol=0, atol=0, equal_nan=True)
 
     query = torch.randn(batch, heads * 2, head_dim, device=device)
     lengths = tokens - padding
-    out = decode(query, keys, values, offsets, lengths, sinks, rings, recents, programs=4)
+    out = decode(query, table, lengths, Scoring(head_dim**-0.5), programs=4)
     age = tokens - 1 - torch.arange(tokens, device=device)
     for row, of_heads in enumerate(padding.tolist()):
         for head, pad in enumerate(of_heads):
@@ -347,21 +367,22 @@ def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
     values = torch.randn(batch, columns, heads, case.head_dim).transpose(1, 2)
     states = [part.to(device, dtype) for part in (query, keys, values)]
     padding = None if case.padding is None else torch.tensor(case.padding, device=device)
-    kind = {"past": case.past, "padding": padding, "sink": case.sink, "recent": case.recent, "softcap": case.softcap}
+    span, scoring = Span(case.past, padding), Scoring(case.head_dim**-0.5, case.softcap)
+    window = None if case.recent is None else Window(case.sink, case.recent)
 
     pads = case.padding or [0]
-    given, held = [part.clone() for part in states[1:]], {}
+    given, of_given, seen = [part.clone() for part in states[1:]], span, window
     for row, pad in enumerate(pads):
         for part in given:
             part[row, :, :pad] = torch.nan
     if case.past and case.recent is not None:
-        held = {"sinks": tuple(_by_position(part, pads, case.sink) for part in given)}
-        held["first"] = max(case.past - case.recent + 1, 0)
-        given = [part[:, :, held["first"] :] for part in given]
+        seen = window._replace(sinks=tuple(_by_position(part, pads, case.sink) for part in given))
+        of_given = span._replace(first=max(case.past - case.recent + 1, 0))
+        given = [part[:, :, of_given.first :] for part in given]
     elif case.past and case.padding:
-        given, held = [_by_position(part, pads, columns + 2) for part in given], {"first": None}
-    out = prefill(states[0], *given, **kind, **held)
-    check(out, prefill_reference, states, **kind)
+        given, of_given = [_by_position(part, pads, columns + 2) for part in given], span._replace(first=None)
+    out = prefill(states[0], *given, of_given, scoring, seen)
+    check(out, prefill_reference, states, span, scoring, window)
 
 
 def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: str) -> None:
@@ -373,16 +394,17 @@ def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: 
     states = [part.to(device, dtype) for part in (query, keys, values)]
     pads = padding or [0]
     by_position = [_by_position(part, pads, past + tokens + 2) for part in states[1:]]
-    of_rows = {"padding": None if padding is None else torch.tensor(padding, device=device), "first": None}
-    old, old_lse = prefill(
-        states[0], *(part[:, :, :limit] for part in by_position), past, **of_rows, limit=limit, with_lse=True
+    span, scoring = (
+        Span(past, None if padding is None else torch.tensor(padding, device=device)),
+        Scoring(head_dim**-0.5),
     )
-    rest = (part[:, :, limit:] for part in by_position)
-    out, lse = prefill(states[0], *rest, past - limit, **of_rows, with_lse=True)
+    block, after = span._replace(first=None, limit=limit), span._replace(past=past - limit, first=None)
+    old, old_lse = prefill(states[0], *(part[:, :, :limit] for part in by_position), block, scoring, with_lse=True)
+    out, lse = prefill(states[0], *(part[:, :, limit:] for part in by_position), after, scoring, with_lse=True)
     whole = torch.logaddexp(old_lse, lse)
     merged = old.float() * (old_lse - whole).exp()[..., None] + out.float() * (lse - whole).exp()[..., None]
     merged = merged.where(whole[..., None] > -torch.inf, 0)
-    check(merged.to(dtype), prefill_reference, states, past=past, padding=of_rows["padding"])
+    check(merged.to(dtype), prefill_reference, states, span, scoring)
 
     scores = states[0].double() @ states[1].double().repeat_interleave(group, 1).transpose(2, 3) * head_dim**-0.5
     column = torch.arange(past + tokens, device=device)

@@ -113,7 +113,7 @@ def llama_checkpoint(folder: Path, shards: int = 1, dtype: str = "F32", **config
 FILES = {
     "README.md": b"converted card",
     "generation_config.json": b'{"do_sample": true}',
-    "kv_model.py": b"pass",
+    "kv_generation.py": b"pass",
     "config.json": b'{"model_type": "llama", "kv_surgery": {}}',
 }
 

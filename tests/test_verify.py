@@ -78,7 +78,7 @@ def test_mismatch_names_the_tensor(converted: Path) -> None:
     assert Mismatch.exit_code == 3
 
 
-@pytest.mark.parametrize("name", ["config.json", "kv_model.py", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["config.json", "kv_generation.py", "generation_config.json", "tokenizer.json"])
 def test_mismatch_names_the_file(converted: Path, name: str) -> None:
     flip(converted / name)
     with pytest.raises(Mismatch, match=f"{name} was changed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from hashlib import sha256
@@ -80,6 +81,7 @@ def model_card(
         preprocessor="processor" if reads_images else "tokenizer",
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantised(policy.quantisation),
+        code_table=_code_table(code),
         sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated),
         eligible=policy.eligible,
         full=policy.full,
@@ -101,6 +103,15 @@ def with_section(card: str, section: str) -> str:
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{marked}{after}" if begin and end else f"{card.rstrip()}\n\n{marked}\n".lstrip()
+
+
+def _code_table(code: Mapping[str, bytes]) -> str:
+    """The code files in the order given, which is the order to read them in, each with what it says of itself."""
+    rows = [
+        f"| `{name}` | {(ast.get_docstring(ast.parse(content)) or '').partition(chr(10))[0]} |"
+        for name, content in code.items()
+    ]
+    return "\n".join(["| file | what it holds |", "|---|---|", *rows])
 
 
 def _others(policy: Policy) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import ModuleType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -40,13 +38,3 @@ def code_files(family: Family, reform: bool) -> dict[str, bytes]:
     for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
         files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")
     return {name: f"{HEADER}{code}".encode() for name, code in files.items()}
-
-
-def modeling_module(family: Family, reform: bool = True) -> ModuleType:
-    """A family's modeling file as a module beside the templates, with their very classes, without any checkpoint."""
-    name = f"kvsurgery.templates.{family.module}"
-    module = ModuleType(name)
-    module.__package__ = "kvsurgery.templates"
-    sys.modules[name] = module
-    exec(compile(modeling_code(family, reform), name, "exec"), vars(module))
-    return module

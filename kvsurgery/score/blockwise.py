@@ -30,15 +30,15 @@ def causal(
     Returns:
         [batch, query_heads, tokens, head_dim].
     """
-    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
+    scoring = kv_torch.Scoring.of(query, scaling, softcap)
     # on CUDA, fused attention with grouped heads is for 16 bit only
     fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
     if softcap is None and fused:
-        return kv_torch.causal(query, key, value, 0, options)
+        return kv_torch.causal(query, key, value, 0, scoring)
 
     def block(rows: slice) -> torch.Tensor:
         stop = slice(rows.stop)
-        return again(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, options)
+        return again(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, scoring)
 
     return torch.cat([block(rows) for rows in kv_torch.query_blocks(query, key.shape[2], True, key.shape[1])], 2)
 
@@ -57,7 +57,7 @@ def streaming(
     if tokens <= sink + recent:  # nothing has left the window yet
         return causal(query, key, value, scaling, softcap)
     layout = LayerLayout(((0, key.shape[1]),), sink, recent)
-    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
+    scoring = kv_torch.Scoring.of(query, scaling, softcap)
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_torch.BLOCK
@@ -65,7 +65,7 @@ def streaming(
             [states[:, :, rows] for states in (key, value)]
             for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
         ]
-        return again(kv_torch.streaming, query[:, :, start:stop], *parts, start, 0, layout, options)
+        return again(kv_torch.streaming, query[:, :, start:stop], *parts, start, 0, layout, scoring)
 
     return torch.cat([block(start) for start in range(0, tokens, kv_torch.BLOCK)], 2)
 

@@ -92,16 +92,16 @@ class ReadingLayer(kv_encode.EncodingLayer):
         super().lazy_initialization(key_states)
         self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
 
-    def kept(self, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_torch.Scoring) -> torch.Tensor:
         reading, chunk = self.encoder, self.encoder.chunk
         own = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
         places = torch.cat([self.places, own], 1)
         if reading.visit is not None:
             states = (state()[0] for state in reading.states.values())
             window = self.layout.recent if self.layout.native else None
-            attention = partial(_attention, query, keys, places, chunk, window, options)
+            attention = partial(_attention, query, keys, places, chunk, window, scoring)
             reading.visit(LayerStates(self.index, chunk, reading.hidden, *states, attention))
-        kept = super().kept(query, keys, options)
+        kept = super().kept(query, keys, scoring)
         self.places = places.gather(1, kept)
         return kept
 
@@ -156,14 +156,14 @@ class Reading(kv_encode.ChunkEncoder):
 
 def _attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
     layer, key, value = key  # of a `Handle`
-    options = {"scaling": scaling, "softcap": softcap, "dropout": 0.0}
-    return layer.attend(query, key, value, kv_torch, options).transpose(1, 2), None
+    scoring = kv_torch.Scoring.of(query, scaling, softcap)
+    return layer.attend(query, key, value, kv_torch, scoring).transpose(1, 2), None
 
 
-def _attention(query, seen, places, chunk: range, window, options, queries: range) -> torch.Tensor:
+def _attention(query, seen, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:
     """What `LayerStates.attention` is."""
     first = queries.start - chunk.start
-    weights = attention_weights(query[:, :, first:], seen, options["scaling"], options["softcap"])[0, :, : len(queries)]
+    weights = attention_weights(query[:, :, first:], seen, scoring.scale, scoring.softcap)[0, :, : len(queries)]
     if window is not None:
         columns = torch.arange(seen.shape[2], device=seen.device)
         own = seen.shape[2] - len(chunk) + first + torch.arange(len(queries), device=seen.device)

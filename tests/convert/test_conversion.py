@@ -56,7 +56,7 @@ def test_provenance_hashes_are_of_the_source(source: Path, out: Path) -> None:
     assert provenance["source"] == "source"
     assert provenance["permutation"] == [[2, 0, 1], [1, 0, 2]]
     assert provenance["copied"]["LICENSE"] == blake3(b"do what you like").hexdigest()
-    assert provenance["emitted"]["kv_model.py"] == blake3(b"pass").hexdigest()
+    assert provenance["emitted"]["kv_generation.py"] == blake3(b"pass").hexdigest()
     assert provenance["emitted"]["README.md"] is None
     assert provenance["copied"]["picture.png"] is None
     for name, digest in provenance["headers"].items():
@@ -91,7 +91,7 @@ def test_repeating_a_finished_conversion(source: Path, out: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"orders": [(0, 1, 2), (1, 0, 2)]}, {"files": {**FILES, "kv_model.py": b"changed"}}],
+    [{"orders": [(0, 1, 2), (1, 0, 2)]}, {"files": {**FILES, "kv_generation.py": b"changed"}}],
     ids=["policy", "files"],
 )
 def test_finished_conversion_of_something_else(source: Path, out: Path, options: dict) -> None:
@@ -182,7 +182,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("where", ["kv_model.py", "model-00002-of-00003.safetensors", "kvsurgery.json", "config.json"])
+@pytest.mark.parametrize(
+    "where", ["kv_generation.py", "model-00002-of-00003.safetensors", "kvsurgery.json", "config.json"]
+)
 def test_failure_in_the_middle(
     source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -258,7 +260,7 @@ def test_unfinished_conversion_of_something_else(
     options = {
         "source": {},
         "policy": {"orders": [(0, 1, 2), (1, 0, 2)]},
-        "emitted": {"files": {**FILES, "kv_model.py": b"changed"}},
+        "emitted": {"files": {**FILES, "kv_generation.py": b"changed"}},
     }[what]
     if what == "source":
         os.utime(source / "model-00001-of-00003.safetensors", (1, 1))

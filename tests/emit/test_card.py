@@ -76,7 +76,13 @@ def test_card_says_how_to_load_code_safely(decided):
     assert "transformers 5.3 or newer" in card
     listed = dict(line.split()[::-1] for line in card.split("```text\n")[1].split("\n```")[0].splitlines())
     assert listed == {name: sha256(content).hexdigest() for name, content in CODE.items()}
-    assert card == model_card("org/base", config, profile, policy, dict(reversed(CODE.items())))
+
+
+def test_card_says_in_what_order_to_read_the_code(decided):
+    profile, policy, config = decided
+    code = {"kv_b.py": b'"""What comes first.\n\nMore of it.\n"""', "kv_a.py": b'"""What follows."""'}
+    table = "| `kv_b.py` | What comes first. |\n| `kv_a.py` | What follows. |\n"
+    assert table in model_card("org/base", config, profile, policy, code)
 
 
 def test_a_local_base_model_is_no_link(decided):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -43,6 +44,11 @@ def runtime_imports(code: bytes) -> set[str]:
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node))]
     return relative_imports(ast.unparse(tree).encode())
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    files = code_files(family("llama"), reform=True)
+    TopologicalSorter({name: runtime_imports(code) for name, code in files.items()}).prepare()
 
 
 def test_only_reform_reads_long_prompts() -> None:

@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvsurgery.templates import kv_append, kv_decode
-from kvsurgery.templates.kv_kernels import EVERY
-from kvsurgery.templates.kv_layout import Quantisation
-from kvsurgery.templates.kv_quant import empty_tiles
+from kvsurgery.templates.kv_cache import HeadTable
+from kvsurgery.templates.kv_decode import decode
+from kvsurgery.templates.kv_layout import EVERY, Quantisation
+from kvsurgery.templates.kv_store import flush
+from kvsurgery.templates.kv_tiles import empty_tiles
+from kvsurgery.templates.kv_torch import Scoring
 from tests import kernel_cases as cases
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -76,15 +78,16 @@ def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
     keys, values = torch.randn(2, 1, heads * slots, head_dim, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([[100, 100]], device="cuda")
     sinks, rings, recents = torch.tensor([[EVERY, 4], [1, 256], [1, 256]], dtype=torch.int32, device="cuda")
-    layout = torch.tensor([0, slots], device="cuda"), lengths, sinks, rings, recents
-    kv_decode.decode(query, keys, values, *layout)
+    offsets, scoring = torch.tensor([0, slots], device="cuda"), Scoring(head_dim**-0.5)
+    table = HeadTable(keys, values, offsets, sinks, rings, recents, lengths)
+    decode(query, table, lengths, scoring)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kv_decode.decode(query, keys, values, *layout)
+        out = decode(query, table, lengths, scoring)
     for length in (100, 2900, 7):
         lengths.fill_(length)
         graph.replay()
-        cases.check(out, kv_decode.decode_reference, [query, keys, values], *layout)
+        cases.check_decoded(out, query, table, lengths, scoring)
 
 
 def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
@@ -102,12 +105,13 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
         [[0, 4], [ring, 256], [EVERY, 256], [0, -1]], dtype=torch.int32, device="cuda"
     )
     offsets = torch.tensor([0, ring], device="cuda")
-    stored = {"tiles": tiles, "packed": packed, "first_tiles": first_tiles, "quantisation": quantisation}
-    layout = offsets, lengths, sinks, rings, recents
+    stored = tiles, first_tiles, packed, None, quantisation
+    table = HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored)
+    scoring = Scoring(head_dim**-0.5)
 
     def step() -> torch.Tensor:
-        kv_append.flush(keys, values, offsets, sinks, rings, confirmed, **stored)
-        return kv_decode.decode(query, keys, values, *layout, **stored)
+        flush(table, confirmed)
+        return decode(query, table, lengths, scoring)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -119,4 +123,4 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
         packed[0, 0] = before
         graph.replay()
         assert packed.tolist() == [[after, 0]]
-        cases.check(out, kv_decode.decode_reference, [query, keys, values], *layout, **stored)
+        cases.check_decoded(out, query, table, lengths, scoring)

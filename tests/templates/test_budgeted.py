@@ -13,6 +13,7 @@ from kvsurgery.templates import kv_heads
 from kvsurgery.templates.kv_budget import attention_received, most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
+from kvsurgery.templates.kv_torch import Scoring
 from tests.families import largest, tokens
 from tests.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import left_padded, logits
@@ -254,7 +255,7 @@ def test_attention_that_columns_receive(elements, softcap, monkeypatch):
     monkeypatch.setattr(kv_heads, "BLOCK", elements)
     torch.manual_seed(0)
     query, keys, pads = torch.randn(3, 6, WINDOW, 8), torch.randn(3, 2, 21, 8), [0, 5, 17]
-    found = attention_received(query, keys, torch.tensor(pads)[:, None, None], 0.4, softcap)
+    found = attention_received(query, keys, torch.tensor(pads)[:, None, None], Scoring(0.4, softcap))
     for row, pad in enumerate(pads):
         scores = query[row].double() @ keys[row].double().repeat_interleave(3, 0).mT * 0.4
         if softcap is not None:

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from kvsurgery.templates import kv_attention, kv_cuda, kv_graph
-from kvsurgery.templates.kv_append import append_reference, flush_reference
-from kvsurgery.templates.kv_decode import decode_reference
 from tests.emitted import LOSSLESS, emitted
 from tests.families import largest, tokens
+from tests.kernel_reference import append_reference, decode_reference, flush_reference
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
 
@@ -70,8 +69,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
-        monkeypatch.setattr(kv_cuda.kv_append, "append", kernel(append_reference))
-        monkeypatch.setattr(kv_cuda.kv_append, "flush", kernel(flush_reference))
+        monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
+        monkeypatch.setattr(kv_cuda.kv_store, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
         # only decode steps are looked at
         for name in ("causal", "streaming_from_start", "compact"):
@@ -111,7 +110,7 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
 
     # the cache goes on without the graph, and a copy has none
     again = copy.deepcopy(found.past_key_values)
-    assert again.graph.graph is None
+    assert again.graph is None
     later = torch.cat([found.sequences, tokens(2, 3, seed=1)], 1)
     options |= {"attention_mask": torch.cat([mask, torch.ones(2, later.shape[1] - 250, dtype=torch.long)], 1)}
     ends = [model.generate(later, **options, past_key_values=cache) for cache in (found.past_key_values, again)]

@@ -12,9 +12,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda
-from kvsurgery.templates.kv_kernels import _softmax
+from kvsurgery.templates.kv_torch import Scoring
 from tests.emitted import BUDGETED, LOSSLESS, WINDOWS, emitted, in_parts
 from tests.families import largest, tokens
+from tests.kernel_reference import softmax
 
 
 @pytest.fixture
@@ -25,9 +26,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
 
     def turn_on() -> list[int]:
         monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
-        monkeypatch.setattr(
-            kv_cuda.kv_decode, "decode", lambda *args, **tiles: calls.append(1) or decode(*args, **tiles, programs=5)
-        )
+        monkeypatch.setattr(kv_cuda.kv_decode, "decode", lambda *args: calls.append(1) or decode(*args, programs=5))
         return calls
 
     return turn_on
@@ -132,10 +131,8 @@ def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantisation:
         mask[1, :250] = mask[2, :299] = 0
     expected = in_parts(model, ids, mask, sizes, prompt)
     kernels()
-    compact = kv_cuda.kv_compact.compact
-    monkeypatch.setattr(
-        kv_cuda.kv_compact, "compact", lambda *args, **tiles: launched.append(1) or compact(*args, **tiles)
-    )
+    compact = kv_cuda.kv_store.compact
+    monkeypatch.setattr(kv_cuda.kv_store, "compact", lambda *args: launched.append(1) or compact(*args))
     found = in_parts(model, ids, mask, sizes, prompt)
     assert len(launched) == 2
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
@@ -147,7 +144,7 @@ def flash_attention(query, keys, values, softmax_scale, causal, softcap=0.0):
     query, keys, values = (states.transpose(1, 2) for states in (query, keys, values))
     keys, values = (states.repeat_interleave(query.shape[1] // keys.shape[1], 1) for states in (keys, values))
     allowed = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - query.shape[2])
-    return _softmax(query, keys, values, allowed, softmax_scale, softcap or None).transpose(1, 2)
+    return softmax(query, keys, values, allowed, Scoring(softmax_scale, softcap or None)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("past", [0, 37])
@@ -156,17 +153,17 @@ def test_full_heads_get_the_same_whatever_is_fastest(past: int, softcap: float |
     torch.manual_seed(0)
     query = torch.randn(2, 4, 20, 16, dtype=torch.float16)
     keys, values = torch.randn(2, 2, 2, past + 20, 16, dtype=torch.float16)
-    options = {"scaling": 0.3, "softcap": softcap, "dropout": 0.0}
+    scoring = Scoring(0.3, softcap)
     launched = []
     prefill = kv_cuda.prefill
     monkeypatch.setattr(kv_cuda, "prefill", lambda *args, **options: launched.append(1) or prefill(*args, **options))
     exact = flash_attention(*(part.transpose(1, 2).double() for part in (query, keys, values)), 0.3, True, softcap)
-    found = [kv_cuda.causal(query, keys, values, 0, options)]  # SDPA, which has no soft cap
+    found = [kv_cuda.causal(query, keys, values, 0, scoring)]  # SDPA, which has no soft cap
     assert len(launched) == (softcap is not None)
-    found.append(kv_cuda.causal(query, keys, values, torch.zeros(2, dtype=torch.long), options))
+    found.append(kv_cuda.causal(query, keys, values, torch.zeros(2, dtype=torch.long), scoring))
     assert len(launched) == 1 + (softcap is not None)
     monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
-    found.append(kv_cuda.causal(query, keys, values, 0, options))
+    found.append(kv_cuda.causal(query, keys, values, 0, scoring))
     assert len(launched) == 1 + (softcap is not None)
     for output in found:
         assert largest(output.double() - exact.transpose(1, 2), exact) <= 2e-3

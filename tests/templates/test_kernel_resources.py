@@ -19,9 +19,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_append, kv_compact, kv_decode, kv_kernels, kv_prefill  # noqa: E402
+from kvsurgery.templates import kv_decode, kv_kernels, kv_store  # noqa: E402
+from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantisation  # noqa: E402
-from kvsurgery.templates.kv_quant import empty_tiles  # noqa: E402
+from kvsurgery.templates.kv_prefill import Span, Window, prefill  # noqa: E402
+from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
+from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 DECODE_BLOCKS = {80: 2, 90: 3}
@@ -98,10 +101,9 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
     states, token = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 1, head_dim, dtype=dtype)
     query = torch.zeros(batch, heads * group, head_dim, dtype=dtype)
-    kv_append.append(states, states, token, token, each, row, each, each)
-    kv_decode.decode(
-        query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8
-    )
+    table = HeadTable(states, states, each, each, each, each, row)
+    kv_store.append(table, row, token, token)
+    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
     assert decode.metadata.shared < kv_decode.PROGRAM_BYTES - 1024
@@ -135,11 +137,9 @@ def test_decode_of_tiles(
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
     states, packed = torch.zeros(batch, 4096, head_dim, dtype=dtype), row.int()
     query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantisation)
-    counts = each if windows else None
-    options = {"tiles": tiles, "packed": packed, "first_tiles": each, "quantisation": quantisation, "counts": counts}
-    kv_decode.decode(
-        query, states, states, each, row, each, each, each, softcap=30.0 if group == 1 else None, programs=8, **options
-    )
+    stored = tiles, each, packed, each if windows else None, quantisation
+    table = HeadTable(states, states, each, each, each, each, row, *stored)
+    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
     three = bits > 2 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES if three else kv_decode.WIDE_PROGRAM_BYTES) - 1024
@@ -147,7 +147,7 @@ def test_decode_of_tiles(
     loads = 2 + (8 // bits if scheme == "kivi" else size is None) + (size is None), 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * 5  # four ahead
     check(compiled["_combine_kernel"], tmp_path, 8)
-    kv_append.flush(states, states, each, each, each, row, tiles, packed, each, quantisation, counts)
+    kv_store.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1)
 
 
@@ -166,11 +166,11 @@ def test_compact(compiled: dict, quantisation, dtype: torch.dtype, head_dim: int
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states, kept = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 300, dtype=torch.int64)
     keys = torch.zeros(batch, prompt, heads, head_dim, dtype=dtype).transpose(1, 2)
-    options = {}
+    table = HeadTable(states, states, each, each, each, each, row)
     if quantisation:
-        options = {"tiles": empty_tiles(states, 64, quantisation), "packed": row, "first_tiles": each}
-        options["quantisation"] = quantisation
-    kv_compact.compact(states, states, keys, keys, kept, each, each, each, row, **options)
+        tiles = empty_tiles(states, 64, quantisation)
+        table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantisation=quantisation)
+    kv_store.compact(table, keys, keys, kept)
     check(compiled["_compact_kernel"], tmp_path, 1 if quantisation else 8)
 
 
@@ -208,19 +208,10 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
     if kind == "streaming":
         window = states[:, :, past - 255 :]
         sinks = states[:, :, :64], states[:, :, :64]
-        kv_prefill.prefill(query, window, window, past, padding, 64, 256, past - 255, sinks)
+        prefill(query, window, window, Span(past, padding, past - 255), Scoring(0.1), Window(64, 256, sinks))
     else:
-        kv_prefill.prefill(
-            query,
-            states,
-            states,
-            past,
-            padding,
-            first=None,
-            softcap=30.0,
-            limit=400 if group == 4 else None,
-            with_lse=True,
-        )
+        span = Span(past, padding, first=None, limit=400 if group == 4 else None)
+        prefill(query, states, states, span, Scoring(0.1, 30.0), with_lse=True)
     check(compiled["_prefill_kernel"], tmp_path, 1)
 
 
@@ -229,17 +220,18 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     """Triton takes an integer argument of 1 for a constant, which has other types than a variable."""
     one, row = torch.ones(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
     states, query = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
-    kv_append.append(states[0], states[0], query, query, one, row, one, one)
-    kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1)
-    quantisation = Quantisation(8)
-    tiles = empty_tiles(states[0], 1, quantisation)
-    options = {"tiles": tiles, "packed": row, "first_tiles": one, "quantisation": quantisation}
-    kv_decode.decode(query[0], states[0], states[0], one, row, one, one, one, programs=1, **options)
-    kv_append.flush(states[0], states[0], one, one, one, row, tiles, row, one, quantisation)
-    prompt = states[:, :, 1:]
-    kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row)
-    kv_compact.compact(states[0], states[0], prompt, prompt, row[None], one, one, one, row, **options)
-    kv_prefill.prefill(
-        query, states[:, :, 1:], states[:, :, 1:], past=1, sink=1, recent=1, first=1, sinks=(states, states)
+    table, quantisation, scoring = (
+        HeadTable(states[0], states[0], one, one, one, one, row),
+        Quantisation(8),
+        Scoring(1.0),
     )
+    tiles = empty_tiles(states[0], 1, quantisation)
+    packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantisation=quantisation)
+    prompt = states[:, :, 1:]
+    kv_store.append(table, row, query, query)
+    kv_store.flush(packed, row)
+    for each in (table, packed):
+        kv_decode.decode(query[0], each, row, scoring, programs=1)
+        kv_store.compact(each, prompt, prompt, row[None])
+    prefill(query, prompt, prompt, Span(1, first=1), scoring, Window(1, 1, (states, states)))
     assert len(compiled) == 6

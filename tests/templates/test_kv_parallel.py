@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.templates import kv_graph
+from kvsurgery.templates.kv_attention import full_heads_first, in_blocks, own_layout
+from kvsurgery.templates.kv_graph import split_over_devices
 from kvsurgery.templates.kv_layout import LayerLayout
-from kvsurgery.templates.kv_parallel import full_heads_first, in_blocks, own_layout, split_over_devices
 from tests.emitted import emitted
 
 EVEN = LayerLayout(((1, 1),) * 4, 3, 5)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from kvsurgery.decide.policy import Quantisation, Selection
 from kvsurgery.templates import kv_layout
-from kvsurgery.templates.kv_quant import dequantise, empty_tiles, quantise
+from kvsurgery.templates.kv_tiles import dequantise, empty_tiles, quantise
 from tests import emitted
 from tests.families import largest, make, tokens
 from tests.surgery import convert_folder
@@ -313,7 +313,7 @@ class TestAsTransformersAsksForIt:
     )
     def test_its_words(self, mixed, asked, expected):
         model = mixed("qwen3").model
-        found = module_of(model, "kv_model").requested_quantisation(asked, model.config)
+        found = module_of(model, "kv_generation").requested_quantisation(asked, model.config)
         assert vars(found) == vars(expected)
 
     @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def with_kv_cache(forward):
             and cache.columns.expected > inputs.shape[1] == 1
             and isinstance(self, KVSurgeryGeneration)
         ):
+            cache.graph = cache.graph or DecodeGraph()
             output = cache.graph.step(forward, self, given, cache)
             if output is not None:
                 return output

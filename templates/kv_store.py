@@ -1,18 +1,13 @@
-"""Tokens on their way into a cache: one per row into its slot of every head, and whole tiles from there into codes."""
+"""Kernels that write to a cache: a token per row, whole tiles of codes, and what budgeted heads keep of a prompt."""
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:  # transformers demands whatever is imported outside of a try
-    raise ImportError("the CUDA kernels of this checkpoint need triton") from error
-
-from .kv_kernels import TILE_TOKENS, _padded
-from .kv_layout import TILE, Quantisation
-from .kv_quant import Tiles, quantise
+from .kv_cache import HeadTable
+from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
+from .kv_layout import TILE
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantises at once
+MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP"  # of kernels that pack tiles
 
 
@@ -51,46 +46,27 @@ def _append_kernel(
         tl.store(v_ptr + at + d, new_v, d < D)
 
 
-def append(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    offsets: torch.Tensor,
-    positions: torch.Tensor,
-    sinks: torch.Tensor,
-    rings: torch.Tensor,
-) -> None:
+def append(table: HeadTable, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store one token per row in its slot of every head, in place. Where the position is negative, nothing is stored.
 
     Floor: a launch; what it moves is a few kilobytes per row.
 
     Args:
-        keys, values, offsets, sinks, rings: as `decode` takes them. There must be a slot for the position.
-        new_keys, new_values: [batch, heads, 1, head_dim], after RoPE.
-        positions: int [batch, heads], each head's own: tokens that it holds already.
+        positions: int [batch, heads], each head's own: tokens that it holds already. There must be a slot for it.
+        keys, values: [batch, heads, 1, head_dim], after RoPE.
     """
-    batch, heads, _, head_dim = new_keys.shape
-    assert keys.stride() == values.stride()
-    assert keys.stride(2) == new_keys.stride(3) == new_values.stride(3) == 1
+    assert keys.stride(3) == values.stride(3) == 1
     with torch.cuda.device_of(keys):
-        _append_kernel[(batch * heads,)](
-            *(keys, values, new_keys, new_values, offsets, positions, sinks, rings),
-            *(*keys.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2], *positions.stride(), heads),
-            D=head_dim,
-            DP=_padded(head_dim),
+        _append_kernel[(positions.shape[0] * positions.shape[1],)](
+            **_slots(table),
+            new_k_ptr=keys,
+            new_v_ptr=values,
+            position_ptr=positions,
+            **_strides(keys, "new_k_batch", "new_k_head"),
+            **_strides(values, "new_v_batch", "new_v_head"),
+            **_strides(positions, "position_batch", "position_head"),
             num_warps=1,
         )
-
-
-def append_reference(keys, values, new_keys, new_values, offsets, positions, sinks, rings):
-    """What `append` does, token by token."""
-    for row, of_heads in enumerate(positions.tolist()):
-        for head, (position, sink, ring) in enumerate(zip(of_heads, sinks.tolist(), rings.tolist(), strict=True)):
-            if position >= 0:
-                slot = position if position < sink else sink + (position - sink) % ring
-                keys[row, offsets[head] + slot] = new_keys[row, head, 0]
-                values[row, offsets[head] + slot] = new_values[row, head, 0]
 
 
 @triton.jit
@@ -228,65 +204,160 @@ def _flush_kernel(
         tl.store(own, packed + TILE_TOKENS)
 
 
-def flush(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    offsets: torch.Tensor,
-    sinks: torch.Tensor,
-    rings: torch.Tensor,
-    confirmed: torch.Tensor,
-    tiles: Tiles,
-    packed: torch.Tensor,
-    first_tiles: torch.Tensor,
-    quantisation: Quantisation,
-    counts: torch.Tensor | None = None,
-) -> None:
+def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
     """Pack the oldest whole tile of each head that has enough tokens beyond its residual, in place.
 
     A head with `residual` + `TILE` confirmed tokens after its sinks that are not packed, or more, gives its `TILE`
-    oldest ones to tile packed // `TILE`, as `kv_quant.quantise` makes it, and `packed` grows by as many. The ring keeps
+    oldest ones to tile packed // `TILE`, as `kv_tiles.quantise` makes it, and `packed` grows by as many. The ring keeps
     them until others take their slots.
 
     Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantisation.tile_bytes(head_dim)` to write for each
     tile, every `TILE` tokens of a head; else a launch.
 
     Args:
-        keys, values, offsets, sinks, rings, tiles, packed, first_tiles, quantisation, counts: as `decode` takes them.
         confirmed: int [batch, heads], tokens that are stored and will not be taken back.
     """
-    batch, heads, head_dim = len(keys), len(offsets), keys.shape[2]
-    assert keys.stride() == values.stride()
-    assert keys.stride(2) == 1
-    assert tiles.key_codes.stride() == tiles.value_codes.stride()
-    assert all(part[0].is_contiguous() for part in tiles)
-    strides = *(part.stride(0) for part in (tiles.key_codes, tiles.key_scales, tiles.value_scales)), *packed.stride()
-    with torch.cuda.device_of(keys):
-        _flush_kernel[(batch * heads,)](
-            *(keys, values, offsets, sinks, rings, confirmed, *tiles, packed, first_tiles, counts),
-            *(*keys.stride()[:2], *confirmed.stride(), *strides, heads, quantisation.residual + TILE),
-            D=head_dim,
-            DP=_padded(head_dim),
-            **_pack_options(head_dim, quantisation),
+    with torch.cuda.device_of(confirmed):
+        _flush_kernel[(confirmed.shape[0] * confirmed.shape[1],)](
+            **_slots(table),
+            **_tiles(table, torch.uint8),
+            **_pack_options(table),
+            count_ptr=table.counts,
+            confirmed_ptr=confirmed,
+            **_strides(confirmed, "confirmed_batch", "confirmed_head"),
+            least=table.quantisation.residual + TILE,
             num_warps=8,
         )
 
 
-def flush_reference(keys, values, offsets, sinks, rings, confirmed, tiles, packed, first_tiles, quantisation, counts):
-    """What `flush` does, head by head."""
-    for row, of_heads in enumerate((confirmed - sinks).tolist()):
-        for head, (first, ring, tokens) in enumerate(zip(first_tiles.tolist(), rings.tolist(), of_heads, strict=True)):
-            start = int(packed[row, head])
-            if first >= 0 and tokens - start >= quantisation.residual + TILE:
-                at = offsets[head] + sinks[head] + torch.arange(start, start + TILE, device=keys.device) % ring
-                made = quantise(keys[row, at], values[row, at], quantisation)
-                place = start // TILE if counts is None else start // TILE % int(counts[head])
-                for part, own in zip(tiles, made, strict=True):
-                    part[row, first + place] = own
-                packed[row, head] += TILE
+@triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
+def _compact_kernel(
+    k_ptr,  # [batch, slots of all heads, D]
+    v_ptr,
+    prompt_k_ptr,  # [batch, heads, columns, D]
+    prompt_v_ptr,
+    kept_ptr,  # [batch, heads, n]
+    offset_ptr,  # [heads]
+    sink_ptr,
+    ring_ptr,
+    skipped_ptr,  # [batch, heads]
+    k_codes_ptr,  # [batch, tiles, TILE, W]
+    k_scales_ptr,  # [batch, tiles, 2, K_ROWS, K_COLUMNS]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
+    kv_batch,
+    kv_slot,
+    prompt_k_batch,
+    prompt_k_head,
+    prompt_k_column,
+    prompt_v_batch,
+    prompt_v_head,
+    prompt_v_column,
+    kept_batch,
+    kept_head,
+    skipped_batch,
+    skipped_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
+    heads,
+    columns,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    K_COLUMNS: tl.constexpr,
+    K_N: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
+    V_N: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    GP: tl.constexpr,
+):
+    begin = tl.program_id(0) * TILE_TOKENS
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    tokens = columns - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head).to(tl.int32)
+    if begin >= tokens:
+        return
+    kept = kept_ptr + batch * kept_batch + head * kept_head + begin
+    k_from = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
+    v_from = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
+    to = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
+    for start in range(0, TILE_TOKENS, N):
+        position = begin + start + n
+        stays = (position < tokens) & ((position < sink) | (position >= tokens - ring))
+        column = tl.load(kept + start + n, stays, 0).to(tl.int64)[:, None]
+        slot = tl.where(position < sink, position, sink + (position - sink) % ring).to(tl.int64)[:, None]
+        there = stays[:, None] & (d < D)
+        k = tl.load(k_from + column * prompt_k_column + d, there)
+        v = tl.load(v_from + column * prompt_v_column + d, there)
+        tl.store(k_ptr + to + slot * kv_slot + d, k, there)
+        tl.store(v_ptr + to + slot * kv_slot + d, v, there)
+    if BITS is not None:
+        packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
+        if begin < packed:
+            tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
+            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
+            k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
+            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+            _pack(
+                *(k_from, k_codes_ptr + codes, k_scales, kept, ring, prompt_k_column),
+                *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, True),
+            )
+            _pack(
+                *(v_from, v_codes_ptr + codes, v_scales, kept, ring, prompt_v_column),
+                *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, True),
+            )
 
 
-def _pack_options(head_dim: int, quantisation: Quantisation) -> dict[str, int]:
+def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
+    """Store some columns of a prompt as each head's first tokens: slots and tiles of all rows and heads, in place.
+
+    A program has `TILE` tokens of a head; every head gets as many programs as `kept` is long. `kv_torch.compact` is the
+    reference.
+
+    Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantisation.tile_bytes`, over
+    the copy bandwidth; else a launch.
+
+    Args:
+        table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
+            keeps none. `packed` are its first tokens, which go into tiles.
+        keys, values: [batch, heads, columns, head_dim], in other memory.
+        kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
+    """
+    assert keys.stride(3) == values.stride(3) == kept.stride(2) == 1
+    slots, warps = _slots(table), 4 if table.tiles is None else 8
+    with torch.cuda.device_of(keys):
+        _compact_kernel[(triton.cdiv(kept.shape[2], TILE), keys.shape[0] * keys.shape[1])](
+            **slots,
+            **_tiles(table, torch.uint8),
+            **_pack_options(table),
+            prompt_k_ptr=keys,
+            prompt_v_ptr=values,
+            kept_ptr=kept,
+            skipped_ptr=table.skipped,
+            **_strides(keys, "prompt_k_batch", "prompt_k_head", "prompt_k_column"),
+            **_strides(values, "prompt_v_batch", "prompt_v_head", "prompt_v_column"),
+            **_strides(kept, "kept_batch", "kept_head"),
+            **_strides(table.skipped, "skipped_batch", "skipped_head"),
+            columns=keys.shape[2],
+            N=min(MOVE_BYTES * warps // (slots["DP"] * keys.element_size()), TILE),
+            num_warps=warps,
+        )
+
+
+def _pack_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel packs tiles: the groups that have scales, the tokens that it takes at once, and powers of two."""
+    if table.tiles is None:
+        return dict.fromkeys(PACK_OPTIONS)
+    head_dim, quantisation = table.keys.shape[2], table.quantisation
     key_groups, (_, columns) = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
     padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
     tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
