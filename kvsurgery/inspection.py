@@ -18,7 +18,7 @@ from kvsurgery.emit.provenance import PROVENANCE, Provenance
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import plan_moves
-from kvsurgery.templates.kv_layout import KVLayout, text_config
+from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 
 # what stands in the way of naming a family, though its dimensions are plain
@@ -185,11 +185,11 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
-    heads = tuple(_kinds(layer) for layer in layout.layers)
+    heads = tuple(layer.kinds for layer in layout.layers)
     facts = {
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
-        "streaming": sum(layer.streaming for layer in layout.layers if not layer.native),
-        "budgeted": sum(len(layer.budgets) for layer in layout.layers),
+        "streaming": layout.counts[STREAMING],
+        "budgeted": layout.counts[BUDGETED],
         "quantisation": layout.quantisation and asdict(layout.quantisation),
         "reform": reform and asdict(reform),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
@@ -214,14 +214,4 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         options=origin.options,
         tool=origin.tool,
         revertible=True,
-    )
-
-
-def _kinds(layer: Any) -> tuple[str | int, ...]:
-    """What each KV head of a `LayerLayout` is, in its order."""
-    budgets, streaming = iter(layer.budgets), "window" if layer.native else "streaming"
-    return tuple(
-        kind
-        for full, others in layer.blocks
-        for kind in (*["full"] * full, *(next(budgets, streaming) for _ in range(others)))
     )

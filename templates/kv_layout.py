@@ -3,10 +3,12 @@
 Nothing here needs torch: the tool that wrote this checkpoint and the model that runs it share this arithmetic.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 VERSION = 1
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
+# what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
+KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 TILE = 128  # tokens of a head that are quantised together
 
@@ -102,6 +104,8 @@ class LayerLayout:
     A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
     of the model's own is `native`: all its heads stream, with sink 0 and recent = window. A budgeted head keeps so many
     tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow.
+
+    `order` has the original model's KV head at each place; a converted checkpoint does not say, and there it is empty.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -111,6 +115,36 @@ class LayerLayout:
     budgets: tuple[int, ...] = ()
     selection: Selection | None = None
     quantisation: Quantisation | None = None
+    order: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What the heads are that are not full."""
+        return BUDGETED if self.selection else WINDOW if self.native else STREAMING
+
+    @property
+    def kinds(self) -> "tuple[str | int, ...]":
+        """What each head is, in order: its kind, or its budget in tokens."""
+        budgets = iter(self.budgets)
+        return tuple(
+            kind
+            for full, others in self.blocks
+            for kind in (*[FULL] * full, *(next(budgets, self.kind) for _ in range(others)))
+        )
+
+    @property
+    def section(self) -> dict:
+        """The layer's entry in the `kv_surgery` section."""
+        entry = {"blocks": [list(block) for block in self.blocks]}
+        if self.selection:
+            return {**entry, "budgets": list(self.budgets)}
+        entry |= {"sink": self.sink, "recent": self.recent}
+        return {**entry, "native": True} if self.native else entry
+
+    @property
+    def full_heads(self) -> tuple[int, ...]:
+        """The original's KV heads that keep every token, in order."""
+        return tuple(head for head, kind in zip(self.order, self.kinds, strict=True) if kind == FULL)
 
     @property
     def heads(self) -> int:
@@ -149,7 +183,9 @@ class LayerLayout:
         start = rank * size
         own = self.blocks[start : start + size]
         before, count = (sum(others for _, others in some) for some in (self.blocks[:start], own))
-        return replace(self, blocks=own, budgets=self.budgets[before : before + count])
+        first, heads = (sum(map(sum, some)) for some in (self.blocks[:start], own))
+        budgets, order = self.budgets[before : before + count], self.order[first : first + heads]
+        return replace(self, blocks=own, budgets=budgets, order=order)
 
     @property
     def quantised_window(self) -> bool:
@@ -247,6 +283,42 @@ class KVLayout:
             KVLayout(tuple(layer.part(rank, processes) for layer in self.layers), self.head_dim)
             for rank in range(processes)
         ]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Heads of each kind."""
+        result = dict.fromkeys(KINDS, 0)
+        for layer in self.layers:
+            result[FULL] += layer.full
+            result[layer.kind] += layer.heads - layer.full
+        return result
+
+    @property
+    def description(self) -> str:
+        """What the heads are that are not full, in a sentence without its end; empty where there are none."""
+        layers = [layer for layer in self.layers if layer.full < layer.heads and not layer.native]
+        if not layers:
+            return ""
+        kind, selection = layers[0].kind, layers[0].selection
+        if not selection:
+            return f"{kind} heads keep {layers[0].sink} sink tokens and the {layers[0].recent} most recent ones"
+        mean = sum(sum(layer.budgets) for layer in layers) / self.counts[kind]
+        return (
+            f"{kind} heads keep {mean:.0f} tokens of the prompt on average, chosen by the attention of its last "
+            f"{selection.window} tokens, and everything from those on"
+        )
+
+    @property
+    def section(self) -> dict:
+        """What `from_config` reads of the heads in the `kv_surgery` section."""
+        selection = next((layer.selection for layer in self.layers if layer.selection), None)
+        return {
+            "version": VERSION,
+            "head_dim": self.head_dim,
+            **({"selection": asdict(selection)} if selection else {}),
+            **({"quantisation": asdict(self.quantisation)} if self.quantisation else {}),
+            "layers": [layer.section for layer in self.layers],
+        }
 
     @property
     def quantisation(self) -> Quantisation | None:

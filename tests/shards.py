@@ -12,9 +12,10 @@ import numpy as np
 
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.convert.convert import Report, convert
-from kvsurgery.decide.policy import LayerPolicy, Policy
+from kvsurgery.decide.policy import Policy
 from kvsurgery.plan.surgery import plan_surgery
 from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 
 # bytes per element
 SIZES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
@@ -123,6 +124,7 @@ def convert_llama(
 ) -> Report:
     """Convert a checkpoint of `llama_checkpoint` with stand-ins for the emitted files."""
     checkpoint = Checkpoint.open(folder)
-    policy = Policy(tuple(LayerPolicy(tuple(order), 1, 2, 4) for order in orders), Recipe(), {"full_heads": 2})
+    layers = tuple(LayerLayout(((1, len(order) - 1),), 2, 4, order=tuple(order)) for order in orders)
+    policy = Policy(KVLayout(layers, 4), Recipe(), {"full_heads": 2})
     files = options.pop("files", FILES)
     return convert(checkpoint, plan_surgery(checkpoint, policy), out, files, **options)

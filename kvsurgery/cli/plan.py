@@ -39,8 +39,8 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
         "layers": [
             {
                 "full": layer.full,
-                "streaming": len(layer.order) - layer.full if layer.budgets is None else 0,
-                "budgets": list(layer.budgets or ()),
+                "streaming": layer.streaming,
+                "budgets": list(layer.budgets),
                 "window": layer.recent if layer.native else None,
             }
             for layer in policy.layers

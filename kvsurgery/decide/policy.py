@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,16 @@ from kvsurgery.decide.mask import best_heads, full_mask
 from kvsurgery.errors import PolicyError
 from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile
-from kvsurgery.templates.kv_layout import TILE, Quantisation, Selection
+from kvsurgery.templates.kv_layout import (
+    BUDGETED,
+    FULL,
+    STREAMING,
+    TILE,
+    KVLayout,
+    LayerLayout,
+    Quantisation,
+    Selection,
+)
 from kvsurgery.templates.kv_reform import Reform
 
 # far beyond any context, and sums of positions still fit 32 bits
@@ -26,83 +34,73 @@ MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
-class LayerPolicy:
-    """One layer: its KV heads in their order after surgery, full heads first.
-
-    Attributes:
-        order: source KV head at each place; inside a group the source's order.
-        full: how many of them keep every token; the others stream, or have a budget.
-        sink, recent: tokens that a streaming head of this layer sees.
-        native: the model's own sliding-window layer: streams with sink 0, not eligible, not counted.
-        budgets: of the prompt, the tokens that each of the others keeps; None where they stream.
-        blocks: for tensor parallelism, of each block how many heads are full and how many are not, block after block;
-            empty where all heads are one.
-    """
-
-    order: tuple[int, ...]
-    full: int
-    sink: int = 0
-    recent: int = 1
-    native: bool = False
-    budgets: tuple[int, ...] | None = None
-    blocks: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def full_heads(self) -> tuple[int, ...]:
-        """Source heads that keep every token, by place."""
-        places, blocks = iter(self.order), self.blocks or ((self.full, len(self.order) - self.full),)
-        return tuple(head for full, others in blocks for head in [*islice(places, full + others)][:full])
-
-
-@dataclass(frozen=True)
 class Policy:
-    """Layer policies, and the recipe that decided them. The mask is stored, never a threshold.
+    """What every KV head becomes, and the recipe that decided it. The mask is stored, never a threshold.
 
     Attributes:
+        layout: layers, with the order of their heads: full ones first, inside a group in the source's order.
         recipe: complete, without anything that makes no difference.
         options: the same as provenance records it, with the profile's method.
         rounded: how many more heads are full than the recipe asks for, so that blocks can be alike.
     """
 
-    layers: tuple[LayerPolicy, ...]
+    layout: KVLayout
     recipe: Recipe
     options: dict[str, Any]
-    selection: Selection | None = None
-    quantisation: Quantisation | None = None
     reform: Reform | None = None
     rounded: int = 0
+
+    @property
+    def layers(self) -> tuple[LayerLayout, ...]:
+        """Layers, with the order of their heads."""
+        return self.layout.layers
 
     @cached_property
     def hash(self) -> str:
         """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantised and long
         prompts are read."""
+        names = ("order", "full", "sink", "recent", "native")
         layers = [
-            {key: value for key, value in asdict(layer).items() if value or key != "blocks"} for layer in self.layers
+            {
+                **{name: getattr(layer, name) for name in names},
+                "budgets": layer.budgets if layer.selection else None,
+                **({"blocks": layer.blocks} if len(layer.blocks) > 1 else {}),
+            }
+            for layer in self.layers
         ]
         content = [layers, self.selection and asdict(self.selection)]
         content += [asdict(part) for part in (self.quantisation, self.reform) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
+    def selection(self) -> Selection | None:
+        """How budgeted heads select; None: the others stream."""
+        return next((layer.selection for layer in self.layers if layer.selection), None)
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How heads store all but their newest tokens; None: in the model's dtype."""
+        return self.layout.quantisation
+
+    @property
     def eligible(self) -> int:
         """KV heads in full-attention layers."""
-        return sum(len(layer.order) for layer in self.layers if not layer.native)
+        return self.full + self.streaming + self.budgeted
 
     @property
     def full(self) -> int:
-        """KV heads in full-attention layers that keep every token."""
-        return sum(layer.full for layer in self.layers if not layer.native)
+        """KV heads that keep every token."""
+        return self.layout.counts[FULL]
 
     @property
     def streaming(self) -> int:
         """KV heads in full-attention layers that stream."""
-        layers = (layer for layer in self.layers if not layer.native and layer.budgets is None)
-        return sum(len(layer.order) - layer.full for layer in layers)
+        return self.layout.counts[STREAMING]
 
     @property
     def budgeted(self) -> int:
         """KV heads that have a budget."""
-        return sum(len(layer.budgets or ()) for layer in self.layers)
+        return self.layout.counts[BUDGETED]
 
 
 def decide(profile: HeadProfile, windows: Sequence[int | None], recipe: Recipe = Recipe()) -> Policy:  # noqa: B008  (frozen)
@@ -133,30 +131,17 @@ def decide(profile: HeadProfile, windows: Sequence[int | None], recipe: Recipe =
     check_blocks(recipe.tp, profile.model.kv_heads)
     recipe = completed(recipe, profile)
     if profile.scores is None:
-        mask = asked = np.ones((len(windows), profile.model.kv_heads), bool)
+        scores = np.ones((len(windows), profile.model.kv_heads), np.float32)
+        mask = asked = scores > 0
     else:
         scores = kv_scores(profile, recipe.group_reduce)
         mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
         if recipe.tp > 1 and not recipe.tp_uneven:
             mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
-    budgets, sizes = None, ()
-    if recipe.rest == "streaming":
-        _check_streaming(recipe.sink, recipe.recent)
-        sizes = recipe.sink, recipe.recent
-    elif recipe.rest == "budgeted":
-        _check_selection(recipe.budget, recipe.selection)
-        budgets, others = np.zeros(scores.shape, dtype=np.int64), ~mask & eligible[:, None]
-        budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
-    policy = Policy(
-        with_native(_layers(mask, budgets, recipe.tp, *sizes), windows),
-        recipe,
-        _options(recipe, profile),
-        recipe.selection if recipe.rest == "budgeted" else None,
-        recipe.quantization,
-        rounded=0 if profile.scores is None else int(mask.sum() - asked.sum()),
-    )
-    _check_quantization(policy, profile.model.head_dim)
-    return policy
+    layers = _layers(mask, _budgets(mask, scores, eligible, recipe), recipe)
+    layout = KVLayout(with_native(layers, windows), profile.model.head_dim)
+    rounded = int(mask.sum() - asked.sum())
+    return Policy(_quantized(layout, recipe), recipe, _options(recipe, profile), rounded=rounded)
 
 
 def completed(recipe: Recipe, profile: HeadProfile) -> Recipe:
@@ -195,51 +180,62 @@ def _options(recipe: Recipe, profile: HeadProfile) -> dict[str, Any]:
     return {"method": profile.method, **stated}
 
 
-def _check_quantization(policy: Policy, head_dim: int) -> None:
-    """Raise PolicyError where a policy's heads cannot be quantized as it says."""
-    quantization = policy.quantisation
+def _quantized(layout: KVLayout, recipe: Recipe) -> KVLayout:
+    """The layout with the cache that a recipe asks for."""
+    quantization = recipe.quantization
     if quantization is None:
-        return
+        return layout
     try:
-        quantization.check(head_dim)
+        layout = layout.quantised(quantization)
     except ValueError as error:
         raise PolicyError(f"`kv_bits`: {error}") from error
     least = 2 * (quantization.residual + TILE)
-    windows = [layer.recent for layer in policy.layers if layer.native]
-    windows += [policy.recipe.recent] if policy.recipe.rest == "streaming" else []
+    windows = [layer.recent for layer in layout.layers if layer.native or recipe.rest == "streaming"]
     if quantization.streaming and windows and max(windows) < least:
         raise PolicyError(
             f"`kv_streaming` is for windows of at least {least} tokens, and the longest has {max(windows)}; leave it "
             "out"
         )
-    if not policy.full + policy.budgeted and not quantization.streaming:
+    if not layout.counts[FULL] + layout.counts[BUDGETED] and not quantization.streaming:
         raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
+    return layout
 
 
-def _layers(
-    full: np.ndarray, budgets: np.ndarray | None, blocks: int, sink: int = 0, recent: int = 1
-) -> list[LayerPolicy]:
+def _budgets(full: np.ndarray, scores: np.ndarray, eligible: np.ndarray, recipe: Recipe) -> np.ndarray | None:
+    """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
+    if recipe.rest != "budgeted":
+        return None
+    _check_selection(recipe.budget, recipe.selection)
+    budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & eligible[:, None]
+    budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
+    return budgets
+
+
+def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> list[LayerLayout]:
     """Layers of which these heads are full, bool [layers, kv_heads], and the others stream or keep so much."""
+    sizes, selection = (0, 1), None
+    if recipe.rest == "streaming":
+        _check_streaming(recipe.sink, recipe.recent)
+        sizes = recipe.sink, recipe.recent
+    elif recipe.rest == "budgeted":
+        selection = recipe.selection
     result = []
-    for layer, (order, counts) in enumerate(arrange(full, budgets, blocks)):
-        keep = None if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
-        own = counts if blocks > 1 else ()
-        result.append(LayerPolicy(order, int(full[layer].sum()), sink, recent, budgets=keep, blocks=own))
+    for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.tp)):
+        keep = () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
+        result.append(LayerLayout(blocks, *sizes, budgets=keep, selection=selection, order=order))
     return result
 
 
-def with_native(layers: Sequence[LayerPolicy], windows: Sequence[int | None]) -> tuple[LayerPolicy, ...]:
+def with_native(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> tuple[LayerLayout, ...]:
     """The layers, but for those with a sliding window of the model's own, which stay as they are."""
     return tuple(
-        layer if window is None else _native(len(layer.order), window, len(layer.blocks))
-        for layer, window in zip(layers, windows, strict=True)
+        layer if window is None else _native(layer, window) for layer, window in zip(layers, windows, strict=True)
     )
 
 
-def _native(heads: int, window: int, blocks: int) -> LayerPolicy:
-    return LayerPolicy(
-        tuple(range(heads)), 0, 0, window, native=True, blocks=((0, heads // blocks),) * blocks if blocks else ()
-    )
+def _native(layer: LayerLayout, window: int) -> LayerLayout:
+    blocks = tuple((0, full + others) for full, others in layer.blocks)
+    return LayerLayout(blocks, 0, window, native=True, order=tuple(range(layer.heads)))
 
 
 def _check_streaming(sink: int, recent: int) -> None:

@@ -116,15 +116,8 @@ def _code_table(code: Mapping[str, bytes]) -> str:
 
 def _others(policy: Policy) -> str:
     """What the heads that are not full keep, as the end of a sentence."""
-    options = policy.options
-    if policy.streaming:
-        return f", **streaming heads** keep {options['sink']} sink tokens and the {options['recent']} most recent ones"
-    if not policy.budgeted:
-        return "; here, every head is one"
-    return (
-        f", **budgeted heads** keep {options['budget']} tokens of the prompt on average, chosen by the attention of "
-        f"its last {options['window']} tokens, and everything from those on"
-    )
+    kind, heads, keep = policy.layout.description.partition(" heads ")
+    return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; here, every head is one"
 
 
 def _quantised(quantisation: Any | None) -> str:

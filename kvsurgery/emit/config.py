@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery.decide.policy import LayerPolicy, Policy
+from kvsurgery.decide.policy import Policy
 from kvsurgery.errors import CheckpointError
 from kvsurgery.plan.family import Family
-from kvsurgery.templates.kv_layout import VERSION, text_config
+from kvsurgery.templates.kv_layout import text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
@@ -39,14 +39,10 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     text["num_attention_heads"] = model.query_heads
     text["num_key_value_heads"] = model.kv_heads
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
-    result["kv_surgery"] = {
-        "version": VERSION,
-        "head_dim": model.head_dim,
-        **({"selection": asdict(policy.selection)} if policy.selection else {}),
-        **({"quantisation": asdict(policy.quantisation)} if policy.quantisation else {}),
-        **({"reform": asdict(policy.reform)} if policy.reform else {}),
-        "layers": [_layer(layer) for layer in policy.layers],
-    }
+    section = policy.layout.section
+    layers = section.pop("layers")
+    reform = {"reform": asdict(policy.reform)} if policy.reform else {}
+    result["kv_surgery"] = {**section, **reform, "layers": layers}
     return result
 
 
@@ -70,15 +66,6 @@ def _hub_code(part: Any, prefix: str = "") -> Iterator[tuple[dict[str, Any], str
 def auto_class(config: Mapping[str, Any]) -> str:
     """The auto class of transformers that loads a converted checkpoint with its output layer."""
     return [*config["auto_map"]][-1]
-
-
-def _layer(layer: LayerPolicy) -> dict[str, Any]:
-    blocks = layer.blocks or ((layer.full, len(layer.order) - layer.full),)
-    entry: dict[str, Any] = {"blocks": [list(block) for block in blocks]}
-    if layer.budgets is not None:
-        return {**entry, "budgets": list(layer.budgets)}
-    entry |= {"sink": layer.sink, "recent": layer.recent}
-    return {**entry, "native": True} if layer.native else entry
 
 
 def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:

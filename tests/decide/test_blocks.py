@@ -64,7 +64,7 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
     assert policy == decide(made, windows, Recipe(**options))
     for layer, window in zip(policy.layers, windows, strict=True):
         assert sorted(layer.order) == list(range(made.model.kv_heads))
-        own = layer.blocks or ((layer.full, len(layer.order) - layer.full),)
+        own = layer.blocks
         assert [sum(block) for block in own] == [made.model.kv_heads // blocks] * blocks
         assert sum(full for full, _ in own) == layer.full == len(layer.full_heads)
         assert len({full for full, _ in own}) <= (2 if uneven else 1)
@@ -113,7 +113,7 @@ def test_one_block_is_the_ordinary_policy(case):
     policy = decide(made, windows, Recipe(sparsity=0.5))
     assert policy == decide(made, windows, Recipe(sparsity=0.5, tp=1))
     assert "tp" not in policy.options
-    assert all(layer.blocks == () for layer in policy.layers)
+    assert all(len(layer.blocks) == 1 for layer in policy.layers)
 
 
 @given(

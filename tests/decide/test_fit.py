@@ -93,7 +93,7 @@ def share(profile, windows, policy, demand):
             whole += of_heads[head]
             if head in layer.full_heads:
                 part = fidelity
-            elif layer.budgets is None:
+            elif layer.kind == "streaming":
                 how = policy.quantisation
                 quantised = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
                 part = min(layer.sink + layer.recent, context) / context * (fidelity if quantised else 1)

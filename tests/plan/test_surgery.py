@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.decide.policy import LayerPolicy, Policy
+from kvsurgery.decide.policy import Policy
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import Columns, Move, Run, SurgeryPlan, plan_moves, plan_surgery
 from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from tests.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
 
 IDENTITY = (0, 1, 2)
 
 
 def policy(*orders: tuple[int, ...]) -> Policy:
-    return Policy(tuple(LayerPolicy(order, 1, 2, 4) for order in orders), Recipe(), {})
+    layers = tuple(LayerLayout(((1, len(order) - 1),), 2, 4, order=order) for order in orders)
+    return Policy(KVLayout(layers, 4), Recipe(), {})
 
 
 def plan_of(folder: Path, *orders: tuple[int, ...]) -> SurgeryPlan:
