@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvsurgery import console
-from kvsurgery.convert.convert import convert
+from kvsurgery.conversion.convert import convert
 from kvsurgery.operation import Operation
 from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile

@@ -38,7 +38,7 @@ from transformers.utils import logging
 from kvsurgery import console
 from kvsurgery.bench.caches import STEP, cache_bytes, unusable
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.convert.convert import convert
+from kvsurgery.conversion.convert import convert
 from kvsurgery.decide.policy import Quantisation
 from kvsurgery.operation import Operation
 from kvsurgery.plan.family import Family

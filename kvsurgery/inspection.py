@@ -99,6 +99,24 @@ class Facts:
         return {**asdict(self), "supported": self.problem is None}
 
 
+def inspect(source: str | Path, revision: str | None = None) -> Facts:
+    """Say what a checkpoint is, a folder or a Hub id, of which only headers are downloaded.
+
+    Raises:
+        CheckpointError: it is malformed, or neither a folder nor a Hub id.
+        HubError: the Hub cannot be reached, or refuses.
+    """
+    name = str(source)
+    if Path(source).is_dir():
+        return inspect_checkpoint(Path(source), name)
+    from kvsurgery import hub
+
+    if not hub.is_repo_id(name):
+        raise CheckpointError(f"{name} is not a folder, and no name that a model on the Hub can have")
+    with hub.headers(name, revision) as remote:
+        return inspect_checkpoint(remote.folder, name, remote.commit)
+
+
 def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> Facts:
     """Look at a checkpoint folder, or at the stand-in that `hub.headers` makes of a remote one.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.convert.convert import Report, convert
+from kvsurgery.conversion.convert import Report, convert
 from kvsurgery.decide.policy import Policy
 from kvsurgery.plan.surgery import plan_surgery
 from kvsurgery.recipe import Recipe

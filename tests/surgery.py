@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.convert.convert import convert
+from kvsurgery.conversion.convert import convert
 from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
 from kvsurgery.operation import Operation

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsurgery.convert.engine import move_bytes
+from kvsurgery.conversion.engine import move_bytes
 from kvsurgery.operation import Operation
 from kvsurgery.score.profile import HeadProfile
 from tests.command import done

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from budgets import HERE, load_task
 
 from kvsurgery import __version__
-from kvsurgery.convert.convert import convert
+from kvsurgery.conversion.convert import convert
 from kvsurgery.operation import Operation
 from kvsurgery.recipe import Recipe
 from kvsurgery.score.profile import HeadProfile

@@ -148,8 +148,8 @@ def _save(operation: Operation, path: Path | None) -> None:
 
 def _convert(operation: Operation, out: Path, jobs: int | None, remote: Streamed | None = None) -> dict[str, Any]:
     from kvsurgery import console
-    from kvsurgery.convert.convert import convert
-    from kvsurgery.convert.engine import JOBS
+    from kvsurgery.conversion.convert import convert
+    from kvsurgery.conversion.engine import JOBS
     from kvsurgery.errors import Interrupted
     from kvsurgery.memory import peak_memory
 

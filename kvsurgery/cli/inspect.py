@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,19 +28,9 @@ def inspect(source: str, revision: str | None, as_json: bool) -> None:
     kvsurgery inspect ./llama3-duo
     kvsurgery inspect meta-llama/Llama-3.1-8B-Instruct --json
     """
-    from kvsurgery.errors import CheckpointError
-    from kvsurgery.inspection import inspect_checkpoint
+    from kvsurgery.inspection import inspect
 
-    folder = Path(source)
-    if folder.is_dir():
-        facts = inspect_checkpoint(folder, source)
-    else:
-        from kvsurgery import hub
-
-        if not hub.is_repo_id(source):
-            raise CheckpointError(f"{source} is not a folder, and no name that a model on the Hub can have")
-        with hub.headers(source, revision) as remote:
-            facts = inspect_checkpoint(remote.folder, source, remote.commit)
+    facts = inspect(source, revision)
     if as_json:
         click.echo(json.dumps(facts.to_json(), indent=2))
     else:

@@ -31,8 +31,8 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     kvsurgery push ./llama3-duo you/llama3-duo --report report/
     """
     from kvsurgery import console, hub
+    from kvsurgery.conversion.verify import verify
     from kvsurgery.emit.provenance import Provenance
-    from kvsurgery.verify import verify
 
     Provenance.read(folder)
     beside = {}

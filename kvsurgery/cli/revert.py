@@ -28,9 +28,9 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     kvsurgery revert ./llama3-duo --out ./llama3
     """
     from kvsurgery import console
-    from kvsurgery.convert.engine import JOBS
+    from kvsurgery.conversion.engine import JOBS
+    from kvsurgery.conversion.revert import revert
     from kvsurgery.errors import Interrupted
-    from kvsurgery.revert import revert
 
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     try:

@@ -42,8 +42,8 @@ def verify(
     kvsurgery verify ./llama3-duo --hashes
     """
     from kvsurgery import console
-    from kvsurgery.convert.engine import JOBS
-    from kvsurgery.verify import verify
+    from kvsurgery.conversion.engine import JOBS
+    from kvsurgery.conversion.verify import verify
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--dtype goes with --logits; add that, or leave it out")

@@ -17,7 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvsurgery.convert.journal import JOURNAL, PART
+from kvsurgery.conversion.journal import JOURNAL, PART
 from kvsurgery.errors import CheckpointError
 
 PROVENANCE = "kvsurgery.json"

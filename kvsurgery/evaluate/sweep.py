@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvsurgery.convert.convert import convert
-from kvsurgery.convert.output import check_space
+from kvsurgery.conversion.convert import convert
+from kvsurgery.conversion.output import check_space
 from kvsurgery.decide.footprint import Footprint
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from kvsurgery.convert import engine
+from kvsurgery.conversion import engine
 from kvsurgery.score.profile import HeadProfile
 from tests.command import CONVERT, HEAVY, MODEL, PROFILE, SCORES, done, refused, run
 from tests.families import largest, make, tokens
@@ -28,7 +28,7 @@ CHILD = """
 import os, signal, sys
 from kvsurgery.cli import main
 if shards := int(sys.argv.pop(1)):
-    from kvsurgery.convert.journal import Journal
+    from kvsurgery.conversion.journal import Journal
     record = Journal.record
     def record_and_die(journal, *arguments):
         record(journal, *arguments)

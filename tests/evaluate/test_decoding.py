@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvsurgery.convert.convert import convert
+from kvsurgery.conversion.convert import convert
 from kvsurgery.decide.policy import Selection
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST, answers, mean_nll

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvsurgery.conversion.verify import verify
 from kvsurgery.emit.provenance import Provenance
 from kvsurgery.errors import CheckpointError, Mismatch
-from kvsurgery.verify import verify
 from tests.families import EVERY
 from tests.shards import convert_llama, llama_checkpoint, tree
 

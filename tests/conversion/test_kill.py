@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsurgery.revert import revert
+from kvsurgery.conversion.revert import revert
 from tests.shards import convert_llama, llama_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_killed_anywhere_and_repeated(tmp_path: Path) -> None:
 def kills(how: str, start: Path, end: Path, stride: int) -> int:
     work = end.with_name(f"{how}-work")
     work.mkdir()
-    command = [sys.executable, "-m", "tests.convert.killing", how, str(start), str(work), str(end), str(stride)]
+    command = [sys.executable, "-m", "tests.conversion.killing", how, str(start), str(work), str(end), str(stride)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return int(result.stdout)

@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard
 from kvsurgery.console import size as readable
-from kvsurgery.convert.engine import JOBS, move_bytes
-from kvsurgery.convert.journal import JOURNAL, PART, Journal
-from kvsurgery.convert.sidefiles import chunks
+from kvsurgery.conversion.engine import JOBS, move_bytes
+from kvsurgery.conversion.journal import JOURNAL, PART, Journal
+from kvsurgery.conversion.sidefiles import chunks
 from kvsurgery.errors import Mismatch, OutputError
 from kvsurgery.files import check_folder
 from kvsurgery.plan.surgery import Move

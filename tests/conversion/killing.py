@@ -1,7 +1,7 @@
 """Run a conversion, or its way back, that gets killed at its n-th system call; a program, since forks want no threads.
 
-    python -m tests.convert.killing convert SOURCE WORK EXPECTED STRIDE
-    python -m tests.convert.killing revert CONVERTED WORK EXPECTED STRIDE
+    python -m tests.conversion.killing convert SOURCE WORK EXPECTED STRIDE
+    python -m tests.conversion.killing revert CONVERTED WORK EXPECTED STRIDE
 
 For every n, or every STRIDE-th, it kills one run with SIGKILL, repeats the command, and compares the result with
 EXPECTED. Prints how many runs it killed; the exit code is not 0 for the first difference.
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.convert.journal import JOURNAL
-from kvsurgery.revert import revert
+from kvsurgery.conversion.journal import JOURNAL
+from kvsurgery.conversion.revert import revert
 from tests.shards import convert_llama, tree
 
 CALLS = ("fsync", "ftruncate", "mkdir", "open", "pwrite", "replace", "unlink")

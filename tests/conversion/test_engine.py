@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.convert import engine
-from kvsurgery.convert.engine import move_bytes
+from kvsurgery.conversion import engine
+from kvsurgery.conversion.engine import move_bytes
 from kvsurgery.errors import CheckpointError, Mismatch
 from kvsurgery.plan.family import Family
 from kvsurgery.plan.surgery import plan_moves, unmoved

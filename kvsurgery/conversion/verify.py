@@ -10,9 +10,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.convert.converted import Converted, open_converted
-from kvsurgery.convert.engine import JOBS, move_bytes
-from kvsurgery.convert.sidefiles import chunks, walk
+from kvsurgery.conversion.converted import Converted, open_converted
+from kvsurgery.conversion.engine import JOBS, move_bytes
+from kvsurgery.conversion.sidefiles import chunks, walk
 from kvsurgery.emit.card import code_hashes
 from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
 from kvsurgery.errors import Mismatch

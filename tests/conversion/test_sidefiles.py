@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsurgery.convert.sidefiles import MAX_KEPT_BYTES, side_files
+from kvsurgery.conversion.sidefiles import MAX_KEPT_BYTES, side_files
 
 
 def files(folder: Path, *names: str) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import CheckpointError, Mismatch, OutputError
-from kvsurgery.revert import revert
 from tests.families import EVERY, make
 from tests.shards import convert_llama, llama_checkpoint, tree
 from tests.surgery import convert_folder

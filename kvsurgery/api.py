@@ -1,0 +1,48 @@
+"""Converting from Python, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvsurgery.conversion.convert import Report
+from kvsurgery.conversion.convert import convert as write
+from kvsurgery.conversion.engine import JOBS
+from kvsurgery.recipe import Recipe
+from kvsurgery.request import Request
+from kvsurgery.score.profile import HeadProfile
+
+
+def convert(
+    source: str | Path | None,
+    out: str | Path,
+    profile: HeadProfile | str | Path | None = None,
+    recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
+    *,
+    revision: str | None = None,
+    jobs: int = JOBS,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Convert a checkpoint according to a head profile. A run that was interrupted goes on when it is repeated.
+
+    Args:
+        source: a folder, or a Hub id, which is downloaded; None: the model that the profile was measured on.
+        out: the folder to fill.
+        profile: a head profile or its file, in place of those that the recipe names.
+        recipe: everything else that decides the conversion.
+        revision: branch, tag or commit of a Hub id.
+        jobs: threads.
+        progress: called with weight bytes done, from any thread.
+
+    Raises:
+        PolicyError: the recipe cannot be followed with this model and profile.
+        ProfileError: a profile cannot be read, is of another model, or there is none.
+        CheckpointError, UnsupportedModel: the source is malformed, or surgery does not cover it.
+        OutputError: `out` cannot be used or written, or holds something else.
+        HubError: the Hub cannot be reached, or refuses.
+    """
+    if profile is not None and not isinstance(profile, HeadProfile):
+        profile = HeadProfile.load(profile)
+    request = Request.of(source, revision, recipe, [] if profile is None else [profile])
+    operation = request.prepare()
+    return write(operation.checkpoint, operation.plan, out, operation.files, jobs=jobs, progress=progress)
