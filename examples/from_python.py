@@ -9,6 +9,7 @@ from pathlib import Path
 from kvsurgery import HeadProfile, Recipe, convert, inspect, revert, verify
 
 here, folder = Path(__file__).parent / "tiny-recall", Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
 
 profile = HeadProfile.load(here / "profile.safetensors")
 recipe = Recipe(sparsity=0.5, sink=4, recent=32, kv_bits=8)

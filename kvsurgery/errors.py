@@ -24,7 +24,7 @@ class TextError(KVSurgeryError):
 
 
 class PolicyError(KVSurgeryError):
-    """A recipe cannot give a policy for this model. Its message names the recipe's fields in backticks."""
+    """A recipe cannot give a policy for this model. Its message names fields of the recipe in backticks."""
 
 
 class RecipeError(PolicyError):

@@ -1,4 +1,4 @@
-"""The pictures that `--plot` and reports show: as files, and as SVG inside a page."""
+"""The pictures that commands and reports show: as files, and as SVG inside a page."""
 
 from __future__ import annotations
 

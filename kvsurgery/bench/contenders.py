@@ -116,7 +116,7 @@ def load_models(
     needed, free = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
     if needed > free:
         once = source and not several
-        hint = "; leave --source out: the original is then measured over the same weights" if once else ""
+        hint = "; leave the source out: the original is then measured over the same weights" if once else ""
         raise KVSurgeryError(
             f"weights take {console.size(needed)}, {console.size(free)} are free on {device.type}{hint}"
         )

@@ -10,7 +10,7 @@ import sys
 import click
 
 from kvsurgery import __version__
-from kvsurgery.errors import KVSurgeryError, PolicyError, RecipeError
+from kvsurgery.errors import KVSurgeryError, RecipeError
 
 # name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
@@ -96,8 +96,8 @@ def _flush_stdout() -> None:
 
 
 def _line(error: Exception) -> str:
-    """An error in the words of the command line: what it says of a recipe's fields is said of options."""
-    if not isinstance(error, PolicyError) or isinstance(error, RecipeError):
+    """An error in the words of the command line: options in place of fields."""
+    if not isinstance(error, KVSurgeryError) or isinstance(error, RecipeError):
         return str(error)
     from kvsurgery.cli.recipe_options import in_flags
 

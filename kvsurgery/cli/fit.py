@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import HEADS, Grouped, Size, Tokens, in_group
+from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
 from kvsurgery.cli.recipe_options import flags_of, profile_option, recipe_of, recipe_options, save_recipe_option
 from kvsurgery.cli.running import revision_option
 from kvsurgery.recipe import Demand
@@ -25,27 +25,30 @@ ROWS = 12
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
 @revision_option
-@click.option(
-    "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
-)
-@click.option(
-    "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
-)
-@click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time.")
-@click.option(
-    "--new-tokens",
-    type=Tokens(),
-    default=0,
-    show_default=True,
-    help="How many tokens of the context are generated: budgeted heads keep all of these.",
-)
-@click.option(
-    "--chunk",
-    type=Tokens(),
-    default=2048,
-    show_default=True,
-    help="Tokens of a prompt that go through at a time: the prefill_chunk_size that `generate` is called with. With "
-    "budgeted heads, the whole prompt where that takes less.",
+@in_group(
+    CACHE,
+    click.option(
+        "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
+    ),
+    click.option(
+        "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
+    ),
+    click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time."),
+    click.option(
+        "--new-tokens",
+        type=Tokens(),
+        default=0,
+        show_default=True,
+        help="How many tokens of the context are generated: budgeted heads keep all of these.",
+    ),
+    click.option(
+        "--chunk",
+        type=Tokens(),
+        default=2048,
+        show_default=True,
+        help="Tokens of a prompt that go through at a time: the prefill_chunk_size that `generate` is called with. "
+        "With budgeted heads, the whole prompt where that takes less.",
+    ),
 )
 @recipe_options
 @save_recipe_option

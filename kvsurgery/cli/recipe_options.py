@@ -219,9 +219,11 @@ def flags_of(recipe: Recipe) -> list[str]:
 
 
 def in_flags(message: str) -> str:
-    """An error's message with options in place of a recipe's fields in backticks."""
+    """An error's message with options in place of fields in backticks, a recipe's and an evaluation's."""
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
-    known = {name: _flag(name) for name in names} | {"reform": "--reform-*"}
+    names += ["lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "dtype"]
+    known = {name: _flag(name) for name in names}
+    known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
     known |= {f"reform.{name}": _flag(f"reform-{name}") for name in REFORM}
     return re.sub(r"`([a-z_.]+)`", lambda match: known.get(match[1], match[0]), message)

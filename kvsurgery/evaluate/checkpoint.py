@@ -74,7 +74,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         if tp not in counts:
             raise CheckpointError(
                 f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
-                f"as many, or convert it with --tp {tp}"
+                f"as many, or convert it with `tp` {tp}"
             )
     name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
@@ -87,7 +87,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
     except torch.OutOfMemoryError as error:
-        raise CheckpointError(f"the weights of {folder} do not fit on {device}; try --dtype bfloat16") from error
+        raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
     stated = model.generation_config
     ends = stated.eos_token_id if isinstance(stated.eos_token_id, list) else [stated.eos_token_id]
     ends = [token for token in ends if token is not None]

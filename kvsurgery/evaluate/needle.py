@@ -67,7 +67,7 @@ class NeedleTask:
 
     def _grid(self, reader: Reader, name: str) -> _Grid:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise TextError(f"--depths lie in [0, 1], got {', '.join(map(str, self.depths))}")
+            raise TextError(f"`depths` lie in [0, 1], got {', '.join(map(str, self.depths))}")
         lengths = self.lengths or default_lengths(reader.max_context)
         needles = read_set(name)
         prompts = tuple(Prompt.of(needle, reader.tokenizer) for needle in needles)
@@ -75,7 +75,7 @@ class NeedleTask:
             if length - prompt.overhead < len(prompt.needle):
                 raise TextError(
                     f"a prompt of {length} tokens has no text around a needle and its question, which take "
-                    f"{prompt.overhead} tokens; give longer --lengths"
+                    f"{prompt.overhead} tokens; give longer `lengths`"
                 )
         haystack = Haystack.read(self.text, reader.tokenizer, max(lengths), reader.seed)
         return _Grid(reader, lengths, needles, prompts, haystack)

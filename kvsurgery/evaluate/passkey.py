@@ -88,7 +88,7 @@ class PasskeyTask:
         if min(rooms) < 0:
             raise TextError(
                 f"{self.count} passkeys of {self.size} tokens take {-min(rooms)} tokens more than a prompt of "
-                f"{length} has; give longer --lengths, or fewer or shorter passkeys"
+                f"{length} has; give longer `lengths`, or fewer or shorter passkeys"
             )
         text, depths = haystack.piece(rng, max(rooms)), np.sort(rng.integers(0, min(rooms) + 1, self.count))
         for place, (key, room) in enumerate(zip(keys, rooms, strict=True)):
@@ -108,9 +108,9 @@ class PasskeyTask:
         if self.hidden is not None or self.asked is not None:
             hidden, asked = self.hidden or WORDS[0], self.asked or WORDS[1]
             if hidden.count(KEY) != 1 or asked.count(CUE) > 1 or KEY in asked or CUE in hidden:
-                raise TextError(f"--passkey-hidden has {KEY} once, and --passkey-asked may have {CUE} once")
+                raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
             if CUE in asked and not asked.endswith(CUE):
-                raise TextError(f"--passkey-asked ends in {CUE}, since the answer goes on from there")
+                raise TextError(f"`asked` ends in {CUE}, since the answer goes on from there")
             return _Words.of(tokenizer, self.count, "", hidden, asked)
         try:
             return _Words.of(tokenizer, self.count, OPENING, *WORDS)
@@ -147,7 +147,7 @@ class _Words:
             if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
                 raise TextError(
                     f"the tokenizer does not know all words of {words.strip()!r}; give words that it knows "
-                    "(--passkey-hidden, --passkey-asked)"
+                    "(`hidden`, `asked`)"
                 )
             return ids
 

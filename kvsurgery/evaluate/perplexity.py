@@ -49,7 +49,7 @@ class PerplexityTask:
         if min(lengths) <= self.continuation + len(start):
             raise TextError(
                 f"a piece of {min(lengths)} tokens has none before the {self.continuation} that are measured; "
-                "give longer --lengths, or a shorter --continuation"
+                "give longer `lengths`, or a shorter `continuation`"
             )
         longest = max(lengths)
         needed = longest * (TEXTS if self.text is None else 1)

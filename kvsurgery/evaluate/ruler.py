@@ -70,7 +70,7 @@ class RulerTask:
     @property
     def left_out(self) -> Mapping[str, str]:
         """Tasks that cannot be made, and why; those that are asked for are an error instead."""
-        files = {"qa_1": (self.squad, "SQuAD (--squad)"), "qa_2": (self.hotpot, "HotpotQA (--hotpot)")}
+        files = {"qa_1": (self.squad, "SQuAD (`squad`)"), "qa_2": (self.hotpot, "HotpotQA (`hotpot`)")}
         return {
             task: f"there are no questions without a file of {published}"
             for task, (path, published) in files.items()
@@ -88,7 +88,7 @@ class RulerTask:
             if length > reader.max_context:
                 raise TextError(
                     f"RULER at {length} tokens is beyond the {reader.max_context} that there are positions for; give "
-                    "shorter --lengths"
+                    "shorter `lengths`"
                 )
         draws = self._draws(reader)
         for task, length in product(draws, self.lengths):
@@ -153,7 +153,7 @@ class _Room:
         if len(tokens) > self.tokens:
             least = len(tokens) + LIMITS[self.task]
             raise TextError(
-                f"RULER's {self.task} takes {least} tokens or more, not {self.length}; give longer --lengths"
+                f"RULER's {self.task} takes {least} tokens or more, not {self.length}; give longer `lengths`"
             )
         return tokens
 

@@ -118,7 +118,9 @@ def stream_checkpoint(
         HubError: it cannot be had; the line says why and what to do.
     """
     if constants.HF_HUB_OFFLINE:
-        raise HubError(f"{repo_id} cannot be streamed while HF_HUB_OFFLINE is set: unset it, or leave --stream out")
+        raise HubError(
+            f"{repo_id} cannot be streamed while HF_HUB_OFFLINE is set: unset it, or convert without streaming"
+        )
     with headers(repo_id, revision) as remote:
         if check:
             check(remote.folder)

@@ -62,7 +62,7 @@ def push(
         repo_id = url.repo_id
         info = api.model_info(repo_id)
         if private and not info.private:
-            raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or drop --private")
+            raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or push it publicly")
         files = {name: folder / name for name in pushed_files(folder)} | dict(beside or {})
         additions = [CommitOperationAdd(name, content) for name, content in files.items()]
         there = {sibling.rfilename for sibling in info.siblings}

@@ -89,7 +89,7 @@ class Haystack:
         tokens = np.concatenate(read)
         if unknown > MAX_UNKNOWN * seen:
             raise TextError(
-                f"{unknown / seen:.0%} of {name} is unknown to the tokenizer; give a text that it knows (--text)"
+                f"{unknown / seen:.0%} of {name} is unknown to the tokenizer; give a text that it knows (`text`)"
             )
         haystack = cls(tokens[~np.isin(tokens, special)], name)
         haystack.require(length)

@@ -202,7 +202,7 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = token_ids(tokenizer, text)
     if not ids or tokenizer.unk_token_id in ids:
         raise TextError(
-            f"the tokenizer does not know all words of {_short(text)}; give needles in words that it knows (--needles)"
+            f"the tokenizer does not know all words of {_short(text)}; give needles in words that it knows (`needles`)"
         )
     special = set(ids).intersection(special_ids(tokenizer))
     if special:

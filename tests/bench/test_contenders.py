@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit(
     weights = (checkpoint("llama") / "model.safetensors").stat().st_size
     monkeypatch.setattr(module, "free_bytes", lambda device: weights * 3 // 2)
     load_models(mixed("llama").folder, None)
-    with pytest.raises(KVSurgeryError, match=r"weights take .* are free on cpu; leave --source out"):
+    with pytest.raises(KVSurgeryError, match=r"weights take .* are free on cpu; leave the source out"):
         load_models(mixed("llama").folder, checkpoint("llama"))
     monkeypatch.setattr(module, "free_bytes", lambda device: weights // 2)
     with pytest.raises(KVSurgeryError, match=r"are free on cpu$"):

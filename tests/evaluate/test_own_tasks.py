@@ -165,14 +165,14 @@ def test_samples_follow_the_seed(task, seed):
     [
         (
             NeedleTask((40,), needles="phrase"),
-            r"a prompt of 40 tokens has no text around a needle .*; give longer --lengths",
+            r"a prompt of 40 tokens has no text around a needle .*; give longer `lengths`",
         ),
-        (NeedleTask((400,), (1.5,), needles="phrase"), r"--depths lie in \[0, 1\], got 1.5"),
+        (NeedleTask((400,), (1.5,), needles="phrase"), r"`depths` lie in \[0, 1\], got 1.5"),
         (PasskeyTask((60,), 3, 8), r"3 passkeys of 8 tokens take \d+ tokens more than a prompt of 60 has"),
         (PasskeyTask((600,), 40), "passkeys are 1 to 20 of 2 tokens or more"),
         (PasskeyTask((600,), 3, 1), "passkeys are 1 to 20 of 2 tokens or more"),
-        (PasskeyTask((600,), hidden="no place"), "--passkey-hidden has {key} once"),
-        (PasskeyTask((600,), asked="{cue} first?"), "--passkey-asked ends in {cue}"),
+        (PasskeyTask((600,), hidden="no place"), "`hidden` has {key} once"),
+        (PasskeyTask((600,), asked="{cue} first?"), "`asked` ends in {cue}"),
         (PerplexityTask((64,), 64), "a piece of 64 tokens has none before the 64 that are measured"),
         (PerplexityTask((64,), 0), "perplexity is of 1 token or more"),
     ],
@@ -185,10 +185,10 @@ def test_what_cannot_be_asked_is_refused(task, words):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (NeedleTask((400,), needles="phrase"), r"does not know all words of .* \(--needles\)"),
-        (PasskeyTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),
-        (PasskeyTask((400,), hidden="a {key}"), r"does not know all words of 'a'; .* \(--passkey-hidden"),
-        (PerplexityTask((400,)), r"generated text is unknown to the tokenizer; .* \(--text\)"),
+        (NeedleTask((400,), needles="phrase"), r"does not know all words of .* \(`needles`\)"),
+        (PasskeyTask((400,)), r"generated text is unknown to the tokenizer; .* \(`text`\)"),
+        (PasskeyTask((400,), hidden="a {key}"), r"does not know all words of 'a'; .* \(`hidden`"),
+        (PerplexityTask((400,)), r"generated text is unknown to the tokenizer; .* \(`text`\)"),
     ],
 )
 def test_a_small_vocabulary_is_told_which_option_helps(task, words):

@@ -62,7 +62,7 @@ def test_prompt_and_answer_are_as_long_as_asked_for(kind, task, length, seed, ch
         [sample] = samples(whom, (length,), (task,))
     except TextError as error:
         least = re.fullmatch(
-            rf"RULER's {task} takes (\d+) tokens or more, not {length}; give longer --lengths", str(error)
+            rf"RULER's {task} takes (\d+) tokens or more, not {length}; give longer `lengths`", str(error)
         )
         assert int(least[1]) > length
         assert task in ("vt", "cwe")
@@ -240,9 +240,9 @@ def test_lists_that_there_are_not_words_enough_for():
         (
             (2000, 8193),
             None,
-            "RULER at 8193 tokens is beyond the 8192 that there are positions for; give shorter --lengths",
+            "RULER at 8193 tokens is beyond the 8192 that there are positions for; give shorter `lengths`",
         ),
-        ((2000, 300), ("cwe", "fwe"), r"RULER's cwe takes \d+ tokens or more, not 300; give longer --lengths"),
+        ((2000, 300), ("cwe", "fwe"), r"RULER's cwe takes \d+ tokens or more, not 300; give longer `lengths`"),
         ((100,), ("niah_single_1",), r"RULER's niah_single_1 takes \d+ tokens or more, not 100"),
     ],
 )

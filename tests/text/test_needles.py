@@ -191,7 +191,7 @@ def test_chat_templates_that_cannot_be_used(template, message):
 
 
 def test_words_that_the_tokenizer_does_not_know():
-    with pytest.raises(TextError, match=r"know all words of 'a step'; give needles in words that it .*\(--needles\)"):
+    with pytest.raises(TextError, match=r"know all words of 'a step'; give needles in words that it .*\(`needles`\)"):
         Prompt.of(NEEDLE, WORDS)
     with pytest.raises(TextError, match=r"does not know all words of 'Which one\?'; give needles in words"):
         Prompt.of(Needle("Nobody came.", "came.", "Which one?", "came."), WORDS)
