@@ -144,8 +144,8 @@ def retrieval_scores(
         share, said = max(mesh.processes.gather([best]))
         raise ProfileError(
             f"none of {len(trials)} trials had a right answer, so there are no scores: the best {metric} was "
-            f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter --lengths, needles that "
-            "this model can answer (--needles), or its instruction-tuned variant"
+            f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
+            "this model can answer (`needles`), or its instruction-tuned variant"
         )
     return subject.profile(
         mesh.total(total, mesh.copies(subject)) / successes,
@@ -285,20 +285,20 @@ def check_trials(
 ) -> None:
     """Everything that can fail before the first trial."""
     if not len(lengths) or not len(depths) or min(limits) < 1:
-        raise ProfileError("--lengths and --depths need a value or more, and an answer needs a token or more")
+        raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
     if not all(0 <= depth <= 1 for depth in depths):
-        raise ProfileError(f"--depths lie in [0, 1], got {', '.join(map(str, depths))}")
+        raise ProfileError(f"`depths` lie in [0, 1], got {', '.join(map(str, depths))}")
     for prompt in prompts:
         room = min(lengths) - prompt.overhead
         if room < len(prompt.needle):
             raise ProfileError(
                 f"a needle of {len(prompt.needle)} tokens is longer than the text around it, {max(0, room)} tokens "
-                f"of a prompt of {min(lengths)}; give longer --lengths"
+                f"of a prompt of {min(lengths)}; give longer `lengths`"
             )
     if max(lengths) + max(limits) > subject.max_context:
         raise ProfileError(
             f"a prompt of {max(lengths)} tokens and an answer of {max(limits)} are beyond the {subject.max_context} "
-            f"that {subject.name} has positions for; give shorter --lengths"
+            f"that {subject.name} has positions for; give shorter `lengths`"
         )
     haystack.require(max(lengths) - min(prompt.overhead for prompt in prompts))
 

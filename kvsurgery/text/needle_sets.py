@@ -85,6 +85,6 @@ def choose_set(
     counts = ", ".join(f"{name} {number}" for name, number in right.items())
     raise TextError(
         f"the {model} model answers no set of {kind} needles in at least half of {TRIALS} trials at {tokens:,} tokens "
-        f"(right: {counts}); give shorter --lengths, another --text, needles of your own (--needles FILE), or "
-        f"{SETS[kind][-1]} in any case (--needles {SETS[kind][-1]}); {otherwise}"
+        f"(right: {counts}); give shorter `lengths`, another `text`, needles of your own (a file as `needles`), or "
+        f"{SETS[kind][-1]} in any case (`needles` {SETS[kind][-1]}); {otherwise}"
     )
