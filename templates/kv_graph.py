@@ -8,6 +8,8 @@ are. Where a step cannot be captured, it runs as it always does.
 import weakref
 
 import torch
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from .kv_layout import text_config
@@ -28,6 +30,8 @@ ARGUMENTS = {
 # outputs that a config may ask for beside logits
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 UNFIT: weakref.WeakSet = weakref.WeakSet()  # models of which a capture has failed
+# whose hooks a replay may leave out: this checkpoint's, and those of transformers that record outputs on request
+INERT_HOOKS = f"{__package__}.", "transformers.utils."
 
 
 class DecodeGraph:
@@ -37,6 +41,8 @@ class DecodeGraph:
         self.tables: list = []  # of the layers, when steps were last counted
         self.steps = 0
         self.graph = None
+        self.hooked = False  # as of the hooks registered so far
+        self.registered: int | None = None
 
     def step(self, forward, model: torch.nn.Module, given: dict, cache):
         """What `forward` returns for one token per row, from the graph; None: it has to run itself.
@@ -44,7 +50,7 @@ class DecodeGraph:
         Args:
             given: the arguments of `forward`; the cache has been told of the step.
         """
-        if model in UNFIT or not fits(model, given):
+        if model in UNFIT or not fits(model, given) or self._hooked(model):
             return None
         for layer in cache.layers:
             layer.make_room(1)
@@ -72,6 +78,16 @@ class DecodeGraph:
         for layer in cache.layers:
             layer.advance(1)
         return self.kind(logits=self.logits.clone(), past_key_values=cache)
+
+    def _hooked(self, model: torch.nn.Module) -> bool:
+        """`hooked`, which walks over all modules only after a hook was registered, and until hooks are gone.
+
+        torch counts the hooks of a process; accelerate does not, but offloading gives the model itself one.
+        """
+        registered = RemovableHandle.next_id
+        if self.hooked or self.registered != registered or "_hf_hook" in vars(model):
+            self.registered, self.hooked = registered, hooked(model)
+        return self.hooked
 
     @staticmethod
     def _pack(cache) -> None:
@@ -110,6 +126,22 @@ def fits(model: torch.nn.Module, given: dict) -> bool:
     if any(getattr(part, name, False) for part in (config, text_config(config)) for name in OUTPUTS):
         return False
     return all(name in ARGUMENTS or value is None or value is False for name, value in given.items())
+
+
+def hooked(model: torch.nn.Module) -> bool:
+    """Whether a module has forward hooks that a replay would not call, torch's or accelerate's.
+
+    Backward hooks do nothing in inference.
+    """
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    for module in model.modules():
+        if "_hf_hook" in vars(module) or "_old_forward" in vars(module):  # accelerate's
+            return True
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(INERT_HOOKS):
+                return True
+    return False
 
 
 def waits_for_the_device(config) -> bool:

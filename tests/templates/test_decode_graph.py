@@ -7,9 +7,14 @@ what the host knew when it was captured stays as it was.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -175,3 +180,92 @@ def test_short_answers_are_not_captured(graphs) -> None:
     tapes = graphs()
     emitted("llama").generate(tokens(1, 20), **GREEDY, max_new_tokens=kv_graph.WORTHWHILE)
     assert not tapes
+
+
+def accelerate_hook(module: torch.nn.Module, count: Callable) -> Callable[[], None]:
+    hook = ModelHook()
+    hook.pre_forward = lambda module, *args, **kwargs: count(module) or (args, kwargs)
+    add_hook_to_module(module, hook)
+    return partial(remove_hook_from_module, module)
+
+
+def torch_hook(register: str, module: torch.nn.Module, count: Callable, **options) -> Callable[[], None]:
+    place = torch_module if register.startswith("register_module") else module
+    return getattr(place, register)(count, **options).remove
+
+
+HOOKS = {
+    "forward": partial(torch_hook, "register_forward_hook"),
+    "forward, with arguments, always": partial(
+        torch_hook, "register_forward_hook", with_kwargs=True, always_call=True, prepend=True
+    ),
+    "before": partial(torch_hook, "register_forward_pre_hook"),
+    "before, with arguments": partial(torch_hook, "register_forward_pre_hook", with_kwargs=True),
+    "global": partial(torch_hook, "register_module_forward_hook"),
+    "global, before": partial(torch_hook, "register_module_forward_pre_hook"),
+    "accelerate": accelerate_hook,
+}
+
+
+class Calls:
+    """Counts the calls of a hook for one module."""
+
+    count = 0
+
+    def of(self, wanted: torch.nn.Module) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, *call) -> None:
+            self.count += module is wanted
+
+        return hook
+
+
+@pytest.mark.parametrize("add", HOOKS.values(), ids=HOOKS)
+def test_hooks_are_found(add) -> None:
+    model = emitted("llama", 1)
+    assert not kv_graph.hooked(model)
+    remove = add(model.model.layers[0].mlp, lambda *call: None)
+    try:
+        assert kv_graph.hooked(model)
+    finally:
+        remove()
+    assert not kv_graph.hooked(model)
+
+
+def test_hooks_are_called_in_every_step(graphs) -> None:
+    tapes, model, ids = graphs(), emitted("llama", 1), tokens(1, 20)
+    options, mlp, calls = GREEDY | {"max_new_tokens": 45}, model.model.layers[0].mlp, [Calls() for _ in HOOKS]
+    with ExitStack() as hooks:
+        for add, own in zip(HOOKS.values(), calls, strict=True):
+            hooks.callback(add(mlp, own.of(mlp)))
+        expected = model.generate(ids, **options)
+    assert [own.count for own in calls] == [45] * len(HOOKS)
+    assert not tapes
+    assert model.generate(ids, **options).sequences.equal(expected.sequences)
+    assert len(tapes) == 1
+    assert [own.count for own in calls] == [45] * len(HOOKS)
+
+
+def test_hooks_that_come_and_go_while_tokens_are_generated(graphs) -> None:
+    """Steps under a hook run as always; the graph goes on after them."""
+    model, ids, new = emitted("llama", 1), tokens(1, 20), 45
+    mlp = model.model.layers[0].mlp
+    options = GREEDY | {"max_new_tokens": new}
+    expected = model.generate(ids, **options)
+    tapes = graphs()
+    calls, kinds, removals = [], iter(kind for kind in HOOKS if kind != "accelerate"), []
+
+    def change_hooks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if removals:
+            removals.pop()()
+        elif ids.shape[1] % 3 == 0 and ids.shape[1] >= 40 and (kind := next(kinds, None)):
+            calls.append(Calls())
+            removals.append(HOOKS[kind](mlp, calls[-1].of(mlp)))
+        return scores
+
+    found = model.generate(ids, **options, logits_processor=[change_hooks])
+    assert [own.count for own in calls] == [1] * (len(HOOKS) - 1)
+    assert len(tapes) == 1
+    assert tapes[0].replays == new - 2 - kv_graph.EAGER_STEPS - len(calls)
+    assert found.sequences.equal(expected.sequences)
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert largest(one - other, other) <= 1e-5
