@@ -98,7 +98,7 @@ def attention(
         output = _without_cache(query, key, value, attention_mask, own, path, scoring)
     else:
         layer.make_room(query.shape[2])
-        if query.shape[2] == 1 and layer.ready and path is not kv_torch:
+        if query.shape[2] == 1 and layer.ready and path is not kv_torch and kv_cuda.has_room(layer):
             output = kv_cuda.decode(query, key, value, layer, scoring).transpose(1, 2)
         else:
             output = _with_cache(query, key, value, layer, path, scoring)

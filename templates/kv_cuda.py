@@ -25,6 +25,11 @@ def has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_room(layer: KVLayerCache) -> bool:
+    """Whether `decode` runs over a layer where it is: over tiles it takes more shared memory than some devices have."""
+    return layer.tiles is None or kv_decode.shared_memory(layer.device) >= kv_decode.TILES_SHARED
+
+
 def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Store one token per row and attend from it, heads of all kinds together: [batch, 1, query_heads, head_dim].
 

@@ -27,6 +27,8 @@ PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "KW", "VW"  # of the 
 PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
 WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
 REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
+TILES_SHARED = WIDE_PROGRAM_BYTES - 1024  # what a program over tiles takes at most; the rest is the driver's
+LEAST_SHARED = 64 * 1024  # of a block on devices that do not say
 
 
 @triton.jit
@@ -272,7 +274,8 @@ def decode(
         segments, options = 2, _packed_options(head_dim, members, table.quantisation)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
-    wide = segments == 2 and (wide or scoring.softcap is not None)
+    half = query.element_size() == 2
+    wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
@@ -295,11 +298,12 @@ def decode(
             **_strides(lengths, "length_batch", "length_head"),
             M=members,
             N=tokens,
-            ROWS=triton.next_power_of_2(segments * rows),
-            ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
+            ROWS=max(triton.next_power_of_2(segments * rows), 32),  # with fewer than a warp has lanes, registers spill
+            ASM=on_cuda and half and not triton.knobs.runtime.interpret,
             num_warps=4,
-            num_stages=5,
-            **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda and segments == 2 else {}),
+            # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element: up to 400 KB
+            num_stages=5 if half or segments == 1 else 1,
+            **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda else {}),
         )
         _combine_kernel[(rows, group)](
             **parts, out_ptr=out, programs=programs, D=head_dim, DP=padded, PARTS=16, num_warps=4
@@ -325,7 +329,16 @@ def _packed_options(head_dim: int, members: int, quantisation: Quantisation) -> 
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have on a device; torch for HIP knows one limit or, before, none."""
+    properties = torch.cuda.get_device_properties(device)
+    limit = getattr(properties, "shared_memory_per_block", LEAST_SHARED)
+    return getattr(properties, "shared_memory_per_block_optin", limit)
+
+
+@functools.cache
 def _programs(device: torch.device, program_bytes: int) -> int:
     """Decode programs of so much shared memory that a device runs at once."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count * max(properties.shared_memory_per_multiprocessor // program_bytes, 1)
+    shared = getattr(properties, "shared_memory_per_multiprocessor", shared_memory(device))
+    return properties.multi_processor_count * max(shared // program_bytes, 1)
