@@ -32,9 +32,9 @@ from transformers.utils import logging
 
 from kvsurgery import console
 from kvsurgery.conversion.convert import convert
-from kvsurgery.operation import Operation
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.profile import HeadProfile
 
 HERE = Path(__file__).resolve().parents[1] / "examples" / "tiny-recall"
 # as published with HeadKV (Fu et al. 2024)
@@ -51,21 +51,23 @@ def load_task() -> ModuleType:
     return module
 
 
-def prepare(profile: HeadProfile, size: int | None, beta: float | None) -> Operation:
+def prepare(profile: HeadProfile, size: int | None, beta: float | None) -> PreparedConversion:
     """The conversion to `size` tokens per head (None: full heads), spread by score (beta None: evenly)."""
     if size is None:
-        return Operation.prepare(HERE / "model", profile, Recipe(sparsity=0.0))
+        return PreparedConversion.prepare(HERE / "model", profile, Recipe(sparsity=0.0))
     if beta is None:  # equal scores make every beta the same
         profile, beta = replace(profile, scores=np.ones_like(profile.scores)), max(BETAS)
-    return Operation.prepare(HERE / "model", profile, Recipe(rest="budgeted", budget=size - Recipe().window, beta=beta))
+    return PreparedConversion.prepare(
+        HERE / "model", profile, Recipe(rest="budgeted", budget=size - Recipe().window, beta=beta)
+    )
 
 
 @torch.inference_mode()
-def measure(operation: Operation, task: ModuleType, questions: Any) -> tuple[float, int]:
+def measure(prepared: PreparedConversion, task: ModuleType, questions: Any) -> tuple[float, int]:
     """Convert and load; returns exact-match recall and the bytes of the cache of one prompt and its answer."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tiny-recall-budgets"  # one name: transformers imports the emitted code once
-        convert(operation.checkpoint, operation.plan, folder, operation.files)
+        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
     prompt = questions.tokens[:1]
     output = model.generate(

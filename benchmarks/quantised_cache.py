@@ -37,13 +37,13 @@ from transformers.utils import logging
 
 from kvsurgery import console
 from kvsurgery.bench.caches import STEP, cache_bytes, unusable
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
-from kvsurgery.decide.policy import Quantisation
-from kvsurgery.operation import Operation
-from kvsurgery.plan.family import Family
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.policy.policy import Quantisation
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.profile import HeadProfile
 
 # backend -> bits, and the axes that make it scale keys per channel or per token, and values per token
 BACKENDS = {
@@ -73,10 +73,10 @@ def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel
     config = read_config(source)
     model = Family.of(config).dimensions(config)
     scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
-    operation = Operation.prepare(
+    prepared = PreparedConversion.prepare(
         source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
     )
-    convert(operation.checkpoint, operation.plan, folder, operation.files)
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 

@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 
 from kvsurgery import console, figure
-from kvsurgery.decide.policy import Policy, Quantisation, decide, kv_scores
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.policy.policy import Policy, Quantisation, decide
+from kvsurgery.profile.full_heads import kv_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers import import_duo
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.importers import import_duo
-from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
 SINK, RECENT = 64, 256

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvsurgery import console
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 
 HERE = Path(__file__).resolve().parent / "tiny-recall"
 sys.path.insert(0, str(HERE))

@@ -12,9 +12,9 @@ from gates import FACTS, SEED
 from measure import RECENT, SINK
 from measure import load as load_subject
 
-from kvsurgery.score.comparison import compare
-from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.training import GateOptions, train_gates
+from kvsurgery.measure.training import GateOptions, train_gates
+from kvsurgery.profile.comparison import compare
+from kvsurgery.profile.head_profile import HeadProfile
 
 LENGTH = 256
 # a strong pull to 0 and large steps: enough to tell the heads of a tiny model apart

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsurgery.api import convert as convert
+    from kvsurgery.conversion.inspection import inspect as inspect
     from kvsurgery.conversion.revert import revert as revert
     from kvsurgery.conversion.verify import verify as verify
-    from kvsurgery.inspection import inspect as inspect
+    from kvsurgery.profile.head_profile import HeadProfile as HeadProfile
     from kvsurgery.recipe import Recipe as Recipe
-    from kvsurgery.score.profile import HeadProfile as HeadProfile
 
 __version__ = "0.1.0"
 __all__ = ["HeadProfile", "Recipe", "convert", "inspect", "revert", "verify"]
 
 # no module of the package has one of these names, which would hide the function once it is imported
 _HOMES = {
-    "HeadProfile": "kvsurgery.score.profile",
+    "HeadProfile": "kvsurgery.profile.head_profile",
     "Recipe": "kvsurgery.recipe",
     "convert": "kvsurgery.api",
-    "inspect": "kvsurgery.inspection",
+    "inspect": "kvsurgery.conversion.inspection",
     "revert": "kvsurgery.conversion.revert",
     "verify": "kvsurgery.conversion.verify",
 }

@@ -8,9 +8,9 @@ from pathlib import Path
 from kvsurgery.conversion.convert import Report
 from kvsurgery.conversion.convert import convert as write
 from kvsurgery.conversion.engine import JOBS
+from kvsurgery.conversion.request import Request
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.request import Request
-from kvsurgery.score.profile import HeadProfile
 
 
 def convert(
@@ -44,5 +44,5 @@ def convert(
     if profile is not None and not isinstance(profile, HeadProfile):
         profile = HeadProfile.load(profile)
     request = Request.of(source, revision, recipe, [] if profile is None else [profile])
-    operation = request.prepare()
-    return write(operation.checkpoint, operation.plan, out, operation.files, jobs=jobs, progress=progress)
+    prepared = request.prepare()
+    return write(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=progress)

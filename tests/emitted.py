@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.emit.modeling import modeling_code
-from kvsurgery.plan.family import Family
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.families import stock
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.convert import Report, convert
-from kvsurgery.decide.policy import Policy
-from kvsurgery.plan.surgery import plan_surgery
+from kvsurgery.conversion.plan import plan_surgery
+from kvsurgery.policy.policy import Policy
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import transformers
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
-from kvsurgery.decide.policy import Policy
+from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.config import auto_class
-from kvsurgery.operation import Operation
-from kvsurgery.plan.family import Family
+from kvsurgery.policy.policy import Policy
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import Quantisation, Selection
 
 SINK, RECENT = 3, 5
@@ -96,8 +96,8 @@ def convert_folder(source: Path, out: Path, profile: HeadProfile | None = None, 
         options: fields of a recipe, as `recipe_of` takes them, and `reform`, a profile of embedding heads.
     """
     profile, reform = profile or random_profile(source), options.pop("reform", None)
-    operation = Operation.prepare(
+    prepared = PreparedConversion.prepare(
         source, profile, recipe_of(**{"sink": SINK, "recent": RECENT, **options}), reform=reform
     )
-    convert(operation.checkpoint, operation.plan, out, operation.files)
-    return Converted(source, out, operation.policy)
+    convert(prepared.checkpoint, prepared.plan, out, prepared.files)
+    return Converted(source, out, prepared.policy)

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from kvsurgery.decide.policy import Quantisation
+from kvsurgery.policy.policy import Quantisation
 from kvsurgery.templates import kv_layout
 
 ROOT = Path(__file__).parent.parent

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvsurgery.conversion.engine import move_bytes
-from kvsurgery.operation import Operation
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.command import done
 from tests.shards import SIZES, tree
 
@@ -270,11 +270,11 @@ def test_full_size(tmp_path: Path, name: str) -> None:
     assert plan["kv_heads"]["streaming"] == streaming
     assert plan["tensors"]["moved"] <= 4 * 32
 
-    operation = Operation.prepare(source, HeadProfile.load(profile))
-    assert sum(tensor.size for tensor in operation.checkpoint.tensors) == total_size
-    shard = operation.checkpoint.shards[3]
+    prepared = PreparedConversion.prepare(source, HeadProfile.load(profile))
+    assert sum(tensor.size for tensor in prepared.checkpoint.tensors) == total_size
+    shard = prepared.checkpoint.shards[3]
     with open(tmp_path / "moved", "wb") as file:
-        move_bytes(shard, operation.plan.moves, file.fileno())
+        move_bytes(shard, prepared.plan.moves, file.fileno())
     gates = np.loadtxt(PROFILES / "duo" / name / "full_attention_heads.tsv").clip(0, 1)
     expected = orders(gates, 32 * config["num_key_value_heads"] - streaming)[layer]
     assert expected != sorted(expected)

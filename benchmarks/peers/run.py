@@ -41,9 +41,9 @@ from budgets import HERE, load_task
 
 from kvsurgery import __version__
 from kvsurgery.conversion.convert import convert
-from kvsurgery.operation import Operation
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.profile import HeadProfile
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 SHORT, LONG = 1024, 3000  # tokens of a prompt
@@ -67,8 +67,8 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
     """Convert the bundled model as a contender says."""
     options = dict(contender.options)
     bits = options.pop("bits", None)
-    operation = Operation.prepare(HERE / "model", profile, Recipe(kv_bits=bits, **options))
-    convert(operation.checkpoint, operation.plan, place(folder, contender), operation.files)
+    prepared = PreparedConversion.prepare(HERE / "model", profile, Recipe(kv_bits=bits, **options))
+    convert(prepared.checkpoint, prepared.plan, place(folder, contender), prepared.files)
 
 
 def questions(task: ModuleType, seed: int, count: int, prompt: int) -> torch.Tensor:

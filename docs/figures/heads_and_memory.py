@@ -25,8 +25,8 @@ from matplotlib.patches import Rectangle
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.report.colours import DARK, LIGHT
-from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
 if TYPE_CHECKING:

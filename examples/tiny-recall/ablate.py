@@ -10,15 +10,15 @@ from measure import LENGTH, PROFILE, RECENT, SINK, load, show_recall, show_score
 from task import answered, prompts
 
 from kvsurgery import __version__
-from kvsurgery.score.ablation import ablation_scores
-from kvsurgery.score.comparison import compare
-from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.subject import Subject
+from kvsurgery.measure.ablation import ablation_scores
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.profile.comparison import compare
+from kvsurgery.profile.head_profile import HeadProfile
 
 SEED, COUNT, BATCH = 1, 64, 4
 
 
-def measure(subject: Subject) -> HeadProfile:
+def measure(subject: MeasuredModel) -> HeadProfile:
     """Ablation scores over `COUNT` prompts of `LENGTH` tokens."""
     tokens, targets = answered(prompts(SEED, COUNT, LENGTH))
     batches = list(zip(tokens.split(BATCH), targets.split(BATCH), strict=True))

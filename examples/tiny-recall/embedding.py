@@ -10,9 +10,9 @@ from measure import LENGTH, load
 from task import FACT, prompts
 
 from kvsurgery import __version__
-from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.recurrence import Recurrence
-from kvsurgery.score.reform import Sample, embedding_ranking
+from kvsurgery.measure.recurrence import Recurrence
+from kvsurgery.measure.reform import Sample, embedding_ranking
+from kvsurgery.profile.head_profile import HeadProfile
 
 SEED, COUNT, QUESTION = 1, 8, 2
 # how long prompts are read, in tokens; as convert's options --reform-*

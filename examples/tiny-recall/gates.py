@@ -15,10 +15,10 @@ import torch
 from measure import PROFILE, RECENT, SINK, load, show_random_recall, show_recall, show_scores
 from task import RECALLED, texts
 
-from kvsurgery.score.picture import plot_training
-from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.subject import Subject
-from kvsurgery.score.training import GateOptions, Progress, train_gates
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.training import GateOptions, Progress, train_gates
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.plots import plot_training
 
 SEED, SHORTEST, LONGEST, FACTS = 1, 256, 1024, 8
 # the mean gate weighs ten times as much as in the paper: a tenth of its steps then tells the heads apart
@@ -32,7 +32,7 @@ def prompt(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, kind == RECALLED
 
 
-def measure(subject: Subject, options: GateOptions = OPTIONS) -> tuple[HeadProfile, np.ndarray]:
+def measure(subject: MeasuredModel, options: GateOptions = OPTIONS) -> tuple[HeadProfile, np.ndarray]:
     """Gates as scores, and the training's history."""
 
     def show(progress: Progress) -> None:

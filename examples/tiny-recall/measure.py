@@ -10,10 +10,10 @@ import torch
 from task import Prompts, exact_match, prompts
 
 from kvsurgery import console
-from kvsurgery.score.ablation import restricted
-from kvsurgery.score.order import full_heads
-from kvsurgery.score.profile import HeadProfile
-from kvsurgery.score.subject import Subject
+from kvsurgery.measure.ablation import restricted
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import full_heads
 
 HERE = Path(__file__).parent
 PROFILE = HERE / "profile.safetensors"
@@ -23,9 +23,9 @@ FULL = (2, 4, 6)  # of 12 KV heads, that stay full
 CRITICAL = ((1, 1), (1, 3))  # (layer, KV head) of the heads that recall, as ablation finds them
 
 
-def load() -> Subject:
+def load() -> MeasuredModel:
     """The bundled model, by the name that its profile has."""
-    return replace(Subject.load(str(HERE / "model"), device="cpu"), name="tiny-recall")
+    return replace(MeasuredModel.load(str(HERE / "model"), device="cpu"), name="tiny-recall")
 
 
 def best(profile: HeadProfile, count: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def random_choice(profile: HeadProfile, count: int, seed: int) -> np.ndarray:
     return chosen.reshape(profile.scores.shape)
 
 
-def kept_recall(subject: Subject, full: np.ndarray, questions: Prompts) -> float:
+def kept_recall(subject: MeasuredModel, full: np.ndarray, questions: Prompts) -> float:
     """Exact match with some heads full, bool [layers, kv_heads], and the others streaming, by dense masks."""
     with restricted(subject.model, torch.from_numpy(~full), sink=SINK, recent=RECENT):
         return exact_match(subject.model, questions)
@@ -52,7 +52,7 @@ def show_scores(title: str, scores: np.ndarray) -> None:
     console.stdout.print(console.table(title, ["", *(f"head {head}" for head in range(scores.shape[1]))], rows))
 
 
-def show_recall(subject: Subject, profile: HeadProfile) -> None:
+def show_recall(subject: MeasuredModel, profile: HeadProfile) -> None:
     """A table of the recall with the profile's best heads full: 200 queries."""
     questions = prompts(QUESTIONS_SEED, 200, LENGTH)
     rows = [("all", f"{exact_match(subject.model, questions):.3f}")]
@@ -61,7 +61,7 @@ def show_recall(subject: Subject, profile: HeadProfile) -> None:
     console.stdout.print(console.table(title, ["full heads", "exact match"], rows))
 
 
-def show_random_recall(subject: Subject, profile: HeadProfile) -> None:
+def show_random_recall(subject: MeasuredModel, profile: HeadProfile) -> None:
     """A table of the recall with random heads full: ten choices, 40 queries each."""
     questions = prompts(QUESTIONS_SEED, 40, LENGTH)
     rows = []

@@ -41,7 +41,7 @@ from task import (
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsurgery.score.ablation import restricted
+from kvsurgery.measure.ablation import restricted
 
 # length, batch, steps; the first stage is the repeated blocks
 STAGES = [(48, 24, 250), (128, 12, 150), (256, 8, 100), (512, 4, 150), (1024, 2, 100), (2048, 1, 150)]

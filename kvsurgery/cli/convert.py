@@ -14,8 +14,8 @@ from kvsurgery.cli.recipe_options import profile_option, recipe_of, recipe_optio
 from kvsurgery.cli.running import revision_option
 
 if TYPE_CHECKING:
+    from kvsurgery.conversion.prepared import PreparedConversion
     from kvsurgery.hub.stream import Streamed
-    from kvsurgery.operation import Operation
 
 
 @click.command(cls=Grouped)
@@ -101,26 +101,26 @@ def convert(
     if options["method"] == "reform" and request.profile is not request.reform:
         raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
     if dry_run:
-        operation = request.prepare(weights=False)
-        warn(operation)
-        facts = plan.plan_facts(operation, request.profile)
+        prepared = request.prepare(weights=False)
+        warn(prepared)
+        facts = plan.plan_facts(prepared, request.profile)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
             plan.print_plan(facts)
             console.stderr.print("next: the same with --out DIR in place of --dry-run")
-        _save(operation, save_recipe)
+        _save(prepared, save_recipe)
         return
 
     if stream:
-        with request.streamed() as (operation, remote):
-            warn(operation)
-            result = _convert(operation, out, jobs, remote)
+        with request.streamed() as (prepared, remote):
+            warn(prepared)
+            result = _convert(prepared, out, jobs, remote)
     else:
-        operation = request.prepare()
-        warn(operation)
-        result = _convert(operation, out, jobs)
-    facts = plan.plan_facts(operation, request.profile)
+        prepared = request.prepare()
+        warn(prepared)
+        result = _convert(prepared, out, jobs)
+    facts = plan.plan_facts(prepared, request.profile)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:
@@ -128,25 +128,27 @@ def convert(
         plan.print_kv_bytes(facts["kv_bytes"])
         plan.print_ranks(facts["ranks"], facts["replicated"] and facts["family"])
         plan.print_result(result)
-    _save(operation, save_recipe)
+    _save(prepared, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
-    auto = auto_class(json.loads(operation.files["config.json"]))
+    auto = auto_class(json.loads(prepared.files["config.json"]))
     loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"it loads with {loads}", markup=False)
     console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
-def _save(operation: Operation, path: Path | None) -> None:
+def _save(prepared: PreparedConversion, path: Path | None) -> None:
     """Write the recipe that was decided."""
     from kvsurgery import console
 
     if path is not None:
-        operation.policy.recipe.save(path)
+        prepared.policy.recipe.save(path)
         console.stderr.print(f"wrote {path}", markup=False)
 
 
-def _convert(operation: Operation, out: Path, jobs: int | None, remote: Streamed | None = None) -> dict[str, Any]:
+def _convert(
+    prepared: PreparedConversion, out: Path, jobs: int | None, remote: Streamed | None = None
+) -> dict[str, Any]:
     from kvsurgery import console
     from kvsurgery.conversion.convert import convert
     from kvsurgery.conversion.engine import JOBS
@@ -156,8 +158,8 @@ def _convert(operation: Operation, out: Path, jobs: int | None, remote: Streamed
     if jobs is None:
         jobs = JOBS if remote is None else remote.connections
     try:
-        with console.byte_progress("converting", operation.checkpoint.size) as advance:
-            report = convert(operation.checkpoint, operation.plan, out, operation.files, jobs=jobs, progress=advance)
+        with console.byte_progress("converting", prepared.checkpoint.size) as advance:
+            report = convert(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=advance)
     except KeyboardInterrupt:
         raise Interrupted from None
     return {

@@ -15,7 +15,7 @@ from kvsurgery.cli.running import revision_option
 from kvsurgery.recipe import Demand
 
 if TYPE_CHECKING:
-    from kvsurgery.decide.fit import Candidate, Fit
+    from kvsurgery.policy.fit import Candidate, Fit
 
 # of the candidates that nothing beats, how many are shown
 ROWS = 12
@@ -94,11 +94,11 @@ def fit(
     if picture is not None:
         check_picture(picture)
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
-    operation = request.prepare(weights=False)
-    warn(operation)
-    name, recipe = operation.checkpoint.name, operation.policy.recipe
+    prepared = request.prepare(weights=False)
+    warn(prepared)
+    name, recipe = prepared.checkpoint.name, prepared.policy.recipe
     if picture is not None:
-        _plot(operation.fit, name, picture)
+        _plot(prepared.fit, name, picture)
         console.stderr.print(f"wrote {picture}", markup=False)
     if save_recipe is not None:
         recipe.save(save_recipe)
@@ -107,13 +107,13 @@ def fit(
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
     words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
     command = shlex.join(["kvsurgery", "convert", *words])
-    facts = plan.plan_facts(operation, request.profile)
+    facts = plan.plan_facts(prepared, request.profile)
     if as_json:
-        pareto = [_facts(candidate, operation.fit) for candidate in operation.fit.pareto]
+        pareto = [_facts(candidate, prepared.fit) for candidate in prepared.fit.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
         return
     plan.print_policy(facts)
-    _print_table(operation.fit)
+    _print_table(prepared.fit)
     console.stdout.print(command, markup=False)
 
 
@@ -159,8 +159,8 @@ def _plot(found: Fit, name: str, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or its ending is no picture format.
     """
-    from kvsurgery.decide.fit import pareto
     from kvsurgery.figure import new_figure, save_figure
+    from kvsurgery.policy.fit import pareto
 
     demand, gib = found.demand, 1 << 30
     figure = new_figure(7, 4.2)

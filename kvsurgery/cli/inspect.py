@@ -12,7 +12,7 @@ import click
 from kvsurgery.cli.running import revision_option
 
 if TYPE_CHECKING:
-    from kvsurgery.inspection import Facts, Surgery
+    from kvsurgery.conversion.inspection import Facts, Surgery
 
 
 @click.command()
@@ -28,7 +28,7 @@ def inspect(source: str, revision: str | None, as_json: bool) -> None:
     kvsurgery inspect ./llama3-duo
     kvsurgery inspect meta-llama/Llama-3.1-8B-Instruct --json
     """
-    from kvsurgery.inspection import inspect
+    from kvsurgery.conversion.inspection import inspect
 
     facts = inspect(source, revision)
     if as_json:

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsurgery import console
-from kvsurgery.decide.fit import Fit
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import hub_code_keys
-from kvsurgery.operation import Operation
-from kvsurgery.plan.family import Family
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.fit import Fit
+from kvsurgery.profile.head_profile import HeadProfile
 
 
-def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
+def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, Any]:
     """The plan as plain data."""
-    checkpoint, policy, plan, files = operation.checkpoint, operation.policy, operation.plan, operation.files
+    checkpoint, policy, plan, files = prepared.checkpoint, prepared.policy, prepared.plan, prepared.files
     config, family = json.loads(files["config.json"]), Family.of(checkpoint.config)
     moved = set(plan.moved)
     return {
@@ -46,7 +46,7 @@ def plan_facts(operation: Operation, profile: HeadProfile) -> dict[str, Any]:
             for layer in policy.layers
         ],
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
-        **({"fit": fit_facts(operation.fit)} if operation.fit else {}),
+        **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
         "replicated": family.replicated,
         "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family.replicated)],
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),

@@ -31,8 +31,8 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     kvsurgery push ./llama3-duo you/llama3-duo --report report/
     """
     from kvsurgery import console, hub
+    from kvsurgery.checkpoint.provenance import Provenance
     from kvsurgery.conversion.verify import verify
-    from kvsurgery.emit.provenance import Provenance
 
     Provenance.read(folder)
     beside = {}

@@ -9,8 +9,8 @@ import click
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kvsurgery.operation import Operation
-    from kvsurgery.request import Request
+    from kvsurgery.conversion.prepared import PreparedConversion
+    from kvsurgery.conversion.request import Request
 
 
 def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Request:
@@ -19,7 +19,7 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
     Raises:
         UsageError: a folder has no revision.
     """
-    from kvsurgery.request import Request
+    from kvsurgery.conversion.request import Request
 
     request = Request.of(source, revision, recipe)
     if revision is not None and request.is_folder:
@@ -27,11 +27,11 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
     return request
 
 
-def warn(operation: Operation) -> None:
+def warn(prepared: PreparedConversion) -> None:
     """Say what a choice by memory does not see to."""
     from kvsurgery import console
 
-    fit, positions = operation.fit, operation.checkpoint.text_config.get("max_position_embeddings")
+    fit, positions = prepared.fit, prepared.checkpoint.text_config.get("max_position_embeddings")
     if fit is None:
         return
     demand = fit.demand

@@ -93,7 +93,7 @@ def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
     from transformers.utils import logging
 
     from kvsurgery import console
-    from kvsurgery.logits import compare_logits
+    from kvsurgery.conversion.logits import compare_logits
 
     logging.disable_progress_bar()
     with console.stderr.status("running the stock and the emitted model"):
@@ -105,7 +105,7 @@ def source_folder(source: str, converted: Path) -> Path:
     if Path(source).is_dir():
         return Path(source)
     from kvsurgery import hub
-    from kvsurgery.emit.provenance import Provenance
+    from kvsurgery.checkpoint.provenance import Provenance
     from kvsurgery.errors import CheckpointError
 
     if not hub.is_repo_id(source):

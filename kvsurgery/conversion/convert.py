@@ -14,14 +14,14 @@ from blake3 import blake3
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.headers import Shard, file_status
+from kvsurgery.checkpoint.journal import JOURNAL
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.checkpoint.side_files import SideFiles, side_files
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.journal import JOURNAL
 from kvsurgery.conversion.output import Output
-from kvsurgery.conversion.sidefiles import SideFiles, side_files
-from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.errors import CheckpointError, OutputError
-from kvsurgery.plan.surgery import SurgeryPlan
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_weights
-from kvsurgery.emit.provenance import PROVENANCE, Provenance
+from kvsurgery.conversion.plan import Move, plan_moves
 from kvsurgery.errors import CheckpointError, KVSurgeryError, Mismatch
-from kvsurgery.plan.family import Family
-from kvsurgery.plan.surgery import Move, plan_moves
 
 SAVED_AGAIN = "a checkpoint that save_pretrained wrote again can be neither verified nor reverted"
 

@@ -16,8 +16,8 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Read, Shard, Tensor
+from kvsurgery.conversion.plan import Move
 from kvsurgery.errors import Mismatch
-from kvsurgery.plan.surgery import Move
 
 JOBS = 4
 MAX_JOBS = 32

@@ -15,13 +15,13 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
+from kvsurgery.checkpoint.side_files import chunks
 from kvsurgery.console import size as readable
 from kvsurgery.conversion.engine import JOBS, move_bytes
-from kvsurgery.conversion.journal import JOURNAL, PART, Journal
-from kvsurgery.conversion.sidefiles import chunks
+from kvsurgery.conversion.plan import Move
 from kvsurgery.errors import Mismatch, OutputError
 from kvsurgery.files import check_folder
-from kvsurgery.plan.surgery import Move
 
 
 class Output:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.source import CONFIG, INDEX, Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS
-from kvsurgery.conversion.journal import JOURNAL
 from kvsurgery.conversion.output import Output
 from kvsurgery.conversion.verify import check_source
 from kvsurgery.errors import KVSurgeryError, Mismatch

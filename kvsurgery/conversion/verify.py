@@ -9,14 +9,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
+from kvsurgery.checkpoint.side_files import chunks, walk
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.converted import Converted, open_converted
 from kvsurgery.conversion.engine import JOBS, move_bytes
-from kvsurgery.conversion.sidefiles import chunks, walk
+from kvsurgery.conversion.plan import unmoved
 from kvsurgery.emit.card import code_hashes
-from kvsurgery.emit.provenance import PROVENANCE, Provenance, file_hash
 from kvsurgery.errors import Mismatch
-from kvsurgery.plan.surgery import unmoved
 
 
 @dataclass(frozen=True)

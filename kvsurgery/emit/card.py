@@ -11,10 +11,10 @@ from typing import Any
 
 from kvsurgery import __version__
 from kvsurgery.console import size
-from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.config import auto_class
+from kvsurgery.policy.policy import Policy
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}

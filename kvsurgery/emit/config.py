@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery.decide.policy import Policy
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import CheckpointError
-from kvsurgery.plan.family import Family
+from kvsurgery.policy.policy import Policy
 from kvsurgery.templates.kv_layout import text_config
 
 # a cache implementation in a generation config would push the emitted cache aside

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.decide.policy import Policy
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
 from kvsurgery.emit.modeling import code_files
-from kvsurgery.plan.family import Family
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.policy import Policy
+from kvsurgery.profile.head_profile import HeadProfile
 
 
 def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import re
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvsurgery import __version__
-from kvsurgery.plan.family import Family
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.resources import TEMPLATES
 
 HEADER = f"""\

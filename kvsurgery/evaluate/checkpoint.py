@@ -10,12 +10,12 @@ from blake3 import blake3
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.provenance import PROVENANCE
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
-from kvsurgery.emit.provenance import PROVENANCE
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.plan.family import Family
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.score.retrieval import default_lengths
+from kvsurgery.measure.retrieval import default_lengths
 from kvsurgery.text.haystack import Haystack, token_ids
 from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
 from kvsurgery.text.needles import Needle, Prompt, needle_place

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.score.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
-from kvsurgery.score.retrieval import default_lengths
+from kvsurgery.measure.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.measure.retrieval import default_lengths
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.score.retrieval import default_lengths
+from kvsurgery.measure.retrieval import default_lengths
 from kvsurgery.text.haystack import Haystack, first_tokens
 
 TEXTS = 8  # of text without end, how many pieces are drawn from

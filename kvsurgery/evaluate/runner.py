@@ -10,6 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_of
@@ -30,7 +31,6 @@ from kvsurgery.evaluate.standing import Progress, Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial
 from kvsurgery.files import write_whole
-from kvsurgery.inspection import inspect_checkpoint
 from kvsurgery.processes import Processes, started_processes
 
 SAMPLES = "samples.jsonl"

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.output import check_space
-from kvsurgery.decide.footprint import Footprint
+from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import Interrupted, OutputError, PolicyError
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, Options
 from kvsurgery.evaluate.sample import Sample, Task
 from kvsurgery.evaluate.standing import Progress, Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
-from kvsurgery.operation import Operation
-from kvsurgery.plan.family import Family
+from kvsurgery.policy.memory import Footprint
 from kvsurgery.processes import started_processes
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 
 PLAIN = 16  # bits of a cache that is not quantised
@@ -37,18 +37,18 @@ class Setting:
     """One combination of the axes' values: the conversion that it decides, or why there is none."""
 
     options: Mapping[str, Any]
-    operation: Operation | None = None
+    prepared: PreparedConversion | None = None
     skipped: str | None = None
 
     @property
     def answers(self) -> str:
         """The name of its answers, which is that of its policy."""
-        return f"policy-{self.operation.policy.hash[:16]}"
+        return f"policy-{self.prepared.policy.hash[:16]}"
 
     @property
     def layout(self) -> KVLayout:
         """Which KV head keeps what."""
-        return KVLayout.from_config(json.loads(self.operation.files["config.json"]))
+        return KVLayout.from_config(json.loads(self.prepared.files["config.json"]))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Grid:
         """
         values = [dict.fromkeys(values) for values in self.axes.values()]
         settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in product(*values)]
-        if not any(setting.operation for setting in settings):
+        if not any(setting.prepared for setting in settings):
             raise PolicyError(f"no setting gives a policy: {settings[0].skipped}")
         return settings
 
@@ -94,7 +94,7 @@ class Grid:
         try:
             recipe = self.recipe.changed(**values)
             known = {"name": self.name, "revision": self.revision}
-            return Setting(options, Operation.prepare(self.source, self.profile, recipe, **known))
+            return Setting(options, PreparedConversion.prepare(self.source, self.profile, recipe, **known))
         except PolicyError as error:
             return Setting(options, skipped=str(error))
 
@@ -126,7 +126,7 @@ def sweep(
     Raises:
         PolicyError: not one setting gives a policy.
         OutputError: the folder lies in the original's, or has no room for a conversion.
-        KVSurgeryError: as `Operation.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
+        KVSurgeryError: as `PreparedConversion.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
     source, axes = grid.source, {name: tuple(dict.fromkeys(values)) for name, values in grid.axes.items()}
@@ -135,7 +135,7 @@ def sweep(
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
     distinct: dict[str, Setting] = {}
     for setting in settings:
-        if setting.operation:
+        if setting.prepared:
             distinct.setdefault(setting.answers, setting)
     with started_processes(device) as processes:
         try:
@@ -143,7 +143,7 @@ def sweep(
             [some, *_] = distinct.values()
             with processes.first():
                 if any(map(evaluation.missing, distinct)):
-                    check_space(evaluation.folder, some.operation.checkpoint.size)
+                    check_space(evaluation.folder, some.prepared.checkpoint.size)
             steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
             evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
             for place, setting in enumerate(distinct.values(), 1):
@@ -157,7 +157,7 @@ def sweep(
             size = {
                 "prompt": len(longest.tokens) - longest.continuation,
                 "new": longest.limit + longest.continuation,
-                "itemsize": itemsize(some.operation, options.dtype),
+                "itemsize": itemsize(some.prepared, options.dtype),
             }
             found = Sweep(
                 source=grid.name or str(source),
@@ -181,21 +181,21 @@ def sweep(
 
 def _answer(evaluation: Evaluation, setting: Setting, progress: Progress) -> None:
     """Convert and ask, unless all is answered. A conversion that was killed goes on."""
-    first, operation, name = evaluation.processes.rank == 0, setting.operation, setting.answers
+    first, prepared, name = evaluation.processes.rank == 0, setting.prepared, setting.answers
     out = evaluation.folder / name / SCRATCH
     moved = 0
 
     def moving(count: int) -> None:
         nonlocal moved
         moved += count
-        progress(0, None, f"{name}: converting, {moved / operation.checkpoint.size:.0%}")
+        progress(0, None, f"{name}: converting, {moved / prepared.checkpoint.size:.0%}")
 
     with evaluation.processes.first():
         missing = evaluation.missing(name)
     if missing:
         with evaluation.processes.first():
             if first:
-                convert(operation.checkpoint, operation.plan, out, operation.files, progress=moving)
+                convert(prepared.checkpoint, prepared.plan, out, prepared.files, progress=moving)
         evaluation.answer(name, out, progress)
     # models that still answer have it in memory
     if first:
@@ -203,12 +203,10 @@ def _answer(evaluation: Evaluation, setting: Setting, progress: Progress) -> Non
 
 
 def _point(setting: Setting, evaluation: Evaluation, size: Mapping[str, int]) -> Point:
-    if setting.operation is None:
+    if setting.prepared is None:
         return Point(setting.options, skipped=setting.skipped)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})
-    return Point(
-        setting.options, setting.operation.policy.hash, setting.layout.kv_bytes(1, **size), tasks=results.tasks
-    )
+    return Point(setting.options, setting.prepared.policy.hash, setting.layout.kv_bytes(1, **size), tasks=results.tasks)
 
 
 def _longest(evaluation: Evaluation) -> Sample:
@@ -218,9 +216,9 @@ def _longest(evaluation: Evaluation) -> Sample:
     return max(fitting or lengths, key=lengths.get)
 
 
-def itemsize(operation: Operation, dtype: str = "auto") -> int:
+def itemsize(prepared: PreparedConversion, dtype: str = "auto") -> int:
     """Bytes of an element of the cache, where weights are loaded in a dtype; "auto" is the checkpoint's."""
-    checkpoint = operation.checkpoint
+    checkpoint = prepared.checkpoint
     if dtype == "auto":
         dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     stated = getattr(torch, str(dtype), None)

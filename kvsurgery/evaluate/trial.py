@@ -12,8 +12,8 @@ from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
 from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.records import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task
+from kvsurgery.measure.retrieval import RIGHT
 from kvsurgery.processes import Processes
-from kvsurgery.score.retrieval import RIGHT
 from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set
 
 KIND = "retrieval"  # of needles that are found, and not reasoned about

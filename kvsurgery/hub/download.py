@@ -17,8 +17,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
+from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
-from kvsurgery.conversion.sidefiles import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained
 from kvsurgery.hub.ranges import RemoteFile

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.emit.card import with_section
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
-from kvsurgery.inspection import inspect_checkpoint
 from kvsurgery.report.findings import change, models, score, span, verdict
 from kvsurgery.report.writing import PAGE, charts, of_one_checkpoint, read
 

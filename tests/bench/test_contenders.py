@@ -13,8 +13,8 @@ from transformers import AutoConfig, DynamicCache
 from kvsurgery.bench import contenders as module
 from kvsurgery.bench.caches import WIDTHS
 from kvsurgery.bench.contenders import contenders, load_models, sharing, step_weights, usable
-from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import CheckpointError, KVSurgeryError
+from kvsurgery.policy.policy import Quantisation
 from tests.families import largest, make, stock, tokens
 from tests.surgery import Converted, convert_folder
 

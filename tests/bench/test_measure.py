@@ -14,11 +14,11 @@ from kvsurgery.bench import timing
 from kvsurgery.bench.contenders import Contender, contenders, load_models, step_weights
 from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
 from kvsurgery.bench.results import Row
-from kvsurgery.decide.policy import Quantisation
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.policy.policy import Quantisation
 from kvsurgery.processes import Processes
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.surgery import Converted, convert_folder, random_profile
 

@@ -19,7 +19,7 @@ import run
 import worker
 from held import held_bytes
 
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.tiny_recall import FOLDER, task
 
 NAMES = {each.name: each for each in contenders.CONTENDERS}

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.decide.policy import Quantisation, decide
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.policy import Quantisation, decide
+from kvsurgery.profile.head_profile import HeadProfile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.command import done, run
 from tests.families import make
 from tests.surgery import convert_folder
@@ -65,7 +65,7 @@ def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):
 
     start = ["profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors"]
     with monkeypatch.context() as patch:
-        patch.setattr("kvsurgery.score.training.training_step", interrupted)
+        patch.setattr("kvsurgery.measure.training.training_step", interrupted)
         nothing, state = run(*start), run(*start, "--checkpoint", "state")
     assert nothing.code == state.code == 130
     assert "interrupted; nothing is kept" in nothing.err

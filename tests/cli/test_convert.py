@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from kvsurgery.conversion import engine
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.command import CONVERT, HEAVY, MODEL, PROFILE, SCORES, done, refused, run
 from tests.families import largest, make, tokens
 from tests.shards import LLAMA, tree
@@ -28,7 +28,7 @@ CHILD = """
 import os, signal, sys
 from kvsurgery.cli import main
 if shards := int(sys.argv.pop(1)):
-    from kvsurgery.conversion.journal import Journal
+    from kvsurgery.checkpoint.journal import Journal
     record = Journal.record
     def record_and_die(journal, *arguments):
         record(journal, *arguments)

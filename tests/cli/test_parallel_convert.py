@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.command import CONVERT, PROFILE, done, nothing_happens, run
 from tests.families import largest, make, tokens

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from kvsurgery.cli.profile import profile
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.score.embedding_heads import EmbeddingHead, Ranking
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.cli.profile_command import refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.command import done
 from tests.shards import llama_checkpoint

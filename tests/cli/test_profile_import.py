@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from kvsurgery.cli.profile import profile
 from kvsurgery.cli.profile.importing import headkv
-from kvsurgery.score.importers import HEADKV_METHODS
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers import HEADKV_METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.hub_server import Blob, serve
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.decide.policy import decide
 from kvsurgery.errors import PolicyError, ProfileError
-from kvsurgery.plan.family import Family
-from kvsurgery.score.order import SPARSITIES
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.policy import decide
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import SPARSITIES
 from tests.cli.profile_command import refusal, run
 
 LAYERS, HEADS = 6, 4

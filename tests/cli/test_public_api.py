@@ -28,7 +28,9 @@ def test_the_package_loads_nothing():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_the_same_before_and_after_other_imports(name):
-    others = "kvsurgery.conversion.verify, kvsurgery.conversion.revert, kvsurgery.cli.convert, kvsurgery.inspection"
+    others = ", ".join(
+        f"kvsurgery.{module}" for module in ("conversion.verify", "conversion.inspection", "cli.convert")
+    )
     script = (
         f"from kvsurgery import {name} as first; import {others}; import kvsurgery; assert kvsurgery.{name} is first"
     )

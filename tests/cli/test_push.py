@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsurgery.inspection import inspect_checkpoint
+from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.report import write_report
 from tests.families import make
 from tests.hub_repo import Blob

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsurgery.checkpoint.turns import user_marker
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.user_turn import user_marker
 from tests.command import done, run
 from tests.families import make, tokens
 from tests.vocabularies import KINDS, TURN, tokenizer

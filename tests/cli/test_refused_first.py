@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.processes import started_processes
-from kvsurgery.score.training_state import TrainingState
 from tests.command import PROFILE, nothing_happens, refused
 
 DUO = ("profile", "compute", "llama", "--method", "duo", "-o", "p.safetensors")
@@ -31,7 +31,7 @@ WORK = (
     "kvsurgery.cli.source.fetched",
     "kvsurgery.cli.source.prepare",
     "kvsurgery.evaluate.runner.evaluate",
-    "kvsurgery.score.mesh.Mesh.load",
+    "kvsurgery.measure.mesh.Mesh.load",
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvsurgery.checkpoint.headers import read_shard
-from kvsurgery.conversion.journal import JOURNAL
+from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.hub import ranges
 from tests.command import Result
 from tests.families import make

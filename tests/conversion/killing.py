@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.conversion.journal import JOURNAL
+from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.conversion.revert import revert
 from tests.shards import convert_llama, tree
 

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.conversion.journal import JOURNAL, Journal
+from kvsurgery.checkpoint.journal import JOURNAL, Journal
 from kvsurgery.conversion.output import Output
 from kvsurgery.errors import CheckpointError, OutputError
 from tests.shards import FILES, convert_llama, llama_checkpoint, tree

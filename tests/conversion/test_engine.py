@@ -14,13 +14,13 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion import engine
 from kvsurgery.conversion.engine import move_bytes
+from kvsurgery.conversion.plan import plan_moves, unmoved
 from kvsurgery.errors import CheckpointError, Mismatch
-from kvsurgery.plan.family import Family
-from kvsurgery.plan.surgery import plan_moves, unmoved
 from tests.shards import SIZES, noise_shard
 
 HEAD_DIM = 3

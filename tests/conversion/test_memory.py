@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.hub_repo import Blob
 from tests.hub_server import serve
 from tests.shards import raw_shard

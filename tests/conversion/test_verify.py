@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvsurgery.checkpoint.provenance import Provenance
 from kvsurgery.conversion.verify import verify
-from kvsurgery.emit.provenance import Provenance
 from kvsurgery.errors import CheckpointError, Mismatch
 from tests.families import EVERY
 from tests.shards import convert_llama, llama_checkpoint, tree

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from kvsurgery.measure.attention import attention_profile
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.recurrence import Recurrence
+from kvsurgery.measure.reform import Sample, embedding_ranking
+from kvsurgery.measure.retrieval import retrieval_scores
+from kvsurgery.measure.training import GateOptions, fingerprint, train_gates
 from kvsurgery.processes import Processes
-from kvsurgery.score.attention import attention_profile
-from kvsurgery.score.mesh import Mesh
-from kvsurgery.score.recurrence import Recurrence
-from kvsurgery.score.reform import Sample, embedding_ranking
-from kvsurgery.score.retrieval import retrieval_scores
-from kvsurgery.score.subject import Subject
-from kvsurgery.score.training import GateOptions, fingerprint, train_gates
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle
 from tests.families import tokens
-from tests.score.test_gate_training import DATA, OPTIONS, prompts, recalls
+from tests.measure.test_gate_training import DATA, OPTIONS, prompts, recalls
 from tests.tiny_recall import FOLDER, task
 
 
-def measure(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
+def measure(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     """Scores by every method that these processes can share, and how training went."""
     found = {"attention": attention_profile(subject, recalls, 4, data=DATA, mesh=mesh).scores}
     for loss in ("distill", "lm"):
@@ -33,7 +33,7 @@ def measure(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
     return found if mesh.tp < mesh.processes.world else found | rank_heads(subject, mesh)
 
 
-def resume(subject: Subject, mesh: Mesh, checkpoint: Path) -> np.ndarray:
+def resume(subject: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
     """Gates of a training that was interrupted halfway and goes on."""
 
     def stopping(step: int, place: int) -> tuple:
@@ -47,7 +47,7 @@ def resume(subject: Subject, mesh: Mesh, checkpoint: Path) -> np.ndarray:
     return train_gates(subject, prompts, GateOptions(**OPTIONS), **given, resume=True)[0].scores
 
 
-def rank_heads(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
+def rank_heads(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     """Mean normalised ranks of the states of all heads."""
     gold = range(9, 12), range(30, 32)
     samples = [Sample(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
@@ -56,7 +56,7 @@ def rank_heads(subject: Subject, mesh: Mesh) -> dict[str, np.ndarray]:
     return {f"reform {kind}": ranks for kind, ranks in ranking.mnr["pattern"].items()}
 
 
-def retrieve(subject: Subject, mesh: Mesh) -> np.ndarray:
+def retrieve(subject: MeasuredModel, mesh: Mesh) -> np.ndarray:
     """Retrieval scores of the bundled model, which answers."""
     rng, words = np.random.default_rng(0), task.vocabulary()
     haystack = Haystack(task.filler(rng, 1, 400)[0], "filler")

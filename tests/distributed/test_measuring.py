@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.measure.mesh import Mesh, check_rope
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.training import fingerprint
 from kvsurgery.processes import Processes
-from kvsurgery.score.mesh import Mesh, check_rope
-from kvsurgery.score.subject import Subject
-from kvsurgery.score.training import fingerprint
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
 from tests.families import make, stock
-from tests.subjects import subject_of
+from tests.measured_models import subject_of
 from tests.tiny_recall import FOLDER
 
 # by processes: family, and how many of them share heads and tokens
@@ -40,7 +40,7 @@ def test_processes_measure_what_one_does(count, tmp_path):
     given = [(folders.get(name, name), tp, sp) for name, tp, sp in cases]
     ranks = start(count, measuring.work, tmp_path, given, tmp_path)
     for number, (name, tp, sp) in enumerate(cases):
-        subject = Subject.load(str(folders.get(name, name)))
+        subject = MeasuredModel.load(str(folders.get(name, name)))
         if name == FOLDER / "model":
             expected = {"headkv-r": measuring.retrieve(subject, Mesh()), **measuring.rank_heads(subject, Mesh())}
         else:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvsurgery.evaluate.runner import evaluate
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.needle_trial import choose_needles
 from kvsurgery.processes import Processes
-from kvsurgery.score.mesh import Mesh
-from kvsurgery.score.needle_trial import choose_needles
 from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import AUTO

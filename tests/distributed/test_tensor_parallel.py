@@ -7,12 +7,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.decide.footprint import Footprint
-from kvsurgery.decide.policy import Quantisation
-from kvsurgery.plan.family import Family
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.memory import Footprint
+from kvsurgery.policy.policy import Quantisation
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.distributed import process
 from tests.distributed.process import WIDE

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.policy.test_footprint import WIDE_HEADS, WIDE_MLP, activations, footprint
 
 from kvsurgery.processes import Processes
-from tests.decide.test_footprint import WIDE_HEADS, WIDE_MLP, activations, footprint
 from tests.distributed import process
 from tests.distributed.start import start
 from tests.families import make

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import yaml
 
-from kvsurgery.decide.policy import decide
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.policy import decide
+from kvsurgery.profile.head_profile import HeadProfile
 
 MODEL = ModelDimensions(2, 8, 4, 16)
 CONFIG = {

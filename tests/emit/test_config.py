@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.decide.policy import decide
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.emit.config import (
     both_rope_spellings,
     converted_config,
@@ -13,9 +13,9 @@ from kvsurgery.emit.config import (
     hub_code_keys,
 )
 from kvsurgery.errors import CheckpointError
-from kvsurgery.plan.family import Family
+from kvsurgery.policy.policy import decide
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.score.profile import HeadProfile
 from tests.families import FAMILIES, SMALL
 
 LLAMA3 = {

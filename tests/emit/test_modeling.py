@@ -8,8 +8,8 @@ from graphlib import TopologicalSorter
 import pytest
 
 from kvsurgery import __version__
+from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.emit.modeling import code_files
-from kvsurgery.plan.family import Family, supported
 
 
 def family(name: str) -> Family:

@@ -12,7 +12,7 @@ from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.passkey import PasskeyTask
 from kvsurgery.evaluate.perplexity import PerplexityTask
 from kvsurgery.evaluate.sample import Task
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.surgery import convert_folder
 from tests.tiny_recall import FOLDER, task
 

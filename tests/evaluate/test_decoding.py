@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from kvsurgery.conversion.convert import convert
-from kvsurgery.decide.policy import Selection
+from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST, answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT
-from kvsurgery.operation import Operation
+from kvsurgery.policy.policy import Selection
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
-from kvsurgery.score.embedding_heads import EmbeddingHead
-from kvsurgery.score.profile import HeadProfile
 from tests.families import tokens
 from tests.surgery import convert_folder, random_profile
 from tests.tiny_recall import task
@@ -164,8 +164,10 @@ def test_prompts_that_reform_reads_go_to_generate(checkpoint, tmp_path):
         "recompute_budget": 64,
         "query_length": 8,
     }
-    operation = Operation.prepare(folder, scores, Recipe(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform)
-    convert(operation.checkpoint, operation.plan, out, operation.files)
+    prepared = PreparedConversion.prepare(
+        folder, scores, Recipe(sparsity=0.0, reform=ReformSizes(**sizes)), reform=reform
+    )
+    convert(prepared.checkpoint, prepared.plan, out, prepared.files)
     model = load(out, device="cpu")
     expected = []
     for prompt in PROMPTS:

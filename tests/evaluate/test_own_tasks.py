@@ -15,7 +15,7 @@ from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.passkey import PasskeyTask
 from kvsurgery.evaluate.perplexity import PerplexityTask
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.score.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.measure.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
 from kvsurgery.text import haystack
 from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needle_sets import read_set

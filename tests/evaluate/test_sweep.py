@@ -21,9 +21,9 @@ from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
 from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of
-from kvsurgery.score.profile import HeadProfile
 from tests.evaluate.recall import MODEL, convert
 from tests.shards import tree
 from tests.surgery import random_profile

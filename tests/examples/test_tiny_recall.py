@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsurgery.decide.policy import Quantisation
-from kvsurgery.score.ablation import restricted
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.measure.ablation import restricted
+from kvsurgery.policy.policy import Quantisation
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.surgery import convert_folder
 from tests.tiny_recall import FOLDER, task
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvsurgery.decide.policy import Selection
-from kvsurgery.score.profile import HeadProfile
+from kvsurgery.policy.policy import Selection
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates import kv_heads
 from kvsurgery.templates.kv_budget import attention_received, most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout

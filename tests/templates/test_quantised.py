@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvsurgery.decide.policy import Quantisation, Selection
+from kvsurgery.policy.policy import Quantisation, Selection
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_tiles import dequantise, empty_tiles, quantise
 from tests import emitted

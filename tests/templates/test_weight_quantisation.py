@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
-from kvsurgery.decide.policy import Quantisation
+from kvsurgery.policy.policy import Quantisation
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import TILE, KVLayout
 from tests.distributed.start import start

@@ -33,8 +33,10 @@ def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: boo
     import json
 
     from kvsurgery import console
-    from kvsurgery.score import comparison, description, heatmap, picture
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.profile import comparison, heatmap
+    from kvsurgery.profile import plots as picture
+    from kvsurgery.profile import summary as description
+    from kvsurgery.profile.head_profile import HeadProfile
 
     profiles = HeadProfile.load(a), HeadProfile.load(b)
     found = comparison.compare(*profiles, group_reduce)

@@ -28,11 +28,11 @@ from kvsurgery.cli.running import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvsurgery.score.mesh import Mesh
-    from kvsurgery.score.passkeys import Passkeys
-    from kvsurgery.score.profile import HeadProfile
-    from kvsurgery.score.prompts import Contexts
-    from kvsurgery.score.subject import Subject
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.passkeys import Passkeys
+    from kvsurgery.measure.prompts import Contexts
+    from kvsurgery.profile.head_profile import HeadProfile
 
     Measured = tuple[HeadProfile, np.ndarray | None]  # a training has a history
 
@@ -144,10 +144,10 @@ def compute(
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.errors import Interrupted
+    from kvsurgery.measure.mesh import Mesh
     from kvsurgery.processes import started_processes
-    from kvsurgery.score.mesh import Mesh
-    from kvsurgery.score.picture import plot_training
-    from kvsurgery.score.profile import check_output
+    from kvsurgery.profile.head_profile import check_output
+    from kvsurgery.profile.plots import plot_training
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -178,7 +178,7 @@ def _check_files(options: dict[str, Any]) -> None:
     """Refuse files that cannot be read or written, before the model is loaded."""
     from kvsurgery.figure import check_picture
     from kvsurgery.files import check_file
-    from kvsurgery.score.training_state import TrainingState
+    from kvsurgery.measure.training_state import TrainingState
     from kvsurgery.text.haystack import check_text
 
     check_text(options["text"])
@@ -192,9 +192,9 @@ def _check_files(options: dict[str, Any]) -> None:
         check_picture(options["curve"])
 
 
-def _duo(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
-    from kvsurgery.score.prompts import Passages
-    from kvsurgery.score.training import GateOptions, Progress, train_gates
+def _duo(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+    from kvsurgery.measure.prompts import Passages
+    from kvsurgery.measure.training import GateOptions, Progress, train_gates
 
     gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
     contexts = _contexts(subject, options)
@@ -218,18 +218,20 @@ def _duo(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None]
     )
 
 
-def _attention(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
-    from kvsurgery.score.attention import attention_profile
+def _attention(
+    subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measured:
+    from kvsurgery.measure.attention import attention_profile
 
     prompts = _passkeys(subject, options)
     shared = {"data": prompts.facts, "progress": advance, "mesh": mesh}
     return attention_profile(subject, prompts, options["samples"], **shared), None
 
 
-def _headkv(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery import console
-    from kvsurgery.score.needle_trial import choose_needles
-    from kvsurgery.score.retrieval import DEPTHS, default_lengths, retrieval_scores
+    from kvsurgery.measure.needle_trial import choose_needles
+    from kvsurgery.measure.retrieval import DEPTHS, default_lengths, retrieval_scores
     from kvsurgery.text.haystack import Haystack
     from kvsurgery.text.needle_sets import AUTO, read_set
 
@@ -254,11 +256,11 @@ def _headkv(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., No
     return profile, None
 
 
-def _reform(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _reform(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from dataclasses import replace
 
-    from kvsurgery.score.reform import PAPER, embedding_ranking
-    from kvsurgery.score.reform_tasks import key_value_samples, multihop_samples
+    from kvsurgery.measure.reform import PAPER, embedding_ranking
+    from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
     from kvsurgery.text.haystack import Haystack
 
     several = TEXTS if options["text"] is None else 1
@@ -278,14 +280,14 @@ def _reform(subject: Subject, method: str, mesh: Mesh, advance: Callable[..., No
     return profile, None
 
 
-def _contexts(subject: Subject, options: dict) -> Contexts:
-    from kvsurgery.score.prompts import Contexts
+def _contexts(subject: MeasuredModel, options: dict) -> Contexts:
+    from kvsurgery.measure.prompts import Contexts
 
     return Contexts.of(subject, options["min_context"], options["max_context"], options["seed"])
 
 
-def _passkeys(subject: Subject, options: dict) -> Passkeys:
-    from kvsurgery.score.passkeys import Passkeys
+def _passkeys(subject: MeasuredModel, options: dict) -> Passkeys:
+    from kvsurgery.measure.passkeys import Passkeys
 
     drawn = {"count": options["passkeys"], "size": options["passkey_tokens"]}
     return Passkeys.of(subject, _contexts(subject, options), options["text"], **drawn)

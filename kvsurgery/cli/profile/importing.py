@@ -51,7 +51,7 @@ def duo(path: Path, source: str, out: Path, base_model: str | None, revision: st
     """
     from kvsurgery.cli.profile.measured import Measured
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.score.importers import import_duo
+    from kvsurgery.profile.importers import import_duo
 
     model = Measured.read(source, revision)
     save(import_duo(path, model.dimensions, base_model or model.name, model.revision, model.windows), out)
@@ -80,7 +80,7 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
     """
     from kvsurgery.cli.profile.measured import Measured
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.score.importers import import_headkv
+    from kvsurgery.profile.importers import import_headkv
 
     model = Measured.read(source, revision)
     name = base_model or model.name
@@ -100,6 +100,6 @@ def reform(name: str, out: Path) -> None:
     kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
     """
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.score.importers import import_reform
+    from kvsurgery.profile.importers import import_reform
 
     save(import_reform(name), out)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError
-from kvsurgery.plan.family import Family
 
 
 @dataclass(frozen=True)

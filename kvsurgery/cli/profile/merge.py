@@ -47,8 +47,8 @@ def merge(
     kvsurgery profile merge duo.safetensors r2.safetensors --how rank-product -o both.safetensors
     """
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.score import merging
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.profile import merging
+    from kvsurgery.profile.head_profile import HeadProfile
 
     if any(path.absolute() == out.absolute() for path in paths):
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")

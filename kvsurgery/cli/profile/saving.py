@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.profile.head_profile import HeadProfile
 
 
 def save(profile: HeadProfile, out: Path) -> None:
     """Write a profile, describe it, and say what to do with it."""
     from kvsurgery import console
-    from kvsurgery.score.description import describe
+    from kvsurgery.profile.summary import describe
 
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from kvsurgery.score.embedding_heads import EmbeddingHead
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.profile.embedding_heads import EmbeddingHead
+    from kvsurgery.profile.head_profile import HeadProfile
 
 BEST = 5
 
@@ -39,8 +39,10 @@ def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> No
     import json
 
     from kvsurgery import console
-    from kvsurgery.score import description, heatmap, picture
-    from kvsurgery.score.profile import HeadProfile
+    from kvsurgery.profile import heatmap
+    from kvsurgery.profile import plots as picture
+    from kvsurgery.profile import summary as description
+    from kvsurgery.profile.head_profile import HeadProfile
 
     file = HeadProfile.load(path)
     loaded = file if source is None else _with_windows(file, source)

@@ -1,0 +1,235 @@
+"""What a checkpoint is, and whether surgery covers it or which surgery it had. From headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
+from kvsurgery.checkpoint.source import Checkpoint, read_config
+from kvsurgery.conversion.plan import plan_moves
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.emit.card import kv_table, rank_table
+from kvsurgery.emit.config import both_rope_spellings
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
+from kvsurgery.templates.kv_reform import Reform
+
+# what stands in the way of naming a family, though its dimensions are plain
+NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
+
+
+@dataclass(frozen=True)
+class Surgery:
+    """What was done to a converted checkpoint.
+
+    Attributes:
+        full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
+        heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
+            in the original's order, or in the converted one's where that is not known.
+        streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
+        quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
+        reform: how long prompts are read, if they are read by REFORM.
+        kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
+        ranks: `processes` of tensor parallelism, and the `kv_bytes` of 128k tokens that each of them holds; empty where
+            heads are laid out for one.
+        replicated: whether transformers gives each of them all heads.
+        base_model, base_revision: what was converted.
+        options: how the heads were decided.
+        tool: version that did it.
+        revertible: False after `save_pretrained`, which loses the provenance that the four above come from.
+    """
+
+    full_heads: tuple[int | None, ...]
+    heads: tuple[tuple[str | int, ...], ...]
+    streaming: int
+    budgeted: int
+    quantisation: Mapping[str, Any] | None
+    reform: Mapping[str, Any] | None
+    kv_bytes: tuple[Mapping[str, Any], ...]
+    ranks: tuple[Mapping[str, Any], ...]
+    replicated: bool
+    base_model: str | None = None
+    base_revision: str | None = None
+    options: Mapping[str, Any] | None = None
+    tool: str | None = None
+    revertible: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint in numbers.
+
+    Attributes:
+        name, revision: folder or Hub id, and the commit of the latter.
+        model_type: as config.json has it.
+        dimensions: attention dimensions, None where the family is unknown.
+        windows: per layer, the model's own sliding window in tokens, None for full attention.
+        context: positions that the model was made for.
+        rope: its rotary embedding, as transformers 5 spells it.
+        parameters: by dtype; empty where there are no safetensors weights.
+        shards, size: weight files, and their bytes.
+        tied: whether the output layer is the embedding.
+        problem: why it cannot be converted, None where it can be or was.
+        surgery: what was done to a converted one.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str | None
+    dimensions: ModelDimensions | None
+    windows: tuple[int | None, ...]
+    context: int | None
+    rope: Mapping[str, Any]
+    parameters: Mapping[str, int]
+    shards: int
+    size: int
+    tied: bool
+    problem: str | None
+    surgery: Surgery | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        return {**asdict(self), "supported": self.problem is None}
+
+
+def inspect(source: str | Path, revision: str | None = None) -> Facts:
+    """Say what a checkpoint is, a folder or a Hub id, of which only headers are downloaded.
+
+    Raises:
+        CheckpointError: it is malformed, or neither a folder nor a Hub id.
+        HubError: the Hub cannot be reached, or refuses.
+    """
+    name = str(source)
+    if Path(source).is_dir():
+        return inspect_checkpoint(Path(source), name)
+    from kvsurgery import hub
+
+    if not hub.is_repo_id(name):
+        raise CheckpointError(f"{name} is not a folder, and no name that a model on the Hub can have")
+    with hub.headers(name, revision) as remote:
+        return inspect_checkpoint(remote.folder, name, remote.commit)
+
+
+def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> Facts:
+    """Look at a checkpoint folder, or at the stand-in that `hub.headers` makes of a remote one.
+
+    Raises:
+        CheckpointError: it is malformed, which is more than not being supported.
+    """
+    config = read_config(folder)
+    problem, checkpoint = None, None
+    try:
+        checkpoint = Checkpoint.open(folder, name, revision)
+    except UnsupportedModel as error:
+        problem = str(error)
+    surgery = _surgery(folder, config) if "kv_surgery" in config else None
+    if checkpoint is not None and surgery is None:
+        problem = _problem(checkpoint)
+    parameters: Counter[str] = Counter()
+    for tensor in checkpoint.tensors if checkpoint else ():
+        parameters[tensor.dtype] += math.prod(tensor.shape)
+    dimensions, windows = _dimensions(config)
+    return Facts(
+        name=name,
+        revision=revision,
+        model_type=config.get("model_type"),
+        dimensions=dimensions,
+        windows=windows,
+        context=text_config(config).get("max_position_embeddings"),
+        rope=_rope(text_config(config)),
+        parameters=dict(parameters.most_common()),
+        shards=len(checkpoint.shards) if checkpoint else 0,
+        size=checkpoint.size if checkpoint else 0,
+        tied=checkpoint.tied if checkpoint else False,
+        problem=problem,
+        surgery=surgery,
+    )
+
+
+def _problem(checkpoint: Checkpoint) -> str | None:
+    """Why a stock checkpoint cannot be converted, whatever the policy."""
+    try:
+        family = Family.of(checkpoint.config)
+        model = family.dimensions(checkpoint.config)
+        if None not in family.windows(checkpoint.config):
+            return "every layer has a sliding window of its own; there is nothing to convert"
+        plan_moves(checkpoint, family, [range(model.kv_heads)] * model.layers)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
+
+
+def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tuple[int | None, ...]]:
+    """Dimensions and windows, as far as the family is known."""
+    stock = _stock(config)
+    try:
+        family = Family.of(stock)
+        return family.dimensions(stock), family.windows(stock)
+    except UnsupportedModel:
+        return None, ()
+
+
+def _replicated(config: Mapping[str, Any]) -> bool:
+    """Whether every process of tensor parallelism has all heads, as far as the family is known."""
+    try:
+        return Family.of(_stock(config)).replicated
+    except UnsupportedModel:
+        return False
+
+
+def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config without what stands in the way of naming its family."""
+    return {key: value for key, value in config.items() if key not in NOT_STOCK}
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {**config, **both_rope_spellings(config)}.get("rope_parameters") or {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the RoPE settings of config.json are malformed: {error!r}") from error
+
+
+def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
+    try:
+        layout = KVLayout.from_config(config)
+        reform = Reform.from_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    replicated = _replicated(config)
+    heads = tuple(layer.kinds for layer in layout.layers)
+    facts = {
+        "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
+        "streaming": layout.counts[STREAMING],
+        "budgeted": layout.counts[BUDGETED],
+        "quantisation": layout.quantisation and asdict(layout.quantisation),
+        "reform": reform and asdict(reform),
+        "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
+        "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
+        "replicated": replicated,
+    }
+    if not (folder / PROVENANCE).exists():
+        return Surgery(**facts, heads=heads)
+    origin = Provenance.read(folder)
+    try:
+        heads = tuple(
+            tuple(kind for _, kind in sorted(zip(order, kinds, strict=True), key=itemgetter(0)))
+            for order, kinds in zip(origin.permutation, heads, strict=True)
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {PROVENANCE} and config.json are not of the same layers and heads") from error
+    return Surgery(
+        **facts,
+        heads=heads,
+        base_model=origin.source,
+        base_revision=origin.revision,
+        options=origin.options,
+        tool=origin.tool,
+        revertible=True,
+    )

@@ -1,0 +1,184 @@
+"""`SurgeryPlan`: where every byte of every tensor goes. From headers alone.
+
+Whole GQA groups move together: the query heads follow their KV head, so a layer needs one order. Query rows, biases and
+full-width norms move in blocks of group x head_dim rows, key and value rows in blocks of head_dim, and o_proj's input
+columns in blocks of group x head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvsurgery.checkpoint.family import Family, Role
+from kvsurgery.checkpoint.headers import Tensor
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
+from kvsurgery.policy.policy import Policy
+
+# other dtypes come with scales whose layout surgery would have to know
+ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
+
+
+class Run(NamedTuple):
+    """`length` bytes from `source` to `destination`, both counted from the tensor's first byte."""
+
+    source: int
+    destination: int
+    length: int
+
+
+class Columns(NamedTuple):
+    """Every row is `len(order)` blocks of `block` bytes; place p of the result holds block `order[p]`."""
+
+    block: int
+    order: tuple[int, ...]
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return self.block * len(self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Where one tensor's bytes go: runs in the source's order that cover it, or a shuffle of columns in every row."""
+
+    runs: tuple[Run, ...]
+    columns: Columns | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every byte stays in its place."""
+        return self.columns is None and all(run.source == run.destination for run in self.runs)
+
+
+@dataclass(frozen=True)
+class SurgeryPlan:
+    """The byte moves that a policy asks of one checkpoint.
+
+    Attributes:
+        family: the model family.
+        dimensions: attention dimensions.
+        policy: what decided the order of the heads.
+        profile: hash of the head profile, None without one.
+        moves: by tensor name.
+    """
+
+    family: str
+    dimensions: ModelDimensions
+    policy: Policy
+    profile: str | None
+    moves: Mapping[str, Move]
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, the source KV head at each place."""
+        return tuple(layer.order for layer in self.policy.layers)
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """Tensors whose bytes change places."""
+        return tuple(name for name, move in self.moves.items() if not move.plain)
+
+
+def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = None) -> SurgeryPlan:
+    """Plan every byte move.
+
+    Raises:
+        UnsupportedModel: the family, a tensor or a dtype is not covered.
+        CheckpointError: a projection is missing or does not have the shape that the config implies.
+        PolicyError: the policy belongs to a model of other dimensions.
+    """
+    family = Family.of(checkpoint.config)
+    orders = tuple(layer.order for layer in policy.layers)
+    moves = plan_moves(checkpoint, family, orders)
+    return SurgeryPlan(family.name, family.dimensions(checkpoint.config), policy, profile, moves)
+
+
+def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence[int]]) -> dict[str, Move]:
+    """The move of every tensor when layer l's KV heads come to lie in the order `orders[l]`.
+
+    Raises:
+        UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
+    """
+    model, hidden = family.dimensions(checkpoint.config), family.hidden(checkpoint.config)
+    heads = list(range(model.kv_heads))
+    if len(orders) != model.layers or any(sorted(order) != heads for order in orders):
+        raise PolicyError(f"the policy does not order the heads of this model, which has {model}")
+    moves: dict[str, Move] = {}
+    parts: set[tuple[int | None, str]] = set()
+    for tensor in checkpoint.tensors:
+        role = family.role(tensor.name)
+        if role.layer is not None and role.layer >= model.layers:
+            raise UnsupportedModel(f"tensor {tensor.name!r} lies beyond the {model.layers} layers of config.json")
+        if (role.layer, role.part) in parts:
+            raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
+        parts.add((role.layer, role.part))
+        if role.axis is None:
+            moves[tensor.name] = unmoved(tensor)
+        else:
+            _check_shape(tensor, role, model, hidden)
+            moves[tensor.name] = _permute(tensor, role, model, tuple(orders[role.layer]))
+    for layer in range(model.layers):
+        for part in family.permute:
+            if (layer, part) not in parts:
+                raise CheckpointError(f"layer {layer} has no {part}; is the checkpoint complete?")
+    return moves
+
+
+def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:
+    if tensor.dtype not in ATTENTION_DTYPES:
+        raise UnsupportedModel(
+            f"{tensor.name!r} is {tensor.dtype}; surgery takes {', '.join(ATTENTION_DTYPES)} weights"
+        )
+    expected = tuple(
+        hidden if symbol == "hidden" else sum(_heads(letter, model) for letter in symbol) * model.head_dim
+        for symbol in role.shape
+    )
+    if tensor.shape != expected:
+        raise CheckpointError(f"{tensor.name!r} has shape {list(tensor.shape)}, config.json implies {list(expected)}")
+
+
+def _heads(letter: str, model: ModelDimensions) -> int:
+    return model.query_heads if letter == "q" else model.kv_heads
+
+
+def _permute(tensor: Tensor, role: Role, model: ModelDimensions, order: tuple[int, ...]) -> Move:
+    if order == tuple(range(model.kv_heads)):
+        return unmoved(tensor)
+    symbol = role.shape[role.axis]
+    # bytes of one head: head_dim rows, or head_dim elements of every row
+    head = tensor.size // math.prod(tensor.shape[: role.axis + 1]) * model.head_dim
+    blocks = [head * _heads(letter, model) // model.kv_heads for letter in symbol]
+    if role.axis == 1:
+        return Move((Run(0, 0, tensor.size),), Columns(blocks[0], order))
+    runs: list[Run] = []
+    base = 0
+    for block in blocks:
+        places = [0] * len(order)
+        for place, source in enumerate(order):
+            places[source] = place
+        runs += (Run(base + source * block, base + place * block, block) for source, place in enumerate(places))
+        base += block * len(order)
+    return Move(_coalesce(runs))
+
+
+def unmoved(tensor: Tensor) -> Move:
+    """The move of a tensor that is copied."""
+    return Move((Run(0, 0, tensor.size),))
+
+
+def _coalesce(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Join runs that are neighbours both where they come from and where they go."""
+    joined = [runs[0]]
+    for run in runs[1:]:
+        last = joined[-1]
+        if (last.source + last.length, last.destination + last.length) == (run.source, run.destination):
+            joined[-1] = Run(last.source, last.destination, last.length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)

@@ -1,0 +1,79 @@
+"""`PreparedConversion`: everything about one conversion that is decided before a byte moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
+from kvsurgery.emit.files import emitted_files
+from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.policy.fit import Fit, fit
+from kvsurgery.policy.memory import Footprint
+from kvsurgery.policy.policy import Policy, decide
+from kvsurgery.policy.reform import with_reform
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.text.user_turn import user_marker
+
+
+@dataclass(frozen=True)
+class PreparedConversion:
+    """A checkpoint, what becomes of its heads, where every byte goes, and the files that are emitted beside them.
+
+    `fit` says what else its heads could have become, where a memory decided.
+    """
+
+    checkpoint: Checkpoint
+    policy: Policy
+    plan: SurgeryPlan
+    files: dict[str, bytes]
+    fit: Fit | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        folder: Path,
+        profile: HeadProfile,
+        recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
+        *,
+        reform: HeadProfile | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+    ) -> PreparedConversion:
+        """Read a checkpoint's headers and plan its conversion.
+
+        Args:
+            folder: the checkpoint.
+            profile: measured on a model of the same dimensions; where it has no scores, every head stays full.
+            recipe: what is asked for; its profiles are those given here.
+            reform: a profile of embedding heads, by which prompts beyond the context are read.
+            name, revision: what the checkpoint is called, and its commit, if it comes from the Hub.
+
+        Raises:
+            KVSurgeryError: every reason why the conversion cannot be done that headers can show.
+        """
+        if reform is None and recipe.reform.given:
+            names = " and ".join(f"`reform.{size}`" for size in recipe.reform.given)
+            raise PolicyError(f"{names} goes with a reform profile; add one, or leave it out")
+        if reform is not None and recipe.fit is not None:
+            raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
+        checkpoint = Checkpoint.open(folder, name, revision)
+        family = Family.of(checkpoint.config)
+        dimensions = family.dimensions(checkpoint.config)
+        for measured in (profile, reform or profile):
+            if dimensions != measured.model:
+                found = f"{measured.base_model} ({measured.model})"
+                raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
+        windows, fitted = family.windows(checkpoint.config), None
+        if recipe.fit is not None:
+            fitted = fit(profile, windows, Footprint.of(checkpoint, family, recipe.tp), recipe)
+            recipe = fitted.choice.recipe(recipe)
+        policy = decide(profile, windows, recipe)
+        if reform is not None:
+            positions = checkpoint.text_config.get("max_position_embeddings")
+            policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
+        plan = plan_surgery(checkpoint, policy, profile.hash)
+        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile), fitted)

@@ -1,0 +1,133 @@
+"""`Request`: a folder or a Hub id to convert, the profiles and the recipe; it fetches what is needed, and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.errors import CheckpointError, HubError, ProfileError
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kvsurgery.hub.stream import Streamed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be converted, and how.
+
+    Attributes:
+        place, revision: a folder, or a Hub id and its branch, tag or commit.
+        recipe: how.
+        profile: decides the heads.
+        reform: has the embedding heads by which long prompts are read; it may be the same.
+    """
+
+    place: str
+    revision: str | None
+    recipe: Recipe
+    profile: HeadProfile
+    reform: HeadProfile | None
+
+    @classmethod
+    def of(
+        cls, source: str | Path | None, revision: str | None, recipe: Recipe, profiles: Iterable[HeadProfile] = ()
+    ) -> Request:
+        """A request with these profiles, or else those that the recipe names.
+
+        Without a source, it is the model that the profile was measured on.
+
+        Raises:
+            ProfileError: a profile cannot be read, there is none, or there are two of a kind.
+        """
+        profile, reform = _parted([*profiles] or map(HeadProfile.load, recipe.profiles))
+        if source is None:
+            source, revision = profile.base_model, revision or profile.base_revision
+        return cls(str(source), revision, recipe, profile, reform)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the place is a folder, and not a Hub id."""
+        return Path(self.place).is_dir()
+
+    def plan(self, folder: Path, commit: str | None = None) -> PreparedConversion:
+        """The conversion of the folder that the place is, or that a Hub id was fetched to."""
+        name = None if self.is_folder else self.place
+        return PreparedConversion.prepare(
+            folder, self.profile, self.recipe, reform=self.reform, name=name, revision=commit
+        )
+
+    def prepare(self, weights: bool = True) -> PreparedConversion:
+        """Plan the conversion. The weights of a Hub id are downloaded only if asked for, and only after its headers.
+
+        Raises:
+            KVSurgeryError: every reason why the conversion cannot be done that headers can show, or the Hub fails.
+        """
+        if self.is_folder:
+            return self.plan(Path(self.place))
+        from kvsurgery import hub
+
+        with self._hub_id():
+            if weights:
+                return self.plan(*hub.fetch_checkpoint(self.place, self.revision, check=self.plan))
+            with hub.headers(self.place, self.revision) as remote:
+                return self.plan(remote.folder, remote.commit)
+
+    def fetched(self, check: Callable[[Path], object]) -> tuple[Path, dict[str, str]]:
+        """The folder of a checkpoint that is converted several times, and what `PreparedConversion.prepare` calls it.
+
+        A Hub id is downloaded, after a check of its headers.
+        """
+        if self.is_folder:
+            return Path(self.place), {}
+        from kvsurgery import hub
+
+        with self._hub_id():
+            folder, commit = hub.fetch_checkpoint(self.place, self.revision, check)
+        return folder, {"name": self.place, "revision": commit}
+
+    @contextmanager
+    def streamed(self) -> Iterator[tuple[PreparedConversion, Streamed]]:
+        """Plan the conversion of a Hub id whose weights are fetched while they are converted, inside the block."""
+        from kvsurgery import hub
+
+        with ExitStack() as stack:
+            with self._hub_id():
+                remote = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
+                prepared = self.plan(remote.folder, remote.commit)
+            yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
+
+    @contextmanager
+    def _hub_id(self) -> Iterator[None]:
+        """Refuse what cannot be a Hub id, and say what else a name that the Hub does not know may be."""
+        from kvsurgery import hub
+
+        place = self.place
+        if not hub.is_repo_id(place):
+            raise CheckpointError(f"{place} is no folder and no Hub id; give the checkpoint as the first argument")
+        if Path(place).exists():
+            raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
+        try:
+            yield
+        except HubError as error:
+            # a mistyped path looks like a Hub id
+            hint = f" (no folder {place} is here)" if Path(place).parent.is_dir() else ""
+            raise HubError(f"{error}{hint}") from error
+
+
+def _parted(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile, HeadProfile | None]:
+    """The profile that decides the heads, and the one of embedding heads, if there is one."""
+    scored: list[HeadProfile] = []
+    reform: list[HeadProfile] = []
+    for profile in profiles:
+        (reform if profile.scores is None else scored).append(profile)
+    if not scored and not reform:
+        raise ProfileError("no head profile is given")
+    if len(scored) > 1 or len(reform) > 1:
+        raise ProfileError("two head profiles of the same kind; `kvsurgery profile merge` makes one of them")
+    return (scored or reform)[0], reform[0] if reform else None

@@ -1,1 +1,0 @@
-"""Deciding: from a profile and options to one kind and one size per KV head (`Policy`)."""

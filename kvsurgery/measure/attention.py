@@ -1,0 +1,112 @@
+"""Attention scores: how much a head looks at a passkey while the passkey is recalled.
+
+DuoAttention's attention-based ablation (Xiao et al. 2024, section 3.4). Cheap, since it takes forward passes only, but
+it sees neither what a head's values do to the output nor what other heads make up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsurgery import __version__
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure import blockwise
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.gates import gated_layers
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.profile.head_profile import HeadProfile
+
+# (step, place) -> tokens int64, targets bool and passkeys int64, all [batch, tokens], as `PasskeyPrompt` has them
+Recalls = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def attention_profile(
+    subject: MeasuredModel,
+    prompts: Recalls,
+    count: int = 50,
+    *,
+    data: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> HeadProfile:
+    """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
+
+    Taken at the tokens from which the passkey's are predicted, as the mean over them, over the query heads of a group
+    and over prompts. Layers with a window of their own score 0.
+
+    Args:
+        prompts: called for the numbers 0 to count - 1, at place 0 of each.
+        data: what the prompts are, for the provenance.
+        progress: called after every prompt with prompts done and all, in the first process.
+        mesh: the processes that share the prompts.
+
+    Raises:
+        ProfileError: a prompt recalls nothing, or the prompts cannot be dealt evenly.
+        UnsupportedModel: no layer has full attention.
+    """
+    gated_layers(subject)
+    if count < 1:
+        raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
+    total = torch.zeros(subject.dimensions.layers, subject.dimensions.kv_heads, dtype=torch.float64)
+    share = mesh.share(count)
+    for done, number in enumerate(share, 1):
+        total += attention_mass(subject, *prompts(number, 0), mesh).cpu()
+        if progress is not None and mesh.processes.rank == 0:
+            progress(done * mesh.groups, count)
+    total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
+    scores = (total / mesh.copies(subject) / count).clip(0, 1)
+    provenance = {"data": dict(data), "count": count, "tool": __version__}
+    return subject.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
+
+
+@torch.no_grad()
+def attention_mass(
+    subject: MeasuredModel,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    passkeys: torch.Tensor,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> torch.Tensor:
+    """float64 [layers, kv_heads], over the targets of one input; arguments as `PasskeyPrompt` has them.
+
+    Of the heads that attention has here; 0 of those that other processes of `mesh` have.
+
+    Raises:
+        ProfileError: there are no targets, or what they recall is not in the text.
+    """
+    device = subject.model.device
+    spans = list(_recalled(targets, passkeys))
+    mass = torch.zeros(subject.dimensions.layers, subject.dimensions.query_heads, dtype=torch.float64, device=device)
+
+    def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+        window, own = subject.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
+        for row, first, last, source in spans if window is None else ():
+            # the last queries over all keys up to their own, for one passkey at a time
+            weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scaling, softcap)
+            mass[module.layer_idx, own] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
+        output = blockwise.own(query, key, value, scaling, softcap, window)
+        return output.transpose(1, 2).contiguous(), None
+
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
+        subject.last_states(mesh.tokens(tokens.to(device)), mesh.tokens(positions))
+    queries = sum(last - first for _, first, last, _ in spans)
+    return mass.view(*mass.shape[:1], subject.dimensions.kv_heads, -1).mean(-1) / queries
+
+
+def _recalled(targets: torch.Tensor, passkeys: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    """Row, the tokens from which one passkey is predicted (from, to), and where it is hidden."""
+    for row, (wanted, labels) in enumerate(zip(targets, passkeys, strict=True)):
+        for passkey in labels[wanted].unique().tolist():
+            answer = ((labels == passkey) & wanted).nonzero()[:, 0]
+            source = ((labels == passkey) & ~wanted).nonzero()[:, 0]
+            if not passkey or not len(source):
+                raise ProfileError(f"the answer at token {int(answer[0])} recalls nothing that the text has hidden")
+            yield row, int(answer[0]) - 1, int(answer[-1]), source
+    if not targets.any():
+        raise ProfileError("a prompt without an answer: there is nothing to recall")

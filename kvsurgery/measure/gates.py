@@ -1,0 +1,191 @@
+"""DuoAttention's gates (Xiao et al. 2024, section 2.2): how far each KV head can do without its full attention.
+
+A gate mixes a head's full attention with its streaming attention, over sink and recent tokens. Training moves the gates
+alone, so that the model's last hidden states stay what they are where an answer has to be recalled, while a penalty
+pulls every gate down: what stays up needs the whole context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.measure import blockwise
+from kvsurgery.measure.attention_hooks import intercepted
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+
+Loss = Literal["distill", "lm"]
+
+WARM_UP = 0.2  # share of the steps
+LEAST = 0.1  # share of the learning rate that the first and the last step have
+LOGITS = 1024  # positions whose logits are held at a time
+
+
+def initial_gates(subject: MeasuredModel) -> torch.Tensor:
+    """One gate per KV head of the layers with full attention, float32 [gated layers, kv_heads], all 1.
+
+    Raises:
+        UnsupportedModel: every layer has a sliding window of its own.
+    """
+    shape = len(gated_layers(subject)), subject.dimensions.kv_heads
+    return torch.ones(shape, device=subject.model.device).requires_grad_()
+
+
+def gated_layers(subject: MeasuredModel) -> list[int]:
+    """Layers with full attention; those with a window of their own have no gates.
+
+    Raises:
+        UnsupportedModel: every layer has one.
+    """
+    gated = [layer for layer, window in enumerate(subject.windows) if window is None]
+    if not gated:
+        raise UnsupportedModel(
+            f"every layer of {subject.name} has a sliding window of its own: no head reads the whole context"
+        )
+    return gated
+
+
+def gate_scores(subject: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
+    """float32 [layers, kv_heads], 0 in layers without gates."""
+    scores = np.zeros((subject.dimensions.layers, subject.dimensions.kv_heads), dtype=np.float32)
+    scores[gated_layers(subject)] = gates.detach().cpu().numpy()
+    return scores
+
+
+@contextmanager
+def mixed_attention(
+    subject: MeasuredModel,
+    gates: torch.Tensor | None = None,
+    *,
+    sink: int = 0,
+    recent: int = 1,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> Iterator[None]:
+    """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
+
+    Layers with a window of their own keep it. Memory is linear in the tokens. Gradients reach the gates, and have to be
+    taken inside.
+
+    Args:
+        gates: [gated layers, kv_heads]; None: the model as it is.
+        sink, recent: streaming attention of query i is over j <= i with j < sink or i - j < recent.
+        mesh: the processes that share prompts.
+    """
+    place = {layer: place for place, layer in enumerate(gated_layers(subject))}
+
+    def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+        window = subject.windows[module.layer_idx]
+        states = query, key, value, scaling, softcap
+        output = blockwise.own(*states, window)
+        if gates is not None and window is None:
+            own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
+            gate = own.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
+            output = gate * output + (1 - gate) * blockwise.streaming(*states, sink, recent)
+        return output.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
+        yield
+
+
+def add_gradient(
+    subject: MeasuredModel,
+    gates: torch.Tensor,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Loss,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    **sizes: int,
+) -> torch.Tensor:
+    """Add the gradient of one input's loss to `gates.grad`: of the heads that attention has here.
+
+    "distill": squared difference between the model's last hidden states, after the final norm, with and without the
+    gates, where the targets are predicted; mean over hidden size and targets. The model itself goes first, on its own,
+    and leaves nothing but those states: in a forward pass of both, every layer would keep the inputs of both for the
+    backward pass. "lm", the paper's ablation: mean cross-entropy of the targets.
+
+    Args:
+        tokens: int64 [batch, tokens], without padding.
+        targets: bool [batch, tokens], True where a token has to be predicted from those before it.
+        mesh: the processes that share the prompt.
+        sizes: sink and recent.
+
+    Returns:
+        The loss, float32 []; where processes share the prompt's tokens, the part of it that is of this one's.
+    """
+    tokens, targets = tokens.to(gates.device), targets.to(gates.device)
+    if loss == "distill":
+        with torch.no_grad(), mixed_attention(subject, mesh=mesh):
+            wanted = target_states(subject, tokens, targets, mesh)[0]
+    with mixed_attention(subject, gates, mesh=mesh, **sizes), recomputed(subject.model):
+        states, predicted = target_states(subject, tokens, targets, mesh)
+        if loss == "distill":
+            value = (_wide(states) - _wide(wanted)).square().mean(-1).sum()
+        else:
+            value = cross_entropy(subject.model, states, predicted)
+        value = value / targets[:, 1:].sum()
+        value.backward()
+    return value.detach()
+
+
+def target_states(
+    subject: MeasuredModel,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What targets are predicted from: the hidden states one place before, after the final norm, [targets, hidden], of
+    the tokens that lie in this process; and the targets' tokens [targets].
+    """
+    own = mesh.tokens(targets[:, 1:])
+    positions = mesh.tokens(torch.arange(tokens.shape[1] - 1, device=tokens.device)[None])
+    states = subject.last_states(mesh.tokens(tokens[:, :-1]), positions)
+    return states[own], mesh.tokens(tokens[:, 1:])[own]
+
+
+def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropy, in nats, of tokens [n] predicted from hidden states [n, hidden]; a few logits at a time."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def part(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        logits = _wide(model.lm_head(states))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return F.cross_entropy(logits, tokens, reduction="sum")
+
+    parts = zip(states.split(LOGITS), tokens.split(LOGITS), strict=True)
+    return sum(blockwise.again(part, *each) for each in parts)
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a layer saves nothing but its input for the backward pass, and is computed again then."""
+    layers = model.get_decoder().layers
+    for layer in layers:
+        layer.forward = partial(blockwise.again, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the learning rate in step 0, 1, ...: from a tenth to all of it over a fifth, and back over the rest."""
+    peak = WARM_UP * steps
+    rise = step / peak
+    fall = (steps - 1 - step) / max(steps - 1 - peak, 1)
+    return LEAST + (1 - LEAST) * min(rise, fall, 1.0)
+
+
+def _wide(states: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 where they are."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))

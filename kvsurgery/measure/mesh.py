@@ -1,0 +1,185 @@
+"""`Mesh`: how processes divide the measuring of a model: its prompts, the tokens of each, and its heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.measure.attention_hooks import Attend
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.processes import Processes
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Processes, numbered by prompts, then by the tokens of one, then by heads: those that share heads are neighbours.
+
+    Attributes:
+        processes: all of them.
+        tp: how many share the heads and weights of every layer: transformers' tensor parallelism.
+        sp: how many share the tokens of a prompt. Attention is over whole sequences, of a part of the heads each, for
+            which processes exchange what they have: DeepSpeed's Ulysses (Jacobs et al. 2023, arXiv 2309.14509).
+
+    Raises:
+        ProfileError: they cannot be grouped so.
+    """
+
+    processes: Processes = field(default_factory=Processes)
+    tp: int = 1
+    sp: int = 1
+
+    def __post_init__(self) -> None:
+        size = self.tp * self.sp
+        if min(self.tp, self.sp) < 1 or self.processes.world % size:
+            raise ProfileError(
+                f"{self.processes.world} processes cannot be grouped by {size}; start a multiple: "
+                f"torchrun --nproc-per-node {max(size, 1)}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many prompts are measured at a time."""
+        return self.processes.world // (self.tp * self.sp)
+
+    @property
+    def group(self) -> int:
+        """Which of the groups this process is in."""
+        return self.processes.rank // (self.tp * self.sp)
+
+    def load(
+        self, source: str, revision: str | None = None, *, dtype: str = "auto", sharded: bool = True
+    ) -> MeasuredModel:
+        """Load the model on every process, each with a part of the weights: by heads (tensor parallelism), then what
+        is left over all groups (FSDP2).
+
+        Without tensor parallelism the processes of a machine take turns, so that its memory holds one whole model at a
+        time, and each reads the whole checkpoint; `lm_head` is not sharded.
+
+        Args:
+            sharded: whether groups share weights, for which all have to compute layers equally often.
+
+        Raises:
+            UnsupportedModel: a layer's KV heads cannot be shared evenly, or a prompt's tokens.
+            KVSurgeryError: this version of transformers does not share weights in both ways.
+        """
+        device, parts = self.processes.device, self.tp * self.sp
+        if self.processes.world == 1 or not (sharded or self.tp > 1):
+            return MeasuredModel.load(source, revision, device=device, dtype=dtype)
+        if self.tp > 1:
+            fsdp = self.processes.world // self.tp
+            subject = MeasuredModel.load(
+                source, revision, device=device, dtype=dtype, parts=parts, tp=self.tp, fsdp=fsdp
+            )
+        else:
+            with self.processes.in_turns():
+                subject = MeasuredModel.load(source, revision, device="cpu", dtype=dtype, parts=parts)
+                self._shard(subject)
+        if self.sp > 1:
+            check_rope(subject)
+        return subject
+
+    def _shard(self, subject: MeasuredModel) -> None:
+        """Keep a part of every layer's frozen weights here, gathered when the layer is computed."""
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh(torch.device(self.processes.device).type, range(self.processes.world))
+        for layer in subject.model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(subject.model.get_decoder(), mesh=mesh)
+        subject.model.to(self.processes.device)
+
+    def share(self, prompts: int) -> range:
+        """Which of so many prompts are this process's.
+
+        Raises:
+            ProfileError: they cannot be dealt evenly.
+        """
+        if prompts % self.groups:
+            raise ProfileError(
+                f"{prompts} prompts cannot be dealt evenly to {self.groups} processes; give a multiple of {self.groups}"
+            )
+        return range(self.group, prompts, self.groups)
+
+    def tokens(self, whole: torch.Tensor) -> torch.Tensor:
+        """This process's part [batch, tokens / sp] of what [batch, tokens] says of a prompt.
+
+        Where they do not divide, zeros come last, which no token before them attends to.
+        """
+        return F.pad(whole, (0, -whole.shape[1] % self.sp)).chunk(self.sp, 1)[self._part]
+
+    def heads(self, count: int, held: int) -> slice:
+        """Which of a layer's `count` heads are the `held` ones that attention has here."""
+        shared = held * self.sp < count  # by tensor parallelism too
+        part = self._part + (self.processes.rank % self.tp * self.sp if shared else 0)
+        return slice(part * held, (part + 1) * held)
+
+    def copies(self, subject: MeasuredModel) -> int:
+        """How many processes measure the same heads over the same prompts."""
+        return self.tp if subject.replicated else 1
+
+    def held(self, subject: MeasuredModel, heads: int) -> int:
+        """How many of a layer's heads a process has."""
+        return heads * self.copies(subject) // self.tp
+
+    def total(self, own: np.ndarray, copies: int) -> np.ndarray:
+        """The sum over groups of what processes have measured, each [layers, its own heads]: float64 [layers, heads].
+
+        Args:
+            copies: how many processes of a group measure the same heads.
+        """
+        held = own.shape[1]
+        whole = torch.zeros(len(own), held * self.tp // copies, dtype=torch.float64)
+        whole[:, self.heads(whole.shape[1], held)] = torch.from_numpy(own).double() / copies
+        return self.processes.add(whole.to(self.processes.device)).cpu().numpy()
+
+    def over_sequences(self, attend: Attend) -> Attend:
+        """What `intercepted` calls where every process has a part of the tokens: `attend` sees all, of some heads."""
+        if self.sp == 1:
+            return attend
+
+        @wraps(attend)
+        def function(stock, module, query, key, value, *rest, **options):
+            states = (self._exchanged(states, 2, 1) for states in (query, key, value))
+            output, weights = attend(stock, module, *states, *rest, **options)
+            return self._exchanged(output, 2, 1), weights
+
+        return function
+
+    def _exchanged(self, states: torch.Tensor, held: int, wanted: int) -> torch.Tensor:
+        """States of which this process holds a part along one dimension, as its part along another."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = DTensor.from_local(states, self._sharing, [Shard(held)])
+        return whole.redistribute(placements=[Shard(wanted)]).to_local()
+
+    @property
+    def _part(self) -> int:
+        return self.processes.rank // self.tp % self.sp
+
+    @cached_property
+    def _sharing(self) -> DeviceMesh:
+        """The processes that share the tokens of this one's prompts, and have the same heads."""
+        ranks = torch.arange(self.processes.world).view(self.groups, self.sp, self.tp)
+        device = torch.device(self.processes.device).type
+        return DeviceMesh(device, ranks, mesh_dim_names=("prompts", "tokens", "heads"))["tokens"]
+
+
+def check_rope(subject: MeasuredModel) -> None:
+    """Refuse a model whose rotary embedding depends on a prompt's length: a process sees its own part of it only.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    kinds = getattr(getattr(subject.model.get_decoder(), "rotary_emb", None), "rope_type", None)
+    by_length = {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])
+    if by_length:
+        raise UnsupportedModel(
+            f"{subject.name} has {by_length.pop()} RoPE, which depends on the length of a prompt, so that processes "
+            "cannot share its tokens; leave --sp out"
+        )

@@ -1,0 +1,174 @@
+"""`MeasuredModel`: a model whose heads are measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvsurgery import hub
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
+from kvsurgery.checkpoint.source import CONFIG, read_config
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.processes import tensor_parallel
+from kvsurgery.profile.head_profile import HeadProfile
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A stock model, and what a profile of it says about it.
+
+    Attributes:
+        model: in evaluation mode. Of a converted checkpoint the stock class, whose heads lie in the new order.
+        tokenizer: None where the model is measured on token ids.
+        name, revision: the original's Hub id or folder, and its commit where known.
+        dimensions: of attention.
+        windows: per layer, the model's own sliding window in tokens, or None for full attention.
+        permutation: per layer, the original KV head at each place; None: they lie as they did.
+        replicated: whether every process of tensor parallelism has all heads.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    revision: str | None
+    dimensions: ModelDimensions
+    windows: tuple[int | None, ...]
+    permutation: tuple[tuple[int, ...], ...] | None = None
+    replicated: bool = False
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        revision: str | None = None,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        parts: int = 1,
+        tp: int = 1,
+        fsdp: int = 1,
+    ) -> MeasuredModel:
+        """A checkpoint folder, original or converted, or a Hub id.
+
+        Args:
+            source, revision: what to load.
+            device: default is CUDA where there is one.
+            dtype: of the weights; "auto" is the checkpoint's.
+            parts: how many processes the KV heads of a layer are to be shared by.
+            tp, fsdp: over how many processes weights are shared, as `tensor_parallel` has them.
+
+        Raises:
+            CheckpointError: not a checkpoint, or one that was converted and then saved again.
+            UnsupportedModel: a family without a patch, or KV heads that so many processes cannot share evenly.
+            KVSurgeryError: this version of transformers cannot share layers so.
+        """
+        folder, name, converted = Path(source), source, None
+        if not folder.is_dir():
+            if not hub.is_repo_id(source):
+                raise CheckpointError(f"{source} is no model folder and no Hub id")
+            folder, revision = hub.fetch_config(source, revision)
+        config = read_config(folder)
+        if "kv_surgery" in config:
+            if not (folder / PROVENANCE).exists():
+                raise CheckpointError(
+                    f"{source} was converted, but has no {PROVENANCE} that says where its heads were; "
+                    "give the original, or the folder that `kvsurgery convert` wrote"
+                )
+            converted = Provenance.read(folder)
+            name, revision = converted.source, converted.revision
+            config = json.loads(converted.originals[CONFIG])
+        family = Family.of(config)
+        weights = Path(source) if Path(source).is_dir() else source
+        where = {} if Path(source).is_dir() else {"revision": revision}
+        dimensions = family.dimensions(config)
+        if dimensions.kv_heads % parts:
+            raise UnsupportedModel(
+                f"{parts} processes cannot share the {dimensions.kv_heads} KV heads of a layer of {name} evenly"
+            )
+        norm = "model.language_model.norm" if family.text else "model.norm"
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        parallel = tensor_parallel(device, tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
+        try:
+            auto = getattr(transformers, [*family.classes][-1])
+            model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from error
+        return cls(
+            model.requires_grad_(False),
+            _tokenizer(weights, where),
+            name,
+            revision,
+            dimensions,
+            family.windows(config),
+            converted and converted.permutation,
+            family.replicated,
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model has positions for."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+    @property
+    def text(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            UnsupportedModel: there is none.
+        """
+        if self.tokenizer is None:
+            raise UnsupportedModel(f"{self.name} has no tokenizer; heads are measured on text")
+        return self.tokenizer
+
+    def last_states(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, [batch, tokens, hidden], of tokens at positions, both [batch, tokens].
+
+        The whole model is called, since its weights may be shared from its root on; of logits it makes one.
+        """
+        states = []
+        hook = self.model.get_decoder().register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
+        try:
+            self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+        finally:
+            hook.remove()
+        return states[0]
+
+    def profile(
+        self, scores: np.ndarray | None, method: str, granularity: Literal["kv", "query"] | None, **facts: Any
+    ) -> HeadProfile:
+        """A profile of scores [layers, heads] that were measured on `model`, by the original's head indices.
+
+        Args:
+            facts: what else `HeadProfile` has: sink, recent, provenance; embedding heads by the original's indices.
+        """
+        if scores is not None:
+            scores = self.by_original_head(scores)
+        return HeadProfile(
+            scores, method, granularity, self.name, self.dimensions, self.revision, windows=self.windows, **facts
+        )
+
+    def by_original_head(self, scores: np.ndarray) -> np.ndarray:
+        """Scores [layers, KV heads or query heads] of the model's heads, in the order of the original's."""
+        if self.permutation is None:
+            return scores
+        groups = scores.reshape(self.dimensions.layers, self.dimensions.kv_heads, -1)
+        original = np.empty_like(groups)
+        for layer, order in enumerate(self.permutation):
+            original[layer, list(order)] = groups[layer]
+        return original.reshape(scores.shape)
+
+
+def _tokenizer(weights: str | Path, where: dict[str, str | None]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(weights, **where)
+    except Exception:  # what transformers raises where there is none differs by family and version
+        return None

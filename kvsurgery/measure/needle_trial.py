@@ -1,0 +1,66 @@
+"""The trial that chooses the needles of retrieval scores: the hardest set that the model answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.retrieval import DEPTHS, METHODS, RIGHT, answer, answer_limit, check_trials, judged
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
+from kvsurgery.text.needles import Prompt, needle_place
+
+OTHERWISE = {
+    "retrieval": "or use --method duo or attention, which hide passkeys",
+    "reasoning": "or use --method headkv-er, the same score over needles without a reason, duo or attention",
+}
+
+
+def choose_needles(
+    subject: MeasuredModel,
+    haystack: Haystack,
+    method: str,
+    lengths: Sequence[int],
+    *,
+    depths: Sequence[float] = DEPTHS,
+    seed: int = 0,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> NeedleChoice:
+    """The hardest set of a method's kind of which the model answers at least half of the trials.
+
+    headkv-r2 is defined over needles with a reason, so no set without one is tried for it.
+
+    Args:
+        subject: the model and its tokenizer.
+        haystack: the text around the needles.
+        method: a key of `METHODS`.
+        lengths: of prompts, in tokens; trials are of the shortest.
+        depths: of needles, 0 (first) to 1 (last).
+        seed: of the pieces of text.
+        mesh: the processes that share heads, and their groups trials.
+
+    Raises:
+        TextError: no set is answered, or the tokenizer does not know a needle's words.
+        ProfileError: the lengths or the depths are out of range.
+        UnsupportedModel: the model has no tokenizer, or one that cannot be used.
+    """
+    kind, shortest = METHODS[method][0], min(lengths)
+
+    def right(name: str) -> int:
+        needles = read_set(name)
+        prompts = [Prompt.of(needle, subject.text) for needle in needles]
+        limits = [answer_limit(subject, method, needle) for needle in needles]
+        check_trials(subject, haystack, prompts, limits, lengths, depths)
+        count = 0
+        for number, depth in trial_places(depths)[mesh.group :: mesh.groups]:
+            prompt = prompts[number]
+            text = haystack.piece(np.random.default_rng([seed, number]), shortest - prompt.overhead)
+            tokens, _ = prompt.around(text, needle_place(text, depth, subject.text))
+            steps = answer(subject, tokens, top=1, limit=limits[number])
+            count += judged(subject, method, needles[number], steps)[1] > RIGHT
+        return sum(mesh.processes.gather([count])) // mesh.tp
+
+    return choose_set(kind, right, shortest, OTHERWISE[kind])

@@ -1,0 +1,152 @@
+"""Passkeys to recall: DuoAttention's synthetic data (Xiao et al. 2024, section 2.2).
+
+Sequences of random tokens are hidden at random depths of a long text, each named by an ordinal, and recalled one after
+the other at its end: nothing but the context tells them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.prompts import Contexts, describe
+from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
+
+ORDINALS = (
+    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
+    "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth",
+    "twentieth",
+)  # fmt: skip
+OPENING = "Passkeys are hidden in this text. Remember them.\n\n"
+HIDDEN = "\nThe {} passkey is:"
+ASKED = "\nWhat is the {} passkey? The {} passkey is:"
+END = ".\n"
+
+
+class PasskeyPrompt(NamedTuple):
+    """A prompt with its answers.
+
+    Attributes:
+        tokens: int64 [1, tokens].
+        targets: bool [1, tokens], the passkeys' tokens where they are recalled.
+        passkeys: int64 [1, tokens]: the number, from 1, of the passkey that a token belongs to, hidden or recalled; 0
+            elsewhere.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    passkeys: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Passkeys:
+    """Prompts by step and place, drawn anew for each.
+
+    Attributes:
+        contexts: their lengths.
+        haystack: the text around the passkeys.
+        size: tokens of a passkey.
+        alphabet: int64, the tokens that passkeys are made of: neither special ones nor added ones.
+        start: tokens that a prompt starts with.
+        hidden, asked: what introduces each passkey in the text, and what asks for it.
+        end: what follows a passkey.
+    """
+
+    contexts: Contexts
+    haystack: Haystack
+    size: int
+    alphabet: np.ndarray
+    start: list[int]
+    hidden: list[list[int]]
+    asked: list[list[int]]
+    end: list[int]
+
+    @classmethod
+    def of(
+        cls, subject: MeasuredModel, contexts: Contexts, text: str | None = None, *, count: int = 10, size: int = 32
+    ) -> Passkeys:
+        """Passkeys in a text, for a model to recall.
+
+        Args:
+            text: a file, a dataset or None, as `Haystack.read` takes it.
+            count, size: passkeys in a prompt, and tokens of each.
+
+        Raises:
+            ProfileError: the shortest context does not hold them, or the text is too short.
+        """
+        if not 1 <= count <= len(ORDINALS) or size < 1:
+            raise ProfileError(f"passkeys are 1 to {len(ORDINALS)} of 1 token or more, got {count} of {size}")
+        tokenizer = subject.text
+
+        def encode(words: str) -> list[int]:
+            ids = token_ids(tokenizer, words)
+            if tokenizer.unk_token_id in ids:
+                raise ProfileError(
+                    f"the tokenizer of {subject.name} does not know all words of {words.strip()!r}; "
+                    "train its gates on a task of its own, with kvsurgery.measure.training"
+                )
+            return ids
+
+        special = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
+        known = min(len(tokenizer), subject.model.config.get_text_config().vocab_size)
+        made = cls(
+            contexts,
+            contexts.read(text, tokenizer),
+            size,
+            np.array([token for token in range(known) if token not in special]),
+            first_tokens(tokenizer) + encode(OPENING),
+            [encode(HIDDEN.format(ordinal)) for ordinal in ORDINALS[:count]],
+            [encode(ASKED.format(ordinal, ordinal)) for ordinal in ORDINALS[:count]],
+            encode(END),
+        )
+        if contexts.shortest < made.least:
+            raise ProfileError(
+                f"{count} passkeys of {size} tokens take a context of {made.least} tokens or more, the shortest is "
+                f"{contexts.shortest}; give a longer minimum, or fewer or shorter passkeys"
+            )
+        return made
+
+    @property
+    def least(self) -> int:
+        """Tokens of a prompt without any text between the passkeys."""
+        around = sum(map(len, self.hidden)) + sum(map(len, self.asked))
+        return len(self.start) + around + 2 * len(self.hidden) * (self.size + len(self.end))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a profile's provenance."""
+        drawn = {"prompts": "passkeys", "passkeys": len(self.hidden), "passkey_tokens": self.size}
+        return {**drawn, **describe(self.contexts, self.haystack)}
+
+    def __call__(self, step: int, place: int) -> PasskeyPrompt:
+        """The prompt at one place of a step's batch."""
+        rng = self.contexts.rng(step, place)
+        filler = self.contexts.length(step) - self.least
+        text = self.haystack.piece(rng, filler)
+        keys = rng.choice(self.alphabet, (len(self.hidden), self.size))
+        depths = np.sort(rng.integers(0, filler, len(keys), endpoint=True))
+
+        # pieces of the prompt, and the passkey that each is
+        *before, rest = np.split(text, depths)
+        pieces, labels = [self.start], [0]
+        for number, (part, introduction, key) in enumerate(zip(before, self.hidden, keys, strict=True), 1):
+            pieces += part, introduction, key, self.end
+            labels += 0, 0, number, 0
+        pieces.append(rest)
+        labels.append(0)
+        recalls = len(pieces)
+        for number, (question, key) in enumerate(zip(self.asked, keys, strict=True), 1):
+            pieces += question, key, self.end
+            labels += 0, number, 0
+
+        lengths = [len(piece) for piece in pieces]
+        tokens = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))[None]
+        passkeys = torch.from_numpy(np.repeat(labels, lengths))[None]
+        targets = passkeys > 0
+        targets[:, : sum(lengths[:recalls])] = False
+        return PasskeyPrompt(tokens, targets, passkeys)

@@ -1,0 +1,90 @@
+"""Long prompts whose lengths differ from step to step: what they have in common, and the plain ones."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from transformers import PreTrainedTokenizerBase
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.text.haystack import Haystack
+
+LONGEST = 32_000  # tokens, where the model has positions for them
+CONTEXTS = 8  # times the longest context: text to draw pieces from
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Lengths of prompts, in tokens, both ends included, and the seed of all that is drawn."""
+
+    shortest: int
+    longest: int
+    seed: int = 0
+
+    @classmethod
+    def of(cls, subject: MeasuredModel, shortest: int = 1000, longest: int | None = None, seed: int = 0) -> Contexts:
+        """Lengths that a model has positions for; by default up to 32,000 tokens, or its maximum.
+
+        Raises:
+            ProfileError: it has not, or the shortest is longer than the longest.
+        """
+        if longest is None:
+            longest = min(LONGEST, subject.max_context)
+        if longest > subject.max_context:
+            raise ProfileError(
+                f"a context of {longest} tokens exceeds the {subject.max_context} positions of {subject.name}; "
+                "give a smaller maximum"
+            )
+        if not 1 < shortest <= longest:
+            raise ProfileError(f"contexts from {shortest} to {longest} tokens are none; give a smaller minimum")
+        if seed < 0:
+            raise ProfileError(f"seed must be >= 0, got {seed}")
+        return cls(shortest, longest, seed)
+
+    def read(self, source: str | None, tokenizer: PreTrainedTokenizerBase) -> Haystack:
+        """Text to fill them with, as `Haystack.read` takes it; of what has no end, enough to draw from."""
+        file = source is not None and os.path.exists(source)
+        return Haystack.read(source, tokenizer, self.longest * (1 if file else CONTEXTS), self.seed)
+
+    def length(self, step: int) -> int:
+        """Tokens of the prompts of a step: all alike, so that processes do not wait for each other."""
+        return int(np.random.default_rng([self.seed, step]).integers(self.shortest, self.longest + 1))
+
+    def rng(self, step: int, place: int) -> np.random.Generator:
+        """What draws the prompt at one place of a step's batch."""
+        return np.random.default_rng([self.seed, step, 1 + place])
+
+
+def describe(contexts: Contexts, haystack: Haystack) -> dict[str, Any]:
+    """What prompts are made of, for a profile's provenance."""
+    text = {"text": haystack.name, "text_hash": blake3(haystack.tokens.tobytes()).hexdigest()[:32]}
+    return {**asdict(contexts), **text}
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Pieces of text, every token of which is to be predicted: what the `lm` loss is measured on.
+
+    The paper's language-modelling ablation is next-token prediction over natural text; all tokens count, those that a
+    short window predicts too. That is why it finds retrieval heads less well.
+    """
+
+    contexts: Contexts
+    haystack: Haystack
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a profile's provenance."""
+        return {"prompts": "passages", **describe(self.contexts, self.haystack)}
+
+    def __call__(self, step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens int64 [1, tokens] and targets bool [1, tokens]."""
+        piece = self.haystack.piece(self.contexts.rng(step, place), self.contexts.length(step))
+        tokens = torch.from_numpy(piece)[None]
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)

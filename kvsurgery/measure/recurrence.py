@@ -1,0 +1,175 @@
+"""Recurrent chunked forwarding: a long input read chunk by chunk beside a compressed cache (REFORM, Song et al. 2025).
+
+A stock model is read by what reads prompts in an emitted checkpoint, `kv_encode`, and every layer's states can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.templates import kv_encode, kv_layout, kv_torch
+from kvsurgery.templates.kv_reform import Reform
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a long input is read; all are numbers of tokens.
+
+    Attributes:
+        chunk: read at once.
+        budget: what a KV head keeps from chunk to chunk: 256 heavy hitters, as in the paper, and the first and last.
+        keep: first and last tokens that always stay.
+        window: last queries of a chunk, whose attention decides what stays beside them (H2O).
+
+    Raises:
+        ProfileError: a number out of range, or more always stays than the budget holds.
+    """
+
+    chunk: int = 2048
+    budget: int = 768
+    keep: int = 256
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < (name != "keep"):
+                raise ProfileError(f"{name} is a number of tokens, got {value}")
+        if self.budget < 2 * self.keep:
+            raise ProfileError(
+                f"budget {self.budget} does not hold the first and last {self.keep} tokens, which always stay"
+            )
+
+    @property
+    def reform(self) -> Reform:
+        """The same as settings of REFORM, without heads."""
+        return Reform((), self.chunk, self.budget, window=self.window, keep=self.keep)
+
+    def chunks(self, tokens: int, last: int) -> list[range]:
+        """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
+        starts = range(0, last, self.chunk)
+        return [range(start, start + self.chunk) for start in starts[:-1]] + [range(starts[-1], tokens)]
+
+    def positions(self, chunks: Sequence[range]) -> int:
+        """Positions that a model needs to read such chunks."""
+        return max(min(chunk.start, self.budget) + len(chunk) for chunk in chunks)
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """States of one chunk in one layer.
+
+    Attributes:
+        layer: the layer.
+        chunk: the tokens of the input.
+        hidden: [1, tokens, hidden], what enters the layer.
+        query, key, value: [heads, tokens, head_dim], before RoPE, after norm and bias.
+        attention: of a range of the input's tokens, in the chunk, to all up to the chunk's end, by token of the input:
+            float32 [query_heads, queries, chunk.stop], 0 for what is not kept.
+    """
+
+    layer: int
+    chunk: range
+    hidden: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attention: Callable[[range], torch.Tensor]
+
+
+class ReadingLayer(kv_encode.EncodingLayer):
+    """Shows what passes, and knows which tokens of the input are kept: `places`, int64 [kv_heads, kept]."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        super().lazy_initialization(key_states)
+        self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
+
+    def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_torch.Scoring) -> torch.Tensor:
+        reading, chunk = self.encoder, self.encoder.chunk
+        own = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
+        places = torch.cat([self.places, own], 1)
+        if reading.visit is not None:
+            states = (state()[0] for state in reading.states.values())
+            window = self.layout.recent if self.layout.native else None
+            attention = partial(_attention, query, keys, places, chunk, window, scoring)
+            reading.visit(LayerStates(self.index, chunk, reading.hidden, *states, attention))
+        kept = super().kept(query, keys, scoring)
+        self.places = places.gather(1, kept)
+        return kept
+
+
+class Reading(kv_encode.ChunkEncoder):
+    """One input being read by a stock model, chunk by chunk from the start, as an emitted one reads prompts.
+
+    Args:
+        subject: any causal language model whose attention goes through transformers' attention interface. A layer with
+            a sliding window keeps its last tokens.
+        tokens: int64 [tokens], the input.
+        recurrence: how it is read.
+        kv_heads: that a layer has here, where processes share them; default all.
+    """
+
+    layer = ReadingLayer
+
+    def __init__(
+        self, subject: MeasuredModel, tokens: torch.Tensor, recurrence: Recurrence, kv_heads: int | None = None
+    ):
+        heads = kv_heads or subject.dimensions.kv_heads
+        layers = (
+            kv_layout.LayerLayout(((0, heads),), 0, window, native=True)
+            if window
+            else kv_layout.LayerLayout(((heads, 0),), 0, 1)
+            for window in subject.windows
+        )
+        layout = kv_layout.KVLayout(tuple(layers), subject.dimensions.head_dim)
+        super().__init__(subject.model.get_decoder(), layout, recurrence.reform)
+        self.whole, self.tokens = subject.model, tokens.to(subject.model.device)
+
+    @torch.no_grad()
+    def read(self, chunk: range, visit: Callable[[LayerStates], None] | None = None) -> None:
+        """Run the model on the next chunk; `visit` is called in every layer."""
+        self.chunk, self.visit = chunk, visit
+        with intercepted(self.whole, _attend, masks=False), ExitStack() as hooks:
+            for layer in self.model.layers:
+                hooks.callback(layer.register_forward_pre_hook(self._entered).remove)
+            self.read_chunk(input_ids=self.tokens[None, chunk.start : chunk.stop])
+
+    def _entered(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.hidden = args[0]
+
+    def position(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not isinstance(options.get("position_embeddings"), tuple):
+            raise UnsupportedModel(
+                f"{type(attention).__name__} takes no cosines and sines of RoPE; no states before it"
+            )
+        return super().position(attention, args, options)
+
+    def take(self, layer: int, states: dict[str, Callable[[], torch.Tensor]]) -> None:
+        self.states = states
+
+
+def _attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    layer, key, value = key  # of a `Handle`
+    scoring = kv_torch.Scoring.of(query, scaling, softcap)
+    return layer.attend(query, key, value, kv_torch, scoring).transpose(1, 2), None
+
+
+def _attention(query, seen, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:
+    """What `LayerStates.attention` is."""
+    first = queries.start - chunk.start
+    weights = attention_weights(query[:, :, first:], seen, scoring.scale, scoring.softcap)[0, :, : len(queries)]
+    if window is not None:
+        columns = torch.arange(seen.shape[2], device=seen.device)
+        own = seen.shape[2] - len(chunk) + first + torch.arange(len(queries), device=seen.device)
+        weights = weights * (own[:, None] - columns < window)
+        weights = weights / weights.sum(-1, keepdim=True)
+    index = places.repeat_interleave(len(weights) // len(places), 0)[:, None].expand_as(weights)
+    return weights.new_zeros(*weights.shape[:2], chunk.stop).scatter(2, index, weights)

@@ -1,0 +1,267 @@
+"""Ranking of REFORM's embedding heads (Song et al. 2025, arXiv 2506.01215): whose states find what is asked for.
+
+A sample is a context, a question after it, and the gold tokens of the context that answer it. Every head's q, k and v
+score every token of the context: the cosine similarity of its state, before RoPE, to that of each question token, the
+largest of them, then the mean over neighbouring tokens. A head is the better, the earlier it puts the gold tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvsurgery import __version__
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.recurrence import LayerStates, Reading, Recurrence
+from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
+from kvsurgery.profile.head_profile import REFORM, HeadProfile
+
+NEIGHBOURS = 20
+PAPER = Recurrence()
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """An input whose end asks about its middle.
+
+    Attributes:
+        tokens: int64 [tokens], the whole input.
+        context: the tokens that are ranked.
+        question: the tokens that ask, after the context; what follows them, an answer's prefix say, is neither.
+        gold: the parts of the context that are needed to answer.
+
+    Raises:
+        ProfileError: they do not lie like this.
+    """
+
+    tokens: np.ndarray
+    context: range
+    question: range
+    gold: tuple[range, ...]
+
+    def __post_init__(self) -> None:
+        if not self.question or not 0 <= self.context.start < self.context.stop <= self.question.start:
+            raise ProfileError(f"a sample's question, {self.question}, follows its context, {self.context}")
+        if self.question.stop > len(self.tokens):
+            raise ProfileError(f"a sample's question, {self.question}, is beyond its {len(self.tokens)} tokens")
+        if not any(self.gold):
+            raise ProfileError("a sample without gold tokens: there is nothing to rank")
+        for part in self.gold:
+            if part.start < self.context.start or part.stop > self.context.stop:
+                raise ProfileError(f"gold tokens, {part}, lie outside the context, {self.context}")
+
+    @property
+    def gold_places(self) -> np.ndarray:
+        """int64, ascending: the gold tokens as places in the context."""
+        return np.unique(np.concatenate([np.array(part) for part in self.gold])).astype(int) - self.context.start
+
+
+def embedding_ranking(
+    subject: MeasuredModel,
+    samples: Mapping[str, Sequence[Sample]],
+    *,
+    recurrence: Recurrence = PAPER,
+    neighbours: int = NEIGHBOURS,
+    data: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> HeadProfile:
+    """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
+
+    A context of more than a chunk is read in chunks beside a compressed cache, as REFORM reads its input, and twice:
+    first for the states of the question, which comes last, then to compare each chunk's with them. So no more than the
+    scores is held of the whole context. To compare with, hidden states (what enters a layer) are ranked likewise, and
+    attention: the most that any question token pays, after RoPE and softmax, and none to what the cache does not keep.
+
+    Args:
+        subject: the model.
+        samples: by task, "pattern" and "multihop" or one of them.
+        recurrence: how long contexts are read.
+        neighbours: tokens over which scores are averaged.
+        data: where the samples are from, for the provenance.
+        progress: is told after every sample how many are done, of how many.
+        mesh: the processes that share heads, and their groups samples.
+
+    Returns:
+        A profile of method "reform": embedding heads and ranking, by the original's head indices.
+
+    Raises:
+        ProfileError: no samples, a context that the model has no positions for, or states that are not finite.
+        UnsupportedModel: its states before RoPE cannot be had.
+    """
+    if neighbours < 1:
+        raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
+    unknown = set(samples) - set(TASKS)
+    if unknown or not samples:
+        raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
+    everything = [sample for of_task in samples.values() for sample in of_task]
+    for sample in everything:
+        _check_positions(subject, sample, recurrence)
+    query, key = (mesh.held(subject, of) for of in (subject.dimensions.query_heads, subject.dimensions.kv_heads))
+    heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
+    # hidden states belong to no head
+    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(subject) for kind in KINDS}
+    mnr, done = {}, 0
+    for task, of_task in samples.items():
+        if not of_task:
+            raise ProfileError(f"there are no {task} samples to rank heads by")
+        totals = {kind: np.zeros((subject.dimensions.layers, heads[kind])) for kind in KINDS}
+        for number, sample in enumerate(of_task):
+            done += 1
+            if number % mesh.groups != mesh.group:
+                continue
+            for kind, ranks in sample_ranks(subject, sample, recurrence, neighbours, key).items():
+                totals[kind] += ranks
+            if progress is not None and mesh.processes.rank == 0:
+                progress(done, len(everything))
+        means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
+        mnr[task] = {kind: mean if kind == "hidden" else subject.by_original_head(mean) for kind, mean in means.items()}
+    ranking = Ranking(mnr)
+    lengths = [len(sample.tokens) for sample in everything]
+    provenance = {
+        **(data or {}),
+        **asdict(recurrence),
+        "neighbours": neighbours,
+        "samples": {task: len(of_task) for task, of_task in samples.items()},
+        "tokens": [min(lengths), max(lengths)],
+        "tool": f"kvsurgery {__version__}",
+    }
+    return subject.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
+
+
+def sample_ranks(
+    subject: MeasuredModel, sample: Sample, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
+) -> dict[str, np.ndarray]:
+    """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
+
+    Args:
+        kv_heads: that a layer has here, where processes share them; default all.
+
+    Returns:
+        float64 [layers, heads] of the model's heads as they lie: "q", "k", "v", "attention", and [layers, 1] "hidden".
+
+    Raises:
+        ProfileError: states are not finite.
+    """
+    scores = _Scores(sample, subject.dimensions.layers)
+    tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
+    *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
+    reading = Reading(subject, tokens, recurrence, kv_heads)
+    for chunk in earlier:
+        reading.read(chunk)
+    reading.read(last, scores.visit_last)
+    if earlier:
+        reading = Reading(subject, tokens, recurrence, kv_heads)
+    for chunk in earlier:
+        reading.read(chunk, scores.visit)
+    if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables):
+        raise ProfileError(f"states of {subject.name} are no finite numbers; measure it in another dtype")
+    return {
+        kind: np.stack([mean_rank(table, sample.gold_places, neighbours) for table in tables])
+        for kind, tables in scores.tables.items()
+    }
+
+
+def similarity(context: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
+    """Cosine similarity of every context token to the question token that is most like it.
+
+    Args:
+        context: states [heads, tokens, size].
+        question: states [heads, question tokens, size].
+
+    Returns:
+        float32 [heads, tokens].
+    """
+    context, question = (F.normalize(states.float(), dim=-1) for states in (context, question))
+    return (context @ question.mT).amax(-1)
+
+
+def neighbour_means(scores: torch.Tensor, neighbours: int) -> torch.Tensor:
+    """Scores [heads, tokens], each the mean over `neighbours` tokens around it, itself included.
+
+    Of an even number one more lies before than after: of 20, ten before and nine after. At an end the mean is over
+    those that are there.
+    """
+    means = F.avg_pool1d(scores, neighbours, stride=1, padding=neighbours // 2, count_include_pad=False)
+    return means[:, : scores.shape[1]]
+
+
+def normalised_ranks(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Share of the other tokens that score higher; one that scores the same counts half.
+
+    Args:
+        scores: [heads, tokens].
+        places: int64 [gold], tokens to rank.
+
+    Returns:
+        float64 [heads, gold] in [0, 1], 0 = above all others.
+    """
+    ascending, gold = scores.sort(-1).values, scores[:, places].contiguous()
+    lower = torch.searchsorted(ascending, gold)
+    upper = torch.searchsorted(ascending, gold, right=True)
+    higher = scores.shape[1] - upper + (upper - lower - 1) / 2
+    return higher.double() / max(scores.shape[1] - 1, 1)
+
+
+def mean_rank(scores: torch.Tensor, gold: np.ndarray, neighbours: int) -> np.ndarray:
+    """Mean normalised rank of gold tokens, float64 [heads], by scores [heads, tokens]."""
+    places = torch.from_numpy(gold).to(scores.device)
+    return normalised_ranks(neighbour_means(scores, neighbours), places).mean(-1).cpu().numpy()
+
+
+class _Scores:
+    """Scores of the context's tokens by every head, gathered chunk by chunk.
+
+    `tables` holds one tensor [heads, context] a layer, of q, k, v, hidden states and attention.
+    """
+
+    def __init__(self, sample: Sample, layers: int):
+        self.sample = sample
+        self.tables: dict[str, list[torch.Tensor | None]] = {kind: [None] * layers for kind in KINDS}
+        self.question: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
+
+    def visit_last(self, states: LayerStates) -> None:
+        """The chunk that the question is in."""
+        asked = self.sample.question
+        part = slice(asked.start - states.chunk.start, asked.stop - states.chunk.start)
+        self.question[states.layer] = {kind: own[:, part].clone() for kind, own in _by_kind(states).items()}
+        context = self.sample.context
+        attention = states.attention(asked).amax(1)[:, context.start : context.stop]
+        self.tables["attention"][states.layer] = attention.clone()
+        self.visit(states)
+
+    def visit(self, states: LayerStates) -> None:
+        """Any chunk, once the question's states are known."""
+        context, chunk = self.sample.context, states.chunk
+        first, stop = max(context.start, chunk.start), min(context.stop, chunk.stop)
+        if first >= stop:
+            return
+        for kind, own in _by_kind(states).items():
+            table = self.tables[kind][states.layer]
+            if table is None:
+                table = self.tables[kind][states.layer] = own.new_empty(len(own), len(context), dtype=torch.float32)
+            table[:, first - context.start : stop - context.start] = similarity(
+                own[:, first - chunk.start : stop - chunk.start], self.question[states.layer][kind]
+            )
+
+
+def _by_kind(states: LayerStates) -> dict[str, torch.Tensor]:
+    return {"q": states.query, "k": states.key, "v": states.value, "hidden": states.hidden}
+
+
+def _check_positions(subject: MeasuredModel, sample: Sample, recurrence: Recurrence) -> None:
+    chunks = recurrence.chunks(len(sample.tokens), sample.question.start)
+    positions = recurrence.positions(chunks)
+    if positions > subject.max_context:
+        how = "in one chunk" if len(chunks) == 1 else f"in chunks of {recurrence.chunk} beside {recurrence.budget}"
+        raise ProfileError(
+            f"a sample of {len(sample.tokens)} tokens read {how} takes {positions} positions, "
+            f"{subject.name} has {subject.max_context}; give a smaller chunk or budget, or less context"
+        )

@@ -1,0 +1,315 @@
+"""Retrieval scores: how much of an answer from far back comes through each query head.
+
+A needle lies somewhere in long text, and is asked for at the end. While the model answers, token by token, each head's
+attention is read, of the last query over the cached keys. Of a right answer, with N the needle's tokens and a sum over
+the answer's tokens:
+
+    headkv-r    1/N where the most attended token is in the needle, and is said (Wu et al. 2024, arXiv 2404.15574)
+    headkv-er   1/N x the attention on those of the N most attended tokens that are in the needle
+    headkv-r2   the same over the right answer c2 of retrieval-reasoning needles (both Fu et al. 2024, arXiv 2410.19258)
+
+The needle is its `real_needle` in all three. Published HeadKV files hold R2 x 10 / the answer's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from kvsurgery import __version__
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.prompts import LONGEST
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.metrics import qa_f1, rouge1_recall
+from kvsurgery.text.needle_sets import SETS, NeedleChoice
+from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place
+
+# method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
+METHODS = {
+    "headkv-r": ("retrieval", "ROUGE-1 recall", rouge1_recall, "real_needle"),
+    "headkv-er": ("retrieval", "QA-F1", qa_f1, "answer"),
+    "headkv-r2": ("reasoning", "QA-F1", qa_f1, "answer"),
+}
+RIGHT = 0.5  # an answer above counts
+DEPTHS = tuple(np.linspace(0, 1, 10).tolist())
+LENGTHS, SHORTEST = 5, 1_000  # how many, and tokens of the first
+ROOM = 128  # tokens left for the answer where lengths go up to the model's maximum
+ANSWER = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
+CHUNK = 1024  # tokens of a prompt in one forward
+
+
+class Attended(NamedTuple):
+    """The tokens of one layer's keys that the last query attends to most, in falling order.
+
+    Attributes:
+        weights: float32 [query_heads, top].
+        positions: in the sequence, int64 [query_heads, top].
+    """
+
+    weights: torch.Tensor
+    positions: torch.Tensor
+
+
+class Step(NamedTuple):
+    """One token of an answer, and what every layer attended to when it was said."""
+
+    token: int
+    layers: list[Attended]
+
+
+def retrieval_scores(
+    subject: MeasuredModel,
+    haystack: Haystack,
+    needles: Sequence[Needle],
+    *,
+    method: str = "headkv-r2",
+    choice: NeedleChoice | None = None,
+    lengths: Sequence[int] | None = None,
+    depths: Sequence[float] = DEPTHS,
+    max_new_tokens: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int, int], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> HeadProfile:
+    """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
+
+    Args:
+        subject: the model and its tokenizer.
+        haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
+        needles: to hide; those of another kind than the method's are left out.
+        method: a key of `METHODS`.
+        choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
+        lengths: of a whole prompt, in tokens. Default: `default_lengths`.
+        depths: of the needle, 0 (first) to 1 (last).
+        max_new_tokens: of an answer, which ends earlier at an end token or after a line. Default: twice as many as the
+            right answer has.
+        seed: of the pieces of text.
+        progress: called after each trial with trials done, trials in all, and right answers.
+        mesh: the processes that share heads, and their groups trials.
+
+    Raises:
+        ProfileError: an option is out of range, the text or the model's maximum is too short, a needle cannot be told,
+            no needle is of the method's kind, or no trial had a right answer.
+        UnsupportedModel: the model has no tokenizer, or one that cannot be used.
+    """
+    if method not in METHODS:
+        raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(METHODS)}")
+    kind, metric, _, reference = METHODS[method]
+    needles = [needle for needle in needles if needle.kind in (None, kind)]
+    if not needles:
+        raise ProfileError(
+            f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
+            f"{' and '.join(SETS[kind])}"
+        )
+    lengths = default_lengths(subject.max_context) if lengths is None else lengths
+    prompts = [Prompt.of(needle, subject.text) for needle in needles]
+    limits = [answer_limit(subject, method, needle) if max_new_tokens is None else max_new_tokens for needle in needles]
+    check_trials(subject, haystack, prompts, limits, lengths, depths)
+
+    rng = np.random.default_rng(seed)
+    trials = list(product(depths, zip(needles, prompts, limits, strict=True), lengths))
+    heads = mesh.held(subject, subject.dimensions.query_heads)
+    total, successes, best = np.zeros((subject.dimensions.layers, heads)), 0, (-1.0, "")
+    for done, (depth, (needle, prompt, limit), length) in enumerate(trials, 1):
+        text = haystack.piece(rng, length - prompt.overhead)
+        if (done - 1) % mesh.groups != mesh.group:
+            continue
+        tokens, real = prompt.around(text, needle_place(text, depth, subject.text))
+        steps = answer(subject, tokens, top=len(real), limit=limit)
+        said, result = judged(subject, method, needle, steps)
+        if result > RIGHT:
+            successes += 1
+            for step in steps:
+                total += [
+                    copy_score(layer, real, tokens, step.token) if method == "headkv-r" else mass_score(layer, real)
+                    for layer in step.layers
+                ]
+        if result > best[0]:
+            best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
+        if progress is not None and mesh.processes.rank == 0:
+            progress(done, len(trials), successes)
+    successes = sum(mesh.processes.gather([successes])) // mesh.tp
+    if not successes:
+        share, said = max(mesh.processes.gather([best]))
+        raise ProfileError(
+            f"none of {len(trials)} trials had a right answer, so there are no scores: the best {metric} was "
+            f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
+            "this model can answer (`needles`), or its instruction-tuned variant"
+        )
+    return subject.profile(
+        mesh.total(total, mesh.copies(subject)) / successes,
+        method,
+        "query",
+        provenance={
+            "text": haystack.name,
+            "text_hash": blake3(haystack.tokens.tobytes()).hexdigest()[:32],
+            "needles": len(needles),
+            "needles_hash": _hash(needles),
+            "needle_choice": choice and asdict(choice),
+            "prompt": "chat" if subject.text.chat_template else "plain",
+            "lengths": [int(length) for length in lengths],
+            "depths": [float(depth) for depth in depths],
+            "max_new_tokens": f"{ANSWER} x answer" if max_new_tokens is None else max_new_tokens,
+            "seed": seed,
+            "trials": len(trials),
+            "successes": successes,
+            "tool": f"kvsurgery {__version__}",
+        },
+    )
+
+
+def default_lengths(max_context: int) -> tuple[int, ...]:
+    """Five lengths of a prompt in tokens: from 1,000 to 32,000, or to what a model of that maximum can answer."""
+    longest = max(1, min(LONGEST, max_context - ROOM))
+    return tuple(np.linspace(min(SHORTEST, longest), longest, LENGTHS).astype(int).tolist())
+
+
+def answer_limit(subject: MeasuredModel, method: str, needle: Needle) -> int:
+    """Tokens of an answer to a needle, at most."""
+    return ANSWER * len(token_ids(subject.text, getattr(needle, METHODS[method][3])))
+
+
+def judged(subject: MeasuredModel, method: str, needle: Needle, steps: Sequence[Step]) -> tuple[str, float]:
+    """What an answer says, and how right that is, 0 to 1."""
+    _, _, measure, reference = METHODS[method]
+    said = subject.text.decode([step.token for step in steps], skip_special_tokens=True).strip()
+    return said, measure(said, getattr(needle, reference))
+
+
+@torch.no_grad()
+def answer(subject: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) -> list[Step]:
+    """The greedy answer to a prompt, with the tokens that each head attended to most at every step.
+
+    The prompt, but for its last token, is read by the stock model in chunks; only then attention is looked at, of one
+    query at a time.
+
+    Args:
+        tokens: the prompt, int64 [tokens], two or more.
+        top: how many attended tokens are kept.
+        limit: tokens of the answer, at most; it ends before an end token, or before a break after its first line.
+    """
+    model = subject.model
+    ids = torch.from_numpy(tokens)[None].to(model.device)
+    cache = None
+    for chunk in ids[:, :-1].split(CHUNK, dim=1):
+        cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    def attend(stock, module, query, key, value, attention_mask, **options):
+        # fp32, since scores of 16 bits would tie
+        weights = attention_weights(query.float(), key.float(), options.get("scaling"), options.get("softcap"))
+        # a sliding layer's cache holds its newest keys only, as many as it sees
+        first = len(tokens) + len(said) - key.shape[2]
+        layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first)
+        return stock(module, query, key, value, attention_mask, **options)
+
+    ends, steps, said = _end_tokens(subject), [], []
+    with intercepted(model, attend):
+        for _ in range(limit):
+            layers: dict[int, Attended] = {}
+            logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
+            ids = logits[:, -1:].argmax(-1)
+            said.append(ids.item())
+            if said[-1] in ends or "\n" in subject.text.decode(said).lstrip():
+                break
+            steps.append(Step(said[-1], [layers[layer] for layer in sorted(layers)]))
+    return steps
+
+
+def most_attended(weights: torch.Tensor, top: int, first: int = 0) -> Attended:
+    """The most attended tokens of one query; of equal weights the earlier token's comes first.
+
+    Args:
+        weights: float32 [query_heads, n], not negative.
+        top: how many; all where there are fewer.
+        first: position of the first of the n tokens.
+    """
+    n = weights.shape[1]
+    # the bits of floats that are not negative rise with them; below, a rank that is lower for later tokens
+    bits = weights.contiguous().view(torch.int32).long()
+    ranked = (bits << 32) | torch.arange(n - 1, -1, -1, device=weights.device)
+    places = ranked.topk(min(top, n)).indices
+    return Attended(weights.gather(1, places).cpu(), places.cpu() + first)
+
+
+def copy_score(attended: Attended, needle: range, tokens: np.ndarray, said: int) -> np.ndarray:
+    """R of one step: 1/N for a head whose most attended token is in the needle and is the one that is said.
+
+    A needle's token that is said twice counts twice, so an answer may come to more than 1: as in the code of both
+    papers, where Wu et al.'s text has it once (|g & k| / |k|, g what is copied and k the needle).
+
+    Args:
+        attended: of one layer.
+        needle: N positions.
+        tokens: of the prompt, int64.
+        said: the token that the step generated.
+
+    Returns:
+        float64 [query_heads].
+    """
+    copied = [place for place in needle if tokens[place] == said]
+    return np.isin(attended.positions[:, 0].numpy(), copied) / len(needle)
+
+
+def mass_score(attended: Attended, needle: range) -> np.ndarray:
+    """ER and R2 of one step: 1/N x the attention on those of the N most attended tokens that are in the needle.
+
+    Args:
+        attended: of one layer; of its tokens the first N.
+        needle: N positions.
+
+    Returns:
+        float64 [query_heads].
+    """
+    weights, positions = (part[:, : len(needle)].numpy() for part in attended)
+    return (weights * np.isin(positions, needle)).sum(1, dtype=np.float64) / len(needle)
+
+
+def check_trials(
+    subject: MeasuredModel,
+    haystack: Haystack,
+    prompts: Sequence[Prompt],
+    limits: Sequence[int],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+) -> None:
+    """Everything that can fail before the first trial."""
+    if not len(lengths) or not len(depths) or min(limits) < 1:
+        raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise ProfileError(f"`depths` lie in [0, 1], got {', '.join(map(str, depths))}")
+    for prompt in prompts:
+        room = min(lengths) - prompt.overhead
+        if room < len(prompt.needle):
+            raise ProfileError(
+                f"a needle of {len(prompt.needle)} tokens is longer than the text around it, {max(0, room)} tokens "
+                f"of a prompt of {min(lengths)}; give longer `lengths`"
+            )
+    if max(lengths) + max(limits) > subject.max_context:
+        raise ProfileError(
+            f"a prompt of {max(lengths)} tokens and an answer of {max(limits)} are beyond the {subject.max_context} "
+            f"that {subject.name} has positions for; give shorter `lengths`"
+        )
+    haystack.require(max(lengths) - min(prompt.overhead for prompt in prompts))
+
+
+def _end_tokens(subject: MeasuredModel) -> set[int]:
+    """Tokens that end an answer; chat models have several."""
+    configured = subject.model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*several, subject.text.eos_token_id) if token is not None}
+
+
+def _hash(needles: Sequence[Needle]) -> str:
+    content = [[getattr(needle, key) for key in (*KEYS, "cue")] for needle in needles]
+    return blake3(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]

@@ -1,0 +1,241 @@
+"""Train the gates of a model: DuoAttention's optimisation, as a resumable loop over one or many processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from kvsurgery import __version__
+from kvsurgery.errors import KVSurgeryError, ProfileError
+from kvsurgery.measure.gates import Loss, add_gradient, gate_scores, initial_gates, rate
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.training_state import TrainingState
+from kvsurgery.processes import Processes
+from kvsurgery.profile.head_profile import HeadProfile
+
+# (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing
+Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]
+
+HASHED = 4  # numbers of a weight, by which a model is known again
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """How gates are trained.
+
+    Attributes:
+        loss: "distill", or "lm" as `gates.add_gradient` has them.
+        steps: of AdamW, without weight decay; the gates are clamped to [0, 1] after each.
+        lr: peak learning rate.
+        reg: weight of the mean gate in the loss.
+        sink, recent: tokens of streaming attention.
+        batch: prompts per step, over all processes.
+
+    Raises:
+        ProfileError: any is out of range.
+    """
+
+    loss: Loss = "distill"
+    steps: int = 2000
+    lr: float = 0.02
+    reg: float = 0.05
+    sink: int = 64
+    recent: int = 256
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.loss not in ("distill", "lm"):
+            raise ProfileError(f"unknown loss {self.loss!r}; known: distill, lm")
+        for name, least in (("steps", 1), ("batch", 1), ("sink", 0), ("recent", 1)):
+            if getattr(self, name) < least:
+                raise ProfileError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if not (0 < self.lr < math.inf and 0 <= self.reg < math.inf):
+            raise ProfileError(f"lr must be > 0 and reg >= 0, got {self.lr} and {self.reg}")
+
+
+class Progress(NamedTuple):
+    """After a step: the losses of the gates before it, the gates after it, and seconds since the loop began.
+
+    `data_loss` is `loss` without the penalty; `sparsity` is the share of gates under 0.5.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    data_loss: float
+    mean_gate: float
+    sparsity: float
+    seconds: float
+
+
+def train_gates(
+    subject: MeasuredModel,
+    prompts: Prompts,
+    options: GateOptions,
+    *,
+    data: Mapping[str, Any],
+    checkpoint: Path | None = None,
+    every: int = 50,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> tuple[HeadProfile, np.ndarray]:
+    """Train the gates and make a profile of them.
+
+    On a CPU, equal arguments give equal bits, and so does a training that was interrupted and resumed.
+
+    Args:
+        subject: the model; its weights stay as they are.
+        prompts: called for every step and every place in its batch; what it gives depends on these two alone.
+        data: what the prompts are, for the provenance and to know a training again.
+        checkpoint: where to keep the state, written every `every` steps, after the last, and on Ctrl-C.
+        resume: go on from `checkpoint`.
+        progress: called after every step, in the first process.
+        mesh: the processes that share the prompts of a step.
+
+    Returns:
+        A profile, and its history: float64 [steps, 4], with the columns `training_state.HISTORY`.
+
+    Raises:
+        ProfileError: the loss is no number, a prompt has nothing outside sink and recent, or `resume` of another
+            training.
+        OutputError: `checkpoint` cannot be written, or holds a training that this is not to resume.
+        UnsupportedModel: no layer has full attention.
+    """
+    share = mesh.share(options.batch)
+    facts = {
+        "model": subject.name,
+        "revision": subject.revision,
+        "weights": mesh.processes.agree(fingerprint(subject)),
+        "data": dict(data),
+        **asdict(options),
+    }
+    gates = initial_gates(subject)
+    state = _first_state(gates, facts, checkpoint, resume, mesh.processes)
+    optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
+    state.restore(gates, optimiser)
+    start = time.monotonic()
+
+    def save() -> None:
+        if checkpoint is not None and mesh.processes.rank == 0:
+            state.save(checkpoint, facts)
+
+    save()  # a path that cannot be written fails before the work
+    try:
+        while state.step < options.steps:
+            mine = [prompts(state.step, place) for place in share]
+            losses = training_step(subject, gates, optimiser, mine, options, state.step, mesh)
+            row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
+            state = state.after(row, gates, optimiser)
+            if state.step % every == 0 or state.step == options.steps:
+                save()
+            if progress is not None and mesh.processes.rank == 0:
+                progress(Progress(state.step, options.steps, *row, time.monotonic() - start))
+    except KeyboardInterrupt:
+        save()
+        raise
+    profile = subject.profile(
+        gate_scores(subject, gates),
+        "duo",
+        "kv",
+        sink=options.sink,
+        recent=options.recent,
+        provenance={
+            **{name: value for name, value in facts.items() if name not in ("model", "revision", "sink", "recent")},
+            "final_loss": state.history[-1][0],
+            "tool": __version__,
+        },
+    )
+    return profile, state.history
+
+
+def training_step(
+    subject: MeasuredModel,
+    gates: torch.Tensor,
+    optimiser: torch.optim.Optimizer,
+    mine: list[tuple[torch.Tensor, ...]],
+    options: GateOptions,
+    step: int,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> tuple[float, float]:
+    """Move the gates by the mean gradient over all processes' prompts, of which `mine` are this one's.
+
+    Returns:
+        The loss of the gates as they were, with and without the penalty.
+
+    Raises:
+        ProfileError: it is no number, or a prompt has nothing outside sink and recent.
+    """
+    gates.grad = torch.zeros_like(gates)
+    data_loss = torch.zeros((), device=gates.device)
+    for tokens, targets, *_ in mine:
+        if tokens.shape[1] <= options.sink + options.recent:
+            raise ProfileError(
+                f"a prompt of {tokens.shape[1]} tokens has nothing outside sink {options.sink} and recent "
+                f"{options.recent}; give longer contexts, or a smaller window"
+            )
+        data_loss += add_gradient(
+            subject, gates, tokens, targets, options.loss, mesh, sink=options.sink, recent=options.recent
+        )
+    # processes that share heads alone have the same loss
+    both = torch.cat([gates.grad.flatten() / mesh.copies(subject), data_loss[None] / mesh.tp])
+    mesh.processes.add(both)
+    both /= options.batch
+    if not both.isfinite().all():
+        raise ProfileError(
+            f"the loss is {both[-1].item():g} in step {step + 1}, or its gradient is no number; "
+            "try bfloat16 or float32 weights, or a lower learning rate"
+        )
+    # the mean gate's gradient is the same for every gate
+    gates.grad = both[:-1].view_as(gates) + options.reg / gates.numel()
+    data = both[-1].item()
+    loss = data + options.reg * gates.mean().item()
+    for group in optimiser.param_groups:
+        group["lr"] = options.lr * rate(step, options.steps)
+    optimiser.step()
+    with torch.no_grad():
+        gates.clamp_(0, 1)
+    return loss, data
+
+
+def fingerprint(subject: MeasuredModel) -> str:
+    """A hash of the first numbers of every weight, to know a model again, sharded or not."""
+    digest = blake3()
+    for name, weight in sorted(subject.model.get_decoder().named_parameters()):
+        # of a sharded weight, the first process has the first rows, or the first columns
+        first = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
+        # a copy, since memory that numpy sees cannot be freed when weights are sharded again
+        digest.update(name.encode() + first.clone().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _first_state(
+    gates: torch.Tensor, facts: dict[str, Any], checkpoint: Path | None, resume: bool, processes: Processes
+) -> TrainingState:
+    """The state to begin with: of a checkpoint, which the first process reads, or of no steps."""
+    if checkpoint is None and resume:
+        raise ProfileError("to resume a training, name its checkpoint")
+    state = TrainingState.new(gates)
+    if checkpoint is None:
+        return state
+    error = None
+    try:
+        if processes.rank == 0 and resume:
+            state = TrainingState.load(checkpoint, facts)
+        elif processes.rank == 0:
+            TrainingState.refuse_to_replace(checkpoint)
+    except KVSurgeryError as problem:
+        error = problem
+    state, error = processes.agree((state, error))
+    if error is not None:
+        raise error
+    return state

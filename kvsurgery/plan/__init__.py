@@ -1,1 +1,0 @@
-"""Planning: what a model family's tensors are, and which bytes a policy moves."""

@@ -1,0 +1,131 @@
+"""`Footprint`: what a model takes beside its KV cache, from its headers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.headers import DTYPES, Tensor
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.policy.tensor_parallel import check_blocks
+
+# the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
+DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
+# what processes of tensor parallelism share of a layer, by its rows and by its columns
+ROWS = re.compile(r".*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)")
+COLUMNS = re.compile(r".*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
+# experts of a token where a config does not say: the most that a supported family has by default
+EXPERTS = 8
+# states of keys, and as many of values, that a GPU dequantises together while a chunk attends to tiles
+DEQUANTISED = 1 << 24
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model's weights, and the widths that its activations follow from: of the process of tensor parallelism that
+    holds most.
+
+    Attributes:
+        model: attention dimensions, with the heads that a process computes.
+        weights: bytes; an output layer that is the embedding counts once.
+        itemsize: bytes of an element of its projections, and so of activations and cache.
+        hidden: width of the hidden state.
+        inner: elements that the MLP of one token holds at once.
+        vocabulary: tokens that have logits.
+    """
+
+    model: ModelDimensions
+    weights: int
+    itemsize: int
+    hidden: int
+    inner: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
+        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in, by so many processes.
+
+        Raises:
+            UnsupportedModel: its config makes no sense.
+            PolicyError: its heads do not divide over the processes.
+        """
+        model = family.dimensions(checkpoint.config)
+        check_blocks(processes, model.kv_heads)
+        share = 1 if family.replicated else processes
+        hidden, tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
+        tensors = [tensor for tensor in checkpoint.tensors if not (tied and tensor.name == "lm_head.weight")]
+        fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
+        itemsize, inner, vocabulary = 1, 0, 0
+        for tensor in tensors:
+            width = tensor.shape[-1] if tensor.shape else 0
+            if tensor.name.endswith("embed_tokens.weight"):
+                vocabulary = tensor.size * 8 // DTYPES[tensor.dtype] // max(width, 1)
+            elif tensor.name.endswith("self_attn.o_proj.weight"):
+                itemsize = max(itemsize, DTYPES[tensor.dtype] // 8)
+            elif match := DOWN.fullmatch(tensor.name):
+                # the gate after its activation, up, and their product; a fused gate lives as long as its up
+                own = -(-width // processes)
+                held = (4 if match[1] else 3) * own
+                if fused:  # and gathered, by way of a copy
+                    held = 4 * width + (2 * own if processes > 1 else 0)
+                # experts run together, on copies of their tokens
+                inner = max(inner, _experts(checkpoint) * (hidden + held) if match[1] else held)
+        if processes > 1:
+            # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
+            queries = model.query_heads * model.head_dim if family.replicated else 0
+            inner = max(inner + hidden, 4 * hidden, 9 * queries)
+        return cls(
+            replace(model, query_heads=model.query_heads // share, kv_heads=model.kv_heads // share),
+            sum(_held(tensor, family, processes) for tensor in tensors),
+            itemsize,
+            hidden,
+            inner,
+            vocabulary,
+        )
+
+    def activation_bytes(self, batch: int, context: int, chunk: int, tiles: bool) -> int:
+        """Peak of activations while a chunk of a prompt goes through a layer, and the logits of its last token.
+
+        A token holds its embedding, the residual, its norm and two rotary factors; beside these either what its MLP
+        holds, or its query with the copies that rotate it, 5 widths. Over quantised tiles these are 10, since parts of
+        the result merge in float32, and a block of tiles lies there dequantised. Logits are copied to float32.
+
+        Not counted: what does not grow with the model, such as masks on a CPU, and what is not the model's, such as a
+        CUDA context and an allocator's gaps.
+
+        Args:
+            batch, context: sequences, and tokens of each.
+            chunk: tokens of each that go through at a time.
+            tiles: whether a chunk attends to earlier ones that are quantised.
+        """
+        model, tokens = self.model, batch * chunk
+        attention = tokens * (10 if tiles else 5) * model.query_heads * model.head_dim
+        if tiles:
+            # keys and values, and as much again that they are made from
+            attention += 4 * min(DEQUANTISED, batch * context * model.kv_heads * model.head_dim)
+        elements = tokens * (3 * self.hidden + 2 * model.head_dim) + max(tokens * self.inner, attention)
+        return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
+
+
+def _held(tensor: Tensor, family: Family, processes: int) -> int:
+    """Bytes of a tensor that a process holds at most.
+
+    Embedding and output layer count whole, which they are before transformers 5.18.
+    """
+    role = family.role(tensor.name)
+    axis = -min(2, len(tensor.shape)) if ROWS.fullmatch(role.part) else -1 if COLUMNS.fullmatch(role.part) else None
+    if role.layer is None or axis is None or not tensor.size:
+        return tensor.size
+    along = tensor.shape[axis]
+    return tensor.size // along * -(-along // processes)
+
+
+def _experts(checkpoint: Checkpoint) -> int:
+    """Experts that a token goes through."""
+    count = checkpoint.config.get("num_experts_per_tok", EXPERTS)
+    if type(count) is not int or not 0 < count <= 1 << 20:
+        raise UnsupportedModel(f"config.json: num_experts_per_tok is {count!r}, not a number of experts")
+    return count

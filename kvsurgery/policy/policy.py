@@ -1,0 +1,256 @@
+"""`Policy`: what every KV head of a model becomes. Pure arithmetic, deterministic, ties broken by place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from blake3 import blake3
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.policy.budgets import allocate_budgets
+from kvsurgery.policy.tensor_parallel import arrange, check_blocks
+from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import (
+    BUDGETED,
+    FULL,
+    STREAMING,
+    TILE,
+    KVLayout,
+    LayerLayout,
+    Quantisation,
+    Selection,
+)
+from kvsurgery.templates.kv_reform import Reform
+
+# far beyond any context, and sums of positions still fit 32 bits
+MAX_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What every KV head becomes, and the recipe that decided it. The mask is stored, never a threshold.
+
+    Attributes:
+        layout: layers, with the order of their heads: full ones first, inside a group in the source's order.
+        recipe: complete, without anything that makes no difference.
+        options: the same as provenance records it, with the profile's method.
+        rounded: how many more heads are full than the recipe asks for, so that blocks can be alike.
+    """
+
+    layout: KVLayout
+    recipe: Recipe
+    options: dict[str, Any]
+    reform: Reform | None = None
+    rounded: int = 0
+
+    @property
+    def layers(self) -> tuple[LayerLayout, ...]:
+        """Layers, with the order of their heads."""
+        return self.layout.layers
+
+    @cached_property
+    def hash(self) -> str:
+        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantised and long
+        prompts are read."""
+        names = ("order", "full", "sink", "recent", "native")
+        layers = [
+            {
+                **{name: getattr(layer, name) for name in names},
+                "budgets": layer.budgets if layer.selection else None,
+                **({"blocks": layer.blocks} if len(layer.blocks) > 1 else {}),
+            }
+            for layer in self.layers
+        ]
+        content = [layers, self.selection and asdict(self.selection)]
+        content += [asdict(part) for part in (self.quantisation, self.reform) if part]
+        return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def selection(self) -> Selection | None:
+        """How budgeted heads select; None: the others stream."""
+        return next((layer.selection for layer in self.layers if layer.selection), None)
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How heads store all but their newest tokens; None: in the model's dtype."""
+        return self.layout.quantisation
+
+    @property
+    def eligible(self) -> int:
+        """KV heads in full-attention layers."""
+        return self.full + self.streaming + self.budgeted
+
+    @property
+    def full(self) -> int:
+        """KV heads that keep every token."""
+        return self.layout.counts[FULL]
+
+    @property
+    def streaming(self) -> int:
+        """KV heads in full-attention layers that stream."""
+        return self.layout.counts[STREAMING]
+
+    @property
+    def budgeted(self) -> int:
+        """KV heads that have a budget."""
+        return self.layout.counts[BUDGETED]
+
+
+def decide(profile: HeadProfile, windows: Sequence[int | None], recipe: Recipe = Recipe()) -> Policy:  # noqa: B008  (frozen)
+    """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
+
+    With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple over
+    the model, halves up, and of all choices of so many the one with the largest sum of scores is taken.
+
+    Args:
+        profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
+        windows: per layer, the model's own sliding window in tokens, or None for full attention.
+        recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
+            them not full, halves to the even count; blocks are ordered by `arrange`.
+
+    Raises:
+        PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
+    """
+    if len(windows) != profile.model.layers:
+        raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
+    eligible = np.array([window is None for window in windows])
+    if (unmeasured := np.flatnonzero(eligible & ~profile.eligible)).size:
+        raise PolicyError(
+            f"layer {unmeasured[0]} has full attention in this model and a sliding window in the profile's, "
+            f"{profile.base_model}; measure this model: kvsurgery profile compute"
+        )
+    if not eligible.any():
+        raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+    check_blocks(recipe.tp, profile.model.kv_heads)
+    recipe = completed(recipe, profile)
+    if profile.scores is None:
+        scores = np.ones((len(windows), profile.model.kv_heads), np.float32)
+        mask = asked = scores > 0
+    else:
+        scores = kv_scores(profile, recipe.group_reduce)
+        mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
+        if recipe.tp > 1 and not recipe.tp_uneven:
+            mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
+    layers = _layers(mask, _budgets(mask, scores, eligible, recipe), recipe)
+    layout = KVLayout(with_native(layers, windows), profile.model.head_dim)
+    rounded = int(mask.sum() - asked.sum())
+    return Policy(_quantized(layout, recipe), recipe, _options(recipe, profile), rounded=rounded)
+
+
+def completed(recipe: Recipe, profile: HeadProfile) -> Recipe:
+    """The recipe with what a profile means where it says nothing, and without what makes no difference.
+
+    Raises:
+        PolicyError: it asks for full heads, and the profile has no scores to choose them by.
+    """
+    if profile.scores is None:
+        if recipe.chosen or recipe.rest or recipe.budget is not None:
+            raise PolicyError(
+                f"a {profile.method} profile has embedding heads and no scores to choose full heads by: every head "
+                "stays full; give a profile with scores beside it"
+            )
+        return recipe.trimmed()
+    rest = recipe.rest or usual_rest(profile)
+    values: dict[str, Any] = {"rest": rest}
+    if rest == "streaming" and not recipe.chosen:
+        values["sparsity"] = 0.75 if profile.model.group == 1 else 0.5
+    if profile.granularity == "kv":
+        values["group_reduce"] = Recipe.group_reduce
+    return replace(recipe, **values).trimmed()
+
+
+def usual_rest(profile: HeadProfile) -> Literal["streaming", "budgeted"]:
+    """What heads that are not full become, where a recipe does not say."""
+    return "budgeted" if profile.method.startswith("headkv") else "streaming"
+
+
+def _options(recipe: Recipe, profile: HeadProfile) -> dict[str, Any]:
+    """What provenance records of a recipe that is complete."""
+    options = {name: getattr(recipe, name) for name in recipe.in_use}
+    if profile.granularity != "query":
+        options.pop("group_reduce", None)
+    stated = {name: value for name, value in options.items() if value is not None and value is not False}
+    return {"method": profile.method, **stated}
+
+
+def _quantized(layout: KVLayout, recipe: Recipe) -> KVLayout:
+    """The layout with the cache that a recipe asks for."""
+    quantization = recipe.quantization
+    if quantization is None:
+        return layout
+    try:
+        layout = layout.quantised(quantization)
+    except ValueError as error:
+        raise PolicyError(f"`kv_bits`: {error}") from error
+    least = 2 * (quantization.residual + TILE)
+    windows = [layer.recent for layer in layout.layers if layer.native or recipe.rest == "streaming"]
+    if quantization.streaming and windows and max(windows) < least:
+        raise PolicyError(
+            f"`kv_streaming` is for windows of at least {least} tokens, and the longest has {max(windows)}; leave it "
+            "out"
+        )
+    if not layout.counts[FULL] + layout.counts[BUDGETED] and not quantization.streaming:
+        raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
+    return layout
+
+
+def _budgets(full: np.ndarray, scores: np.ndarray, eligible: np.ndarray, recipe: Recipe) -> np.ndarray | None:
+    """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
+    if recipe.rest != "budgeted":
+        return None
+    _check_selection(recipe.budget, recipe.selection)
+    budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & eligible[:, None]
+    budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
+    return budgets
+
+
+def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> list[LayerLayout]:
+    """Layers of which these heads are full, bool [layers, kv_heads], and the others stream or keep so much."""
+    sizes, selection = (0, 1), None
+    if recipe.rest == "streaming":
+        _check_streaming(recipe.sink, recipe.recent)
+        sizes = recipe.sink, recipe.recent
+    elif recipe.rest == "budgeted":
+        selection = recipe.selection
+    result = []
+    for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.tp)):
+        keep = () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
+        result.append(LayerLayout(blocks, *sizes, budgets=keep, selection=selection, order=order))
+    return result
+
+
+def with_native(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> tuple[LayerLayout, ...]:
+    """The layers, but for those with a sliding window of the model's own, which stay as they are."""
+    return tuple(
+        layer if window is None else _native(layer, window) for layer, window in zip(layers, windows, strict=True)
+    )
+
+
+def _native(layer: LayerLayout, window: int) -> LayerLayout:
+    blocks = tuple((0, full + others) for full, others in layer.blocks)
+    return LayerLayout(blocks, 0, window, native=True, order=tuple(range(layer.heads)))
+
+
+def _check_streaming(sink: int, recent: int) -> None:
+    if sink < 0 or recent < 1:
+        raise PolicyError(f"`sink` must be >= 0 and `recent` >= 1, got {sink} and {recent}")
+    if sink + recent > MAX_WINDOW:
+        raise PolicyError(f"`sink` and `recent` together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
+
+
+def _check_selection(budget: int | None, selection: Selection) -> None:
+    if budget is None:
+        raise PolicyError(
+            "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
+        )
+    if not 1 <= selection.window <= MAX_WINDOW:
+        raise PolicyError(f"`window` lies in [1, {MAX_WINDOW}], got {selection.window}")
+    if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
+        raise PolicyError(f"`kernel_size` must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")

@@ -1,0 +1,200 @@
+"""`Comparison`: how far two profiles of one model agree on its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile.full_heads import kv_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads, places, ranks
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The KV heads that two profiles keep full at one sparsity.
+
+    Attributes:
+        sparsity: share of the KV heads that stream.
+        heads: KV heads in the model's full-attention layers.
+        full: how many of them each profile keeps full.
+        shared: how many of those are the same.
+    """
+
+    sparsity: float
+    heads: int
+    full: int
+    shared: int
+
+    @property
+    def share(self) -> float:
+        """Of the full heads of one profile, those that the other keeps too; `chance` of a random choice."""
+        return self.shared / self.full if self.full else 1.0
+
+    @property
+    def chance(self) -> float:
+        """What `share` is on average where one of the profiles is random."""
+        return self.full / self.heads if self.heads else 1.0
+
+    @property
+    def jaccard(self) -> float:
+        """Shared heads, of those that either profile keeps full."""
+        return self.shared / (2 * self.full - self.shared) if self.full else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two profiles of one model, head by head.
+
+    Attributes:
+        profiles: A and B.
+        granularity: of `values`: query heads where both profiles have them, else KV heads.
+        group_reduce: how scores of the query heads of a group became their KV head's; None where there were none.
+        unit: what `values` are: scores of one method, or ranks, since those of two methods have no common scale.
+        values: float64 [2, layers, heads].
+        spearman: rank correlation of the scores of heads in full-attention layers, ties averaged; None where a profile
+            scores all of them alike.
+        overlaps: of the full heads, by sparsity.
+        eligible: bool [layers], the layers with full attention, as far as the profiles say; only their heads count.
+    """
+
+    profiles: tuple[HeadProfile, HeadProfile]
+    granularity: Literal["kv", "query"]
+    group_reduce: Literal["mean", "max"] | None
+    unit: Literal["score", "rank"]
+    values: np.ndarray
+    spearman: float | None
+    overlaps: tuple[Overlap, ...]
+    eligible: np.ndarray
+
+    @property
+    def ceiling(self) -> float:
+        """The end of the scale, from 0, of the values of both."""
+        return ceiling(self.profiles[0].method, self.values) if self.unit == "score" else 1.0
+
+    @property
+    def difference(self) -> np.ndarray:
+        """float64 [layers, heads]: B - A."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def layer_differences(self) -> np.ndarray:
+        """float64 [layers]: mean absolute difference over the heads of a layer."""
+        return np.abs(self.difference).mean(axis=1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values, per head only what differs."""
+        names = ("base_model", "base_revision", "method", "granularity", "sink", "recent", "hash")
+        return {
+            **{
+                which: {name: getattr(profile, name) for name in names}
+                for which, profile in zip("ab", self.profiles, strict=True)
+            },
+            "model": asdict(self.profiles[0].model),
+            "granularity": self.granularity,
+            "group_reduce": self.group_reduce,
+            "spearman": self.spearman,
+            "overlap": [
+                {**asdict(overlap), "share": overlap.share, "chance": overlap.chance, "jaccard": overlap.jaccard}
+                for overlap in self.overlaps
+            ],
+            "unit": self.unit,
+            "layer_differences": self.layer_differences.tolist(),
+            "difference": self.difference.tolist(),
+        }
+
+
+def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"] = "mean") -> Comparison:
+    """Compare two profiles, at KV heads where only one of them has scores of query heads.
+
+    Args:
+        a, b: profiles of models of the same dimensions.
+        group_reduce: how query-head scores become a KV-head score; full heads are KV heads always.
+
+    Raises:
+        ProfileError: the models differ, or a profile has no scores.
+        PolicyError: `group_reduce` is neither mean nor max.
+    """
+    granularity, scores = common_scores((a, b), group_reduce)
+    eligible = replace(a, windows=common_windows((a, b))).eligible
+    unit = "score" if a.method == b.method else "rank"
+    queries = "query" in (a.granularity, b.granularity)
+    return Comparison(
+        profiles=(a, b),
+        granularity=granularity,
+        group_reduce=group_reduce if queries else None,
+        unit=unit,
+        values=np.array(scores if unit == "score" else [ranks(of, eligible) for of in scores], dtype=np.float64),
+        spearman=_spearman(*(of[eligible] for of in scores)),
+        overlaps=tuple(_overlap(a, b, sparsity, group_reduce, eligible) for sparsity in SPARSITIES),
+        eligible=eligible,
+    )
+
+
+def common_scores(
+    profiles: Sequence[HeadProfile], group_reduce: Literal["mean", "max"] = "mean"
+) -> tuple[Literal["kv", "query"], list[np.ndarray]]:
+    """The scores of each profile, float32 [layers, heads], of query heads if all have them, else of KV heads.
+
+    Raises:
+        ProfileError: the profiles are of models of different dimensions, or one has no scores.
+        PolicyError: `group_reduce` is neither mean nor max.
+    """
+    for profile in profiles:
+        if profile.scores is None:
+            raise ProfileError(
+                f"the {profile.method} profile of {profile.base_model} has embedding heads and no scores to compare or "
+                "merge; leave it out"
+            )
+    first = profiles[0]
+    for profile in profiles[1:]:
+        if profile.model != first.model:
+            here, there = asdict(first.model), asdict(profile.model)
+            differs = ", ".join(f"{name} {here[name]} and {there[name]}" for name in here if here[name] != there[name])
+            raise ProfileError(
+                f"{first.base_model} and {profile.base_model} are different models ({differs}); "
+                "give profiles of one model"
+            )
+    if all(profile.granularity == "query" for profile in profiles):
+        return "query", [profile.scores for profile in profiles]
+    return "kv", [kv_scores(profile, group_reduce) for profile in profiles]
+
+
+def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | None:
+    """The sliding windows of the model's layers, as the profiles that know them say; None where none does.
+
+    Raises:
+        ProfileError: they say different things.
+    """
+    known = {profile.windows: profile.base_model for profile in profiles if profile.windows is not None}
+    if len(known) > 1:
+        [(some, first), (others, second), *_] = known.items()
+        layer = next(layer for layer, pair in enumerate(zip(some, others, strict=True)) if pair[0] != pair[1])
+        raise ProfileError(
+            f"{first} and {second} are different models: layer {layer} has {_attention(some[layer])} in one and "
+            f"{_attention(others[layer])} in the other; give profiles of one model"
+        )
+    return next(iter(known), None)
+
+
+def _attention(window: int | None) -> str:
+    return "full attention" if window is None else f"a sliding window of {window} tokens"
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Pearson's correlation of the places of scores; None where all are equal."""
+    mean = (a.size + 1) / 2
+    x, y = places(a).ravel() - mean, places(b).ravel() - mean
+    spread = np.sqrt((x @ x) * (y @ y))
+    return float(x @ y / spread) if spread else None
+
+
+def _overlap(
+    a: HeadProfile, b: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"], eligible: np.ndarray
+) -> Overlap:
+    here, there = (full_heads(profile, sparsity, group_reduce, eligible) for profile in (a, b))
+    return Overlap(sparsity, int(eligible.sum()) * a.model.kv_heads, int(here.sum()), int((here & there).sum()))

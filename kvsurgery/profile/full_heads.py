@@ -1,0 +1,78 @@
+"""Which KV heads stay full, by their scores."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.profile.head_profile import HeadProfile
+
+
+def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]) -> np.ndarray:
+    """The full heads that an option asks for: bool [layers, kv_heads].
+
+    Args:
+        scores: [layers, kv_heads].
+        eligible: bool [layers], those with full attention.
+        chosen: one of `sparsity`, `threshold` and `full_heads`, as `decide` takes them.
+
+    Raises:
+        PolicyError: its value is out of range.
+    """
+    [(how, value)], heads = chosen.items(), int(eligible.sum()) * scores.shape[1]
+    if how == "threshold":
+        if not np.isfinite(value):
+            raise PolicyError(f"`threshold` must be finite, got {value}")
+        # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
+        with np.errstate(over="ignore"):
+            return (scores >= np.float32(value)) & eligible[:, None]
+    if how == "sparsity":
+        if not 0 <= value <= 1:
+            raise PolicyError(f"`sparsity` lies in [0, 1], got {value}")
+        # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
+        full = heads - round(Fraction(str(value)) * heads)
+    else:
+        full = value
+        if not 0 <= full <= heads:
+            raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full}")
+    return best_heads(scores, eligible, full)
+
+
+def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
+    """The best heads, so many times `size` and a multiple of that in every layer: bool [layers, kv_heads]."""
+    chosen = np.zeros(scores[eligible].shape, dtype=bool)
+    chosen.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
+    mask = np.zeros(scores.shape, dtype=bool)
+    mask[eligible] = chosen
+    return mask
+
+
+def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
+    """Heads of [layers, kv_heads] by their place in the flattened array, the best first, in runs of `size` of a layer.
+
+    A layer's heads, the best first, are cut into runs. Their sums fall, so that the best runs of the model are the
+    first ones of every layer, and no other choice of so many has a larger sum.
+    """
+    # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
+    ranked = np.argsort(-scores, axis=1, kind="stable")
+    sums = np.take_along_axis(scores, ranked, 1).reshape(len(scores), -1, size).sum(2, dtype=np.float64)
+    places = ranked + scores.shape[1] * np.arange(len(scores))[:, None]
+    return places.reshape(-1, size)[np.argsort(-sums, axis=None, kind="stable")].ravel()
+
+
+def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> np.ndarray:
+    """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group.
+
+    Raises:
+        PolicyError: `reduce` is neither mean nor max.
+    """
+    if reduce not in ("mean", "max"):
+        raise PolicyError(f"`group_reduce` is mean or max, got {reduce!r}")
+    if profile.granularity == "kv":
+        return profile.scores
+    groups = profile.scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)
+    # float64 sums of a few float32 are exact in practice: equal means tie whatever the order in the group
+    return groups.mean(-1, dtype=np.float64).astype(np.float32) if reduce == "mean" else groups.max(-1)

@@ -1,0 +1,283 @@
+"""`HeadProfile`: how much each attention head of one model matters, as a safetensors file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
+
+FORMAT = "kvsurgery.head-profile"
+VERSION = "1"
+
+# upper bound of a score by method; None: any finite, non-negative number (copy scores exceed 1)
+METHODS: dict[str, float | None] = {
+    "duo": 1.0,
+    "attention": 1.0,
+    "ablation": None,
+    "headkv-r": None,
+    "headkv-er": None,
+    "headkv-r2": None,
+    "rank-product": 1.0,
+}
+# a method without scores: its profile has embedding heads
+REFORM = "reform"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProfile:
+    """Head scores of one model, higher = needs the whole context more; or, of method "reform", its embedding heads.
+
+    Attributes:
+        scores: float32 [layers, heads], finite and non-negative; None in a reform profile.
+        method: how they were measured, a key of `METHODS`, or "reform".
+        granularity: whether `heads` counts KV heads or query heads; None without scores.
+        base_model: Hub id or path of the model that was measured.
+        model: its attention dimensions.
+        base_revision: its commit, where known.
+        sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
+        provenance: data, steps, seeds, tool version; free JSON.
+        embedding_heads: of a reform profile, by layer, state and head; empty in any other.
+        ranking: what they were picked from, where it was measured.
+        windows: per layer, the model's own sliding window in tokens, or None for full attention; None as a whole where
+            the profile does not say, as in files of version 0.1.
+
+    Raises:
+        ProfileError: any of them contradicts the rest.
+    """
+
+    scores: np.ndarray | None
+    method: str
+    granularity: Literal["kv", "query"] | None
+    base_model: str
+    model: ModelDimensions
+    base_revision: str | None = None
+    sink: int | None = None
+    recent: int | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    embedding_heads: tuple[EmbeddingHead, ...] = ()
+    ranking: Ranking | None = None
+    windows: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in (*METHODS, REFORM):
+            raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*METHODS, REFORM))}")
+        if not self.base_model or not self.base_model.isprintable():
+            raise ProfileError(f"a profile names the model it was measured on; base_model is {self.base_model!r}")
+        if self.base_revision is not None and not self.base_revision.isprintable():
+            raise ProfileError(f"profile base_revision must be one line, got {self.base_revision!r}")
+        if min(asdict(self.model).values()) < 1 or self.model.query_heads % self.model.kv_heads:
+            raise ProfileError(f"a profile cannot be of a model with {self.model}")
+        if (self.sink is not None and self.sink < 0) or (self.recent is not None and self.recent < 1):
+            raise ProfileError(f"profile sink must be >= 0 and recent >= 1, got {self.sink} and {self.recent}")
+        if self.windows is not None and not _are_windows(self.windows, self.model.layers):
+            raise ProfileError(
+                f"profile windows must be {self.model.layers} sizes in tokens, or null for full attention, got "
+                f"{list(self.windows)}"
+            )
+        if not isinstance(self.provenance, dict):
+            raise ProfileError(f"profile provenance must be a JSON object, got {type(self.provenance).__name__}")
+        if self.method == REFORM:
+            self._check_embedding_heads()
+        else:
+            self._check_scores()
+
+    def _check_embedding_heads(self) -> None:
+        if self.scores is not None or self.granularity is not None:
+            raise ProfileError("a reform profile has embedding heads, and no scores")
+        heads = tuple(sorted(self.embedding_heads))
+        object.__setattr__(self, "embedding_heads", heads)
+        if not heads:
+            raise ProfileError("a reform profile names embedding heads; this one has none")
+        for head in heads:
+            if not head.within(self.model):
+                raise ProfileError(f"there is no embedding head {head} in {self.base_model}, which has {self.model}")
+        for head, following in pairwise(heads):
+            if head == following:
+                raise ProfileError(f"the embedding head {head} is named twice")
+        if self.ranking is not None:
+            self.ranking.check(self.model)
+
+    def _check_scores(self) -> None:
+        if self.embedding_heads or self.ranking is not None:
+            raise ProfileError(f"a profile with embedding heads is of method 'reform', not {self.method!r}")
+        if self.scores is None:
+            raise ProfileError(f"the {self.method} profile holds no `scores`")
+        with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
+            scores = np.array(self.scores, dtype=np.float32, order="C")
+        scores += 0  # no negative zeros: equal scores are equal bytes
+        scores.flags.writeable = False
+        object.__setattr__(self, "scores", scores)
+        if self.granularity not in ("kv", "query"):
+            raise ProfileError(f"profile granularity must be 'kv' or 'query', got {self.granularity!r}")
+        heads = self.model.kv_heads if self.granularity == "kv" else self.model.query_heads
+        if scores.shape != (self.model.layers, heads):
+            raise ProfileError(
+                f"profile scores have shape {list(scores.shape)}, but {self.base_model} has {self.model.layers} layers "
+                f"of {heads} {self.granularity} heads"
+            )
+        bad = np.argwhere(~np.isfinite(scores))
+        if len(bad):
+            layer, head = bad[0]
+            raise ProfileError(
+                f"profile score of layer {layer}, head {head} is {scores[layer, head]}; measure it again"
+            )
+        ceiling = METHODS[self.method]
+        if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
+            bound = "" if ceiling is None else f" and <= {ceiling:g}"
+            raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """bool [layers]: those whose heads may be full, without a sliding window of the model's own."""
+        return np.array([window is None for window in self.windows or [None] * self.model.layers])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadProfile) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @cached_property
+    def hash(self) -> str:
+        """BLAKE3 of the file that `save` writes."""
+        return blake3(self._serialise()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile; equal profiles give equal bytes. An older profile is replaced, any other file is kept.
+
+        Raises:
+            OutputError: the path is taken by something else or cannot be written.
+        """
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        check_output(path)
+        try:
+            part.write_bytes(self._serialise())
+            os.replace(part, path)
+        except OSError as error:
+            raise OutputError(f"cannot write head profile {path}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+    @classmethod
+    def load(cls, path: str | Path) -> HeadProfile:
+        """Read and validate a profile.
+
+        Raises:
+            ProfileError: not a head profile, of an unknown version, or inconsistent.
+        """
+        how = "make one with `kvsurgery profile import`"
+        if Path(path).exists() and not Path(path).is_file():
+            raise ProfileError(f"cannot read head profile {path}: it is not a regular file")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ProfileError(f"{path} is not a head profile; {how}")
+                if metadata.get("version") != VERSION:
+                    raise ProfileError(
+                        f"{path} has profile version {metadata.get('version')}; this tool reads {VERSION}"
+                    )
+                reform = metadata.get("method") == REFORM
+                names = sorted(name for name in file.keys() if reform or name == "scores")  # noqa: SIM118  (a handle)
+                for name in names:
+                    dtype = file.get_slice(name).get_dtype()
+                    if dtype != "F32":
+                        raise ProfileError(f"{path}: {name} are {dtype}, not F32")
+                tensors = {name: file.get_tensor(name) for name in names}
+        except SafetensorError as error:
+            raise ProfileError(f"{path} is not a head profile ({error}); {how}") from error
+        except OSError as error:
+            raise ProfileError(f"cannot read head profile {path}: {error}") from error
+        try:
+            return cls(
+                scores=tensors.pop("scores", None),
+                method=metadata["method"],
+                granularity=metadata.get("granularity") if reform else metadata["granularity"],
+                base_model=metadata["base_model"],
+                base_revision=metadata.get("base_revision"),
+                model=ModelDimensions(*(int(metadata[name]) for name in ModelDimensions.__dataclass_fields__)),
+                sink=_optional_int(metadata.get("sink")),
+                recent=_optional_int(metadata.get("recent")),
+                provenance=json.loads(metadata.get("provenance", "{}")),
+                embedding_heads=EmbeddingHead.parse(json.loads(metadata.get("embedding_heads", "[]"))),
+                ranking=Ranking.from_tensors(tensors) if tensors else None,
+                windows=tuple(json.loads(metadata["windows"])) if "windows" in metadata else None,
+            )
+        except KeyError as error:
+            raise ProfileError(f"{path} lacks the metadata {error}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ProfileError(f"{path} has bad metadata: {error}") from error
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+
+    def _serialise(self) -> bytes:
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "method": self.method,
+            "granularity": self.granularity,
+            "base_model": self.base_model,
+            "base_revision": self.base_revision,
+            **asdict(self.model),
+            "sink": self.sink,
+            "recent": self.recent,
+            "provenance": json.dumps(self.provenance, sort_keys=True),
+            "embedding_heads": json.dumps([astuple(head) for head in self.embedding_heads])
+            if self.embedding_heads
+            else None,
+            "windows": None if self.windows is None else json.dumps(self.windows),
+        }
+        tensors = {} if self.scores is None else {"scores": self.scores}
+        if self.ranking is not None:
+            tensors = self.ranking.tensors()
+        header, data = {"__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}}, b""
+        for name, tensor in tensors.items():
+            offsets = [len(data), len(data) + tensor.nbytes]
+            header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
+            data += tensor.astype("<f4").tobytes()
+        # written by hand: the library's own `save` orders metadata at random
+        text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text + data
+
+
+def check_output(path: Path) -> None:
+    """Raise OutputError where a profile cannot be written: before it is measured, which may take hours."""
+    if path.exists() and not _is_profile(path):
+        raise OutputError(f"{path} exists and is not a head profile; give another output file")
+    if not os.access(path.parent, os.W_OK):
+        reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
+        raise OutputError(f"cannot write head profile {path}: {reason}")
+
+
+def _optional_int(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _are_windows(windows: tuple[int | None, ...], layers: int) -> bool:
+    """Whether there is one for each layer, a number of tokens or None."""
+    return len(windows) == layers and all(size is None or (type(size) is int and size > 0) for size in windows)
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        HeadProfile.load(path)
+    except ProfileError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""Head profiles for people: heat maps in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+
+from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads
+from kvsurgery.profile.summary import kind_of_head
+
+# ten levels, each a tenth of the range: a character where there is no colour, else matplotlib's viridis
+SHADES = " .:-=+*#%@"
+SLIDES = "-"  # instead of the number of full heads
+COLOURS = (
+    "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725",
+)  # fmt: skip
+
+
+def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
+    """Rows of layers, columns of heads, and beside each layer the KV heads that stay full at a few sparsities.
+
+    Args:
+        profile: what to draw.
+        width: columns of the terminal; heads that do not fit follow in a second block.
+        colour: coloured cells, else characters.
+    """
+    beside = {
+        f"{sparsity * 100:.0f}": [
+            str(count) if eligible else SLIDES
+            for count, eligible in zip(full_heads(profile, sparsity).sum(axis=1), profile.eligible, strict=True)
+        ]
+        for sparsity in SPARSITIES
+    }
+    top = ceiling(profile.method, profile.scores)
+    reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
+    slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with a sliding window"
+    text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}{slides}\n\n")
+    text.append(_map([_levels(profile.scores, top)], beside, width, colour))
+    text.append(_scale(top, colour))
+    return text
+
+
+def draw_comparison(comparison: Comparison, width: int, colour: bool) -> Text:
+    """Two maps side by side, A on the left, and beside each layer its mean absolute difference.
+
+    Args:
+        comparison: what to draw.
+        width: columns of the terminal; heads that do not fit follow in a second block.
+        colour: coloured cells, else characters.
+    """
+    kind = kind_of_head(comparison.granularity)
+    text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
+    beside = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
+    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], beside, width, colour))
+    text.append(_scale(comparison.ceiling, colour))
+    return text
+
+
+def _levels(values: np.ndarray, top: float) -> np.ndarray:
+    """Of each value, its tenth of the range from 0 to `top`."""
+    # a tiny top would overflow the quotient; float64 holds the least float32
+    return np.minimum(values.astype(np.float64) / top * len(SHADES), len(SHADES) - 1).astype(int)
+
+
+def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, colour: bool) -> Text:
+    """Levels [layers, heads], maps side by side, and right of them columns of text by their title."""
+    layers, heads = maps[0].shape
+    columns = [
+        [cell.rjust(1 + max(map(len, (title, *cells)))) for cell in (title, *cells)] for title, cells in beside.items()
+    ]
+    margins = ["".join(row) for row in zip(*columns, strict=True)]
+    room = max((width - len("layer|") - len(margins[0])) // len(maps) - len("|"), 8)
+    cell = 2 if 2 * heads <= room else 1
+    block = min(heads, room // 8 * 8)
+    text = Text()
+    for start in range(0, heads, block):
+        shown = range(start, min(start + block, heads))
+        marks = "".join(f"{head:<{8 * cell}}" for head in shown[::8])[: len(shown) * cell]
+        text.append(f"layer|{f'{marks:<{len(shown) * cell}}|' * len(maps)}{margins[0]}\n")
+        for layer in range(layers):
+            text.append(f"{layer:>5}|")
+            for levels in maps:
+                for level in levels[layer, shown.start : shown.stop]:
+                    text.append(*_cell(level, cell, colour))
+                text.append("|")
+            text.append(f"{margins[1 + layer]}\n")
+        text.append("\n")
+    return text
+
+
+def _scale(top: float, colour: bool) -> Text:
+    text = Text("scale|")
+    for level in range(len(SHADES)):
+        text.append(*_cell(level, 1, colour))
+    text.append(f"| 0 to {top:.4g}")
+    return text
+
+
+def _cell(level: int, width: int, colour: bool) -> tuple[str, Style | None]:
+    if colour:
+        return " " * width, Style(bgcolor=COLOURS[level])
+    return SHADES[level] * width, None

@@ -1,0 +1,141 @@
+"""Head profiles for people, as pictures: layers across, heads down; and how their gates were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.figure import new_figure, save_figure
+from kvsurgery.profile.comparison import Comparison
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads
+from kvsurgery.profile.summary import kind_of_head
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+BLUES = ("#c6dbef", "#6baed6", "#08519c")
+GREY = "#e5e5e5"  # layers that cannot have full heads
+# inches: the side of a cell where there is room, what the cells of a row take together at most, and the height of bars
+CELL, ACROSS, BARS = 0.2, 12.0, 1.1
+LONGEST_NAME = 60
+
+
+def plot(profile: HeadProfile, path: str | Path) -> None:
+    """Write a profile's heat map, and above it the KV heads of each layer that stay full at a few sparsities.
+
+    Raises:
+        ProfileError: the profile has no scores.
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    if profile.scores is None:
+        raise ProfileError(f"a {profile.method} profile has embedding heads and no scores to plot; leave --plot out")
+    layers, heads = profile.scores.shape
+    figure, (bars, axes) = _figure(layers, heads, maps=1)
+    # the heads that stay full at a sparsity are among those of a lower one
+    for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
+        full = full_heads(profile, sparsity).sum(axis=1)
+        bars.bar(range(layers), full, width=1, color=blue, label=f"{sparsity:.0%}")
+    for layer in np.flatnonzero(~profile.eligible):
+        first = layer == profile.eligible.argmin()
+        bars.axvspan(layer - 0.5, layer + 0.5, color=GREY, lw=0, label="sliding" if first else None)
+    bars.set_ylabel("full KV heads")
+    bars.set_yticks([0, profile.model.kv_heads])
+    # above the colour bar, whose room it does not need to add to
+    legend = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False, "handlelength": 1}
+    bars.legend(title="sparsity", fontsize="small", title_fontsize="small", **legend).set_in_layout(False)
+    bars.set_title(f"{_name(profile)}\n{profile.method} scores", fontsize="medium", parse_math=False)
+    top = ceiling(profile.method, profile.scores)
+    image = _map(axes, profile.scores, profile.granularity, profile.model.group, cmap="viridis", vmin=0, vmax=top)
+    figure.colorbar(image, ax=axes, label="score", pad=0.02)
+    save_figure(figure, path)
+
+
+def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+    """Write the heat maps of A, of B and of their difference, and above them each layer's mean absolute difference.
+
+    Raises:
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    layers, heads = comparison.difference.shape
+    figure, (bars, *both, apart) = _figure(layers, heads, maps=3)
+    bars.bar(range(layers), comparison.layer_differences, width=1, color=BLUES[1])
+    bars.set_ylabel("mean |B − A|")
+    bars.set_ylim(bottom=0)
+    rho = "undefined" if comparison.spearman is None else f"{comparison.spearman:.3f}"
+    bars.set_title(f"Spearman rank correlation {rho}", fontsize="medium")
+    heads_are = comparison.granularity, comparison.profiles[0].model.group
+    scale = {"cmap": "viridis", "vmin": 0, "vmax": comparison.ceiling}
+    for axes, which, profile, values in zip(both, "AB", comparison.profiles, comparison.values, strict=True):
+        image = _map(axes, values, *heads_are, **scale)
+        axes.set_title(f"{which}: {_name(profile)}, {profile.method}", fontsize="medium", parse_math=False)
+    figure.colorbar(image, ax=both, label=comparison.unit, pad=0.02)
+    most = float(np.abs(comparison.difference).max()) or 1.0
+    image = _map(apart, comparison.difference, *heads_are, cmap="RdBu_r", vmin=-most, vmax=most)
+    apart.set_title("B − A", fontsize="medium")
+    figure.colorbar(image, ax=apart, label=comparison.unit, pad=0.02)
+    save_figure(figure, path)
+
+
+def plot_training(history: np.ndarray, path: str | Path) -> None:
+    """Write the losses of a training of gates, and below them the gates, over the steps.
+
+    Args:
+        history: [steps, 4], as `train_gates` returns it.
+
+    Raises:
+        OutputError: the file cannot be written, or its ending is no picture format.
+    """
+    loss, data_loss, mean_gate, sparsity = history.T
+    steps = np.arange(1, len(history) + 1)
+    figure = new_figure(9, 5)
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.plot(steps, loss, color=BLUES[2], lw=1, label="loss")
+    above.plot(steps, data_loss, color=BLUES[1], lw=1, label="without the mean gate")
+    below.plot(steps, mean_gate, color=BLUES[2], lw=1, label="mean gate")
+    below.plot(steps, sparsity, color=BLUES[1], lw=1, label="gates under 0.5")
+    above.set_ylim(bottom=0)
+    below.set_ylim(-0.02, 1.02)
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    save_figure(figure, path)
+
+
+def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
+    """A row for bars and below it rows for maps, with the layers as their common columns."""
+    across, down = max(min(CELL * layers, ACROSS), 6), max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
+    figure = new_figure(across + 1.6, BARS + maps * (down + 0.3) + 1)
+    axes = list(figure.subplots(1 + maps, 1, sharex=True, height_ratios=[BARS, *[down] * maps]))
+    axes[0].spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("layer")
+    axes[-1].set_xticks(_ticks(layers))
+    return figure, axes
+
+
+def _map(axes: Axes, values: np.ndarray, granularity: str, group: int, **colours: object) -> AxesImage:
+    """Values [layers, heads] as coloured cells."""
+    layers, heads = values.shape
+    image = axes.imshow(values.T, aspect="auto", interpolation="nearest", **colours)
+    axes.set_yticks(_ticks(heads))
+    axes.set_ylabel(kind_of_head(granularity))
+    if granularity == "query" and group > 1:
+        axes.set_ylabel("query head, lines between KV heads")
+        axes.hlines(np.arange(group, heads, group) - 0.5, -0.5, layers - 0.5, "white", lw=0.5)
+    return image
+
+
+def _name(profile: HeadProfile) -> str:
+    """The model's name, of a long path the end."""
+    name = profile.base_model
+    return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
+
+
+def _ticks(count: int) -> range:
+    return range(0, count, 1 if count <= 8 else 4 if count <= 64 else 8)

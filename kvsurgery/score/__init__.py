@@ -1,1 +1,0 @@
-"""Scoring: measured head scores as a file (`HeadProfile`), imported or computed."""

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import UnsupportedModel
+from tests.families import EVERY, FAMILIES
+
+TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
+SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
+
+
+def family_and_config(model_type: str, **settings: object) -> tuple[Family, dict[str, object]]:
+    config = {"model_type": model_type, **settings}
+    return Family.of(config), config
+
+
+def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int | None, ...]:
+    """What transformers' own config class and attention layers make of it."""
+    config = AutoConfig.for_model(model_type, **settings)
+    window = getattr(config, "sliding_window", None)
+    layers = range(config.num_hidden_layers)
+    if model_type in ("qwen2", "qwen3", "gemma2", "gemma3_text"):
+        windows = [window if config.layer_types[layer] == "sliding_attention" else None for layer in layers]
+    else:
+        windows = [window for _ in layers]
+    return tuple(None if size is None or size >= config.max_position_embeddings else size for size in windows)
+
+
+def test_one_patch_per_tested_family() -> None:
+    assert supported() == tuple(sorted([*TYPES, "llava"]))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
+    family, config = family_and_config(model_type)
+    stock = AutoConfig.for_model(model_type)
+    heads = stock.num_attention_heads
+    head_dim = getattr(stock, "head_dim", None) or stock.hidden_size // heads
+    assert family.dimensions(config) == ModelDimensions(
+        stock.num_hidden_layers, heads, stock.num_key_value_heads, head_dim
+    )
+    assert family.hidden(config) == stock.hidden_size
+    assert family.windows(config) == reference_windows(model_type, {})
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_null_kv_heads_mean_one_per_query_head(model_type: str) -> None:
+    family, config = family_and_config(model_type, num_attention_heads=6, num_key_value_heads=None, hidden_size=24)
+    assert family.dimensions(config).kv_heads == 6
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "olmo2", "phi3", "mixtral", "qwen3_moe"])
+def test_null_head_dim_is_left_to_the_hidden_size(model_type: str) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    family, config = family_and_config(model_type, **heads, head_dim=None)
+    assert family.dimensions(config).head_dim == 8
+    assert family.dimensions({**config, "head_dim": 10}).head_dim == 10
+
+
+@given(
+    model_type=st.sampled_from([name for name in TYPES if name not in ("llama", "olmo2")]),
+    settings=st.fixed_dictionaries(
+        {"sliding_window": st.sampled_from([16, 511, 512, 4096])},
+        optional={
+            "use_sliding_window": st.booleans(),
+            "max_window_layers": st.integers(0, 8),
+            "sliding_window_pattern": st.integers(1, 8),
+        },
+    ),
+)
+def test_windows_are_those_of_transformers(model_type: str, settings: dict[str, object]) -> None:
+    settings = {**SMALL, **settings}
+    family, config = family_and_config(model_type, **settings)
+    assert family.windows(config) == reference_windows(model_type, settings)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_layer_types_come_before_the_rule(model_type: str) -> None:
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    settings = {
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 512,
+        "layer_types": types,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    }
+    family, config = family_and_config(model_type, **settings)
+    assert family.windows(config) == (None, 8, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        {"layer_types": "sliding_attention"},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
+        {"sliding_window": 0},
+        {"sliding_window": -1},
+        {"sliding_window": 2.5},
+        {"sliding_window": "8"},
+    ],
+    ids=str,
+)
+def test_windows_that_make_no_sense(settings: dict[str, object]) -> None:
+    family, config = family_and_config("gemma2", num_hidden_layers=2, **settings)
+    with pytest.raises(UnsupportedModel):
+        family.windows(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "evenly"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 8}, "evenly"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"hidden_size": "4096"}, "hidden_size"),
+        ({"hidden_size": 16}, "width"),
+        ({"head_dim": 1 << 19}, "width"),
+    ],
+    ids=str,
+)
+def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -> None:
+    family, config = family_and_config("llama", **settings)
+    with pytest.raises(UnsupportedModel, match=word):
+        family.dimensions(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "gpt2"}, "supported: .*llama"),
+        ({}, "None"),
+        ({"model_type": ["llama"]}, "not supported"),
+        ({"model_type": "../llama"}, "not supported"),
+        ({"model_type": "llama", "kv_surgery": {"version": 1}}, "revert"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"model_type": "llava"}, "one of llama, mistral"),
+        ({"model_type": "llava", "text_config": "llama"}, "one of llama, mistral"),
+        ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "text_config is of 'gemma2'"),
+        ({"model_type": "llava", "text_config": {"model_type": "mistral", "layer_types": ["x"]}}, "Ministral"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported(config: dict[str, object], word: str) -> None:
+    with pytest.raises(UnsupportedModel, match=word):
+        Family.of(config)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_tensor_that_transformers_saves_has_a_role(checkpoint, name: str) -> None:
+    source = Checkpoint.open(checkpoint(name))
+    family = Family.of(source.config)
+    roles = [family.role(tensor.name) for tensor in source.tensors]
+    permuted = {role.part for role in roles if role.axis is not None}
+    assert permuted >= set(family.permute)
+    assert {role.layer for role in roles} == {None, 0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.weight_scale_inv",
+        "model.layers.00.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.q_proj.weight\n",
+        "model.layers.0.mlp.gate_projXweight",
+        "model.layers.-1.self_attn.q_proj.weight",
+        "model.layers.٣.self_attn.q_proj.weight",
+        "model.layers.self_attn.q_proj.weight",
+        "self_attn.q_proj.weight",
+        "score.weight",
+        "",
+    ],
+)
+def test_unknown_tensors_are_refused(tensor: str) -> None:
+    with pytest.raises(UnsupportedModel, match="not known"):
+        Family.of({"model_type": "llama"}).role(tensor)
+
+
+def test_base_models_save_without_prefix() -> None:
+    family = Family.of({"model_type": "llama"})
+    name = "layers.1.self_attn.q_proj.weight"
+    assert family.role(name) == family.role(f"model.{name}")
+    assert family.role("norm.weight") == family.role("model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "part"),
+    [
+        ("language_model.model.layers.1.self_attn.q_proj.weight", 1, "self_attn.q_proj.weight"),
+        ("model.language_model.layers.1.self_attn.q_proj.weight", 1, "self_attn.q_proj.weight"),
+        ("language_model.model.norm.weight", None, "norm.weight"),
+        ("language_model.lm_head.weight", None, "lm_head.weight"),
+        ("lm_head.weight", None, "lm_head.weight"),
+        (
+            "model.vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+            None,
+            "vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+        ),
+        ("multi_modal_projector.linear_1.bias", None, "multi_modal_projector.linear_1.bias"),
+    ],
+)
+def test_a_text_model_inside_another(name: str, layer: int | None, part: str) -> None:
+    role = Family.of({"model_type": "llava", "text_config": {"model_type": "mistral"}}).role(name)
+    assert (role.layer, role.part, role.axis is None) == (layer, part, layer is None)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_tensor_parallelism_replicates_is_what_transformers_says(model_type: str) -> None:
+    plan = AutoConfig.for_model(model_type).base_model_tp_plan
+    projection = next(style for name, style in plan.items() if name.endswith(("k_proj", "qkv_proj")))
+    assert Family.of({"model_type": model_type}).replicated == (projection != "colwise")

@@ -1,0 +1,60 @@
+"""The bundled profile comes from gates that training tells apart, and that ablation agrees with."""
+
+import importlib
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvsurgery.measure.ablation import ablation_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from tests.tiny_recall import FOLDER, task
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The modules `gates` and `measure` of the folder, as its scripts import them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield [importlib.import_module(name) for name in ("gates", "measure")]
+    for name in ("gates", "measure", "task"):
+        del sys.modules[name]
+
+
+def test_the_profile_tells_the_heads_apart(scripts):
+    gates, measure = scripts
+    profile = HeadProfile.load(FOLDER / "profile.safetensors")
+    assert (profile.method, profile.sink, profile.recent) == ("duo", measure.SINK, measure.RECENT)
+    critical = np.zeros(profile.scores.shape, dtype=bool)
+    critical[tuple(zip(*measure.CRITICAL, strict=True))] = True
+    assert profile.scores[critical].min() > 0.9
+    assert profile.scores[~critical].max() < 0.5
+    told = profile.provenance
+    assert {name: told[name] for name in ("steps", "reg", "lr")} == {
+        name: getattr(gates.OPTIONS, name) for name in ("steps", "reg", "lr")
+    }
+
+
+@pytest.mark.slow
+def test_training_finds_the_heads_that_recall(scripts):
+    """By fewer steps than the profile took: what gates find, ablation finds too, and chance does not."""
+    gates, measure = scripts
+    subject = measure.load()
+    profile, _ = gates.measure(subject, replace(gates.OPTIONS, steps=80))
+    found = profile.scores >= 0.5
+    assert 0 < found.sum() <= found.size / 2
+    assert profile.scores[found].min() > profile.scores[~found].max() + 0.3
+
+    batch = task.answered(task.prompts(3, 8, 512))
+    ablated = ablation_scores(subject.model, [batch], sink=measure.SINK, recent=measure.RECENT)
+    assert set(np.flatnonzero(found)) == set(ablated.ravel().argsort()[-found.sum() :])
+
+    questions = task.prompts(4, 16, 1024)
+    original = task.exact_match(subject.model, questions)
+    assert original > 0.95
+    assert measure.kept_recall(subject, found, questions) >= 0.99 * original
+    by_chance = [measure.random_choice(profile, found.sum(), seed) for seed in range(10)]
+    assert not any((choice & found).sum() == found.sum() for choice in by_chance)
+    kept = [measure.kept_recall(subject, choice, questions) for choice in by_chance]
+    assert max(kept) < 0.99 * original
+    assert np.mean(kept) < 0.8 * original

@@ -1,0 +1,285 @@
+"""A training is what its arguments say: to the bit, interrupted or not, in one process or two."""
+
+import json
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kvsurgery import __version__
+from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
+from kvsurgery.measure.gates import add_gradient, initial_gates, rate
+from kvsurgery.measure.training import GateOptions, train_gates
+from kvsurgery.measure.training_state import TrainingState
+from tests.families import stock
+from tests.measured_models import subject_of
+
+OPTIONS = {"steps": 8, "lr": 0.1, "reg": 0.5, "sink": 3, "recent": 5, "batch": 2}
+DATA = {"prompts": "random tokens", "seed": 0}
+
+
+def prompts(step, place):
+    rng = np.random.default_rng([0, step, place])
+    tokens = torch.from_numpy(rng.integers(3, 101, (1, 30 + step % 3)))
+    targets = torch.zeros_like(tokens, dtype=torch.bool)
+    targets[:, -6:] = True
+    return tokens, targets
+
+
+def recalls(step, place):
+    """The last six tokens say what stands at 5 to 10."""
+    tokens, targets = prompts(step, place)
+    tokens[:, -6:] = tokens[:, 5:11]
+    passkeys = targets.long()
+    passkeys[:, 5:11] = 1
+    return tokens, targets, passkeys
+
+
+def tiny(**overrides):
+    return subject_of(stock("llama", num_hidden_layers=2, **overrides))
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return tiny()
+
+
+def train(subject, steps_before_a_stop=None, given=prompts, data=DATA, **options):
+    """Train, or press Ctrl-C after so many steps."""
+    names = ("checkpoint", "every", "resume", "progress")
+    keywords = {name: options.pop(name) for name in names if name in options}
+
+    def stopping(step, place):
+        if step == steps_before_a_stop:
+            raise KeyboardInterrupt
+        return given(step, place)
+
+    return train_gates(subject, stopping, GateOptions(**{**OPTIONS, **options}), data=data, **keywords)
+
+
+@pytest.fixture(scope="module")
+def trained(subject):
+    return train(subject)
+
+
+class TestSteps:
+    def test_adamw_by_hand(self, subject, trained):
+        """Mean gradient of the prompts, the penalty's, AdamW without decay, the schedule, and the clamp."""
+        gates = initial_gates(subject)
+        mean, square = np.zeros((2, 4)), np.zeros((2, 4))
+        for step, (loss, data_loss, mean_gate, sparsity) in enumerate(trained[1]):
+            gates.grad = None
+            losses = [
+                add_gradient(subject, gates, *prompts(step, place), "distill", sink=3, recent=5) for place in (0, 1)
+            ]
+            assert data_loss == pytest.approx(sum(losses).item() / 2, rel=1e-4, abs=1e-9)
+            assert loss == pytest.approx(data_loss + 0.5 * gates.mean().item(), rel=1e-5)
+            gradient = gates.grad.double().numpy() / 2 + 0.5 / 8
+            mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+            move = mean / (1 - 0.9 ** (step + 1)) / (np.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8)
+            moved = gates.detach().double().numpy() - 0.1 * rate(step, 8) * move
+            gates = torch.tensor(moved.clip(0, 1), dtype=torch.float32, requires_grad=True)
+            assert mean_gate == pytest.approx(gates.mean().item(), rel=1e-4)
+            assert sparsity == (gates < 0.5).double().mean()
+        np.testing.assert_allclose(trained[0].scores, gates.detach(), rtol=1e-3)
+        assert 0 < trained[0].scores.min() < 0.9
+
+    def test_gates_stay_within_bounds(self, subject):
+        profile, _ = train(subject, lr=5.0, reg=50.0)
+        assert profile.scores.min() == 0
+
+    def test_progress_says_what_the_history_holds(self, subject, trained):
+        seen = []
+        train(subject, progress=seen.append)
+        assert [each.step for each in seen] == list(range(1, 9))
+        assert {each.steps for each in seen} == {8}
+        assert [each[2:6] for each in seen] == [tuple(row) for row in trained[1].tolist()]
+        assert all(one.seconds <= two.seconds for one, two in pairwise(seen))
+
+    def test_a_profile_that_tells_its_training(self, subject, trained):
+        profile, history = trained
+        assert (profile.method, profile.granularity, profile.sink, profile.recent) == ("duo", "kv", 3, 5)
+        told = profile.provenance
+        assert told["data"] == DATA
+        assert told["final_loss"] == history[-1][0]
+        assert told["tool"] == __version__
+        assert {name: told[name] for name in ("loss", "steps", "lr", "reg", "batch")} == {
+            **{name: OPTIONS[name] for name in ("steps", "lr", "reg", "batch")},
+            "loss": "distill",
+        }
+
+    def test_the_language_modelling_loss(self, subject, trained):
+        profile, history = train(subject, loss="lm")
+        assert history[0][1] > 1
+        assert not np.allclose(profile.scores, trained[0].scores)
+
+    def test_layers_with_a_window_of_their_own_score_nothing(self):
+        profile, _ = train(subject_of(stock("qwen2")), steps=1)
+        assert (profile.scores[:3] > 0).all()
+        assert (profile.scores[3] == 0).all()
+
+    def test_heads_of_a_converted_checkpoint_count_as_the_originals(self):
+        order = (2, 0, 3, 1)
+        plain, _ = train(tiny())
+        moved, _ = train(subject_of(stock("llama", num_hidden_layers=2), permutation=(order, (0, 1, 2, 3))))
+        np.testing.assert_array_equal(moved.scores[0, list(order)], plain.scores[0])
+        np.testing.assert_array_equal(moved.scores[1], plain.scores[1])
+
+
+class TestResume:
+    def test_equal_arguments_give_equal_bits(self, trained):
+        profile, history = train(tiny())
+        assert profile.scores.tobytes() == trained[0].scores.tobytes()
+        assert history.tobytes() == trained[1].tobytes()
+
+    @pytest.mark.parametrize("stop", [0, 1, 5, 7])
+    def test_an_interrupted_training_resumed_is_the_whole_one(self, subject, trained, tmp_path, stop):
+        path = tmp_path / "state.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            train(subject, stop, checkpoint=path, every=3)
+        steps = []
+        profile, history = train(subject, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        assert steps == list(range(stop + 1, 9))
+        assert profile == trained[0]
+        assert history.tobytes() == trained[1].tobytes()
+
+    def test_a_killed_training_goes_on_from_its_last_checkpoint(self, subject, trained, tmp_path, monkeypatch):
+        path = tmp_path / "state.safetensors"
+
+        class Killed(BaseException):
+            pass
+
+        def killed(step, place):
+            if step == 7:
+                raise Killed
+            return prompts(step, place)
+
+        with pytest.raises(Killed):
+            train(subject, given=killed, checkpoint=path, every=3)
+        steps = []
+        profile, _ = train(subject, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        assert steps == [7, 8]
+        assert profile == trained[0]
+        assert os.listdir(tmp_path) == [path.name]
+
+    def test_a_finished_training_resumes_to_its_result(self, subject, trained, tmp_path):
+        path = tmp_path / "state.safetensors"
+        train(subject, checkpoint=path)
+        profile, history = train(subject, steps_before_a_stop=0, checkpoint=path, resume=True)
+        assert profile == trained[0]
+        assert history.tobytes() == trained[1].tobytes()
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"steps": 9}, "steps is 8 there and 9 here"),
+            ({"lr": 0.2, "reg": 0.1}, "lr is 0.1 there and 0.2 here, reg is 0.5 there and 0.1 here"),
+            ({"loss": "lm"}, "loss is distill there and lm here"),
+            ({"data": {**DATA, "seed": 1}}, "data seed is 0 there and 1 here"),
+            ({"data": {"prompts": "random tokens"}}, "data seed is 0 there and None here"),
+        ],
+    )
+    def test_another_training_is_refused(self, subject, tmp_path, changed, message):
+        path = tmp_path / "state.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            train(subject, 2, checkpoint=path)
+        with pytest.raises(ProfileError, match=f"belongs to another training: {message}$"):
+            train(subject, checkpoint=path, resume=True, **changed)
+
+    def test_another_model_is_refused(self, subject, tmp_path):
+        path = tmp_path / "state.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            train(subject, 2, checkpoint=path)
+        with pytest.raises(ProfileError, match=r"weights is .* there and .* here"):
+            train(subject_of(stock("llama", seed=1, num_hidden_layers=2)), checkpoint=path, resume=True)
+        with pytest.raises(ProfileError, match=r"model is random there and other here$"):
+            train(
+                subject_of(stock("llama", num_hidden_layers=2), name="other"),
+                checkpoint=path,
+                resume=True,
+            )
+
+    def test_what_is_there_is_not_overwritten(self, subject, tmp_path):
+        path = tmp_path / "state.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            train(subject, 2, checkpoint=path)
+        with pytest.raises(OutputError, match="holds 2 steps of a training; go on with --resume"):
+            train(subject, checkpoint=path)
+        other = tmp_path / "notes.txt"
+        other.write_text("mine")
+        with pytest.raises(ProfileError, match=r"notes.txt is not a training checkpoint"):
+            train(subject, checkpoint=other)
+        assert other.read_text() == "mine"
+
+    def test_a_path_that_cannot_be_written_fails_before_the_work(self, subject, tmp_path):
+        with pytest.raises(OutputError, match="cannot write training checkpoint"):
+            train(subject, steps_before_a_stop=0, checkpoint=tmp_path / "no" / "state.safetensors")
+
+    def test_nothing_to_resume(self, subject, tmp_path):
+        with pytest.raises(ProfileError, match=r"no training checkpoint .*state\.safetensors to resume"):
+            train(subject, checkpoint=tmp_path / "state.safetensors", resume=True)
+        with pytest.raises(ProfileError, match="name its checkpoint"):
+            train(subject, resume=True)
+
+    @pytest.mark.parametrize("damage", ["cut", "shape", "number", "dtype", "metadata", "facts"])
+    def test_a_damaged_checkpoint_is_refused(self, subject, tmp_path, damage):
+        path = tmp_path / "state.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            train(subject, 2, checkpoint=path)
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        if damage == "cut":
+            content = content[:-4]
+        elif damage == "number":
+            start = 8 + size + header["mean"]["data_offsets"][0]
+            content = content[:start] + np.float32(np.nan).tobytes() + content[start + 4 :]
+        else:
+            if damage == "shape":
+                header["mean"]["shape"] = [4, 2]
+            elif damage == "dtype":
+                header["gates"]["dtype"] = "I32"
+            elif damage == "metadata":
+                header["__metadata__"]["version"] = "2"
+            else:
+                header["__metadata__"]["facts"] = "{"
+            text = json.dumps(header).encode()
+            content = len(text).to_bytes(8, "little") + text + content[8 + size :]
+        path.write_bytes(content)
+        with pytest.raises(ProfileError, match="training checkpoint"):
+            train(subject, checkpoint=path, resume=True)
+
+
+class TestRefusals:
+    def test_a_loss_that_is_no_number(self, tmp_path):
+        subject, path = tiny(), tmp_path / "state.safetensors"
+
+        def until_it_breaks(step, place):
+            if step == 3:
+                with torch.no_grad():
+                    subject.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("inf")
+            return prompts(step, place)
+
+        with pytest.raises(ProfileError, match=r"the loss is (nan|inf) in step 4, .*try bfloat16 or float32"):
+            train(subject, given=until_it_breaks, checkpoint=path, every=1)
+        assert len(TrainingState._read(path)[0].history) == 3
+
+    def test_a_prompt_within_the_window(self, subject):
+        with pytest.raises(ProfileError, match="30 tokens has nothing outside sink 10 and recent 20"):
+            train(subject, sink=10, recent=20)
+
+    def test_a_model_without_full_attention(self):
+        with pytest.raises(UnsupportedModel, match="every layer of random"):
+            train(subject_of(stock("qwen2", max_window_layers=0)))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"steps": 0}, {"batch": 0}, {"sink": -1}, {"recent": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"reg": -1.0}],
+    )
+    def test_options_out_of_range(self, options):
+        with pytest.raises(ProfileError, match=next(iter(options))):
+            GateOptions(**options)
+        with pytest.raises(ProfileError, match="unknown loss"):
+            GateOptions(loss="mse")

@@ -1,0 +1,229 @@
+"""Gates against attention written out with a dense mask per head, finite differences, and what a step may keep."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvsurgery.bench.memory import LiveBytes
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.measure import blockwise, gates
+from kvsurgery.measure.attention_hooks import intercepted
+from kvsurgery.measure.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
+from tests.families import FAMILIES, largest, stock, tokens
+from tests.measured_models import subject_of
+from tests.reference import visible
+
+SINK, RECENT = 3, 5
+SIZES = {"sink": SINK, "recent": RECENT}
+TOKENS = tokens(2, 37)
+TARGETS = torch.zeros_like(TOKENS, dtype=torch.bool)
+TARGETS[0, [20, 21, 36]] = TARGETS[1, [0, 30]] = True  # the first token of a row has nothing before it
+LAYERS = {"num_hidden_layers": 2}
+
+
+def random_gates(subject, seed=0):
+    """Some between, some at the ends."""
+    drawn = torch.rand(initial_gates(subject).shape, generator=torch.Generator().manual_seed(seed)) * 1.6 - 0.3
+    return drawn.clamp(0, 1).to(subject.model.dtype).requires_grad_()
+
+
+def dense_states(subject, gates, ids):
+    """Last hidden states of a model whose heads are mixed by dense masks."""
+    gated = [layer for layer, window in enumerate(subject.windows) if window is None]
+
+    def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, **options):
+        group, tokens = query.shape[1] // key.shape[1], query.shape[2]
+        key, value = key.repeat_interleave(group, 1).double(), value.repeat_interleave(group, 1).double()
+        scores = query.double() @ key.mT * scaling
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+
+        def over(sink, recent):
+            return scores.masked_fill(~visible(tokens, 0, sink, recent), float("-inf")).softmax(-1) @ value
+
+        window = subject.windows[module.layer_idx]
+        if window is not None:
+            output = over(0, window)
+        elif gates is None:
+            output = over(None, 1)
+        else:
+            gate = gates[gated.index(module.layer_idx)].repeat_interleave(group)[:, None, None]
+            output = gate * over(None, 1) + (1 - gate) * over(SINK, RECENT)
+        return output.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    with intercepted(subject.model, attend, masks=False), torch.no_grad():
+        return subject.model.model(ids, use_cache=False).last_hidden_state
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks in a short input."""
+    monkeypatch.setattr(blockwise.kv_torch, "BLOCK", 8)
+    monkeypatch.setattr(blockwise.kv_torch, "SCORES", 2**10)
+
+
+class TestMixedAttention:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_dense_mask_per_head(self, family, small_blocks):
+        subject = subject_of(stock(family))
+        mix = random_gates(subject)
+        for ids in (TOKENS, TOKENS[:, :7], TOKENS[:1, :9]):
+            expected = dense_states(subject, mix, ids)
+            with mixed_attention(subject, mix, **SIZES), torch.no_grad():
+                states = subject.model.model(ids, use_cache=False).last_hidden_state
+            assert largest(states - expected, expected) < 1e-5
+        assert largest(dense_states(subject, None, TOKENS) - dense_states(subject, mix, TOKENS), expected) > 1e-3
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_gates_of_one_are_the_model(self, family):
+        subject = subject_of(stock(family))
+        # eager, since stock SDPA leaves soft caps out
+        subject.model.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected = subject.model.model(TOKENS, use_cache=False).last_hidden_state
+            for mix in (None, initial_gates(subject)):
+                with mixed_attention(subject, mix, **SIZES):
+                    states = subject.model.model(TOKENS, use_cache=False).last_hidden_state
+                assert largest(states - expected, expected) < 1e-5
+        assert subject.model.config._attn_implementation == "eager"
+
+    def test_bfloat16_weights_take_float32_gates(self):
+        subject = subject_of(stock("llama").bfloat16())
+        mix = initial_gates(subject)
+        with torch.no_grad():
+            mix.fill_(0.3)
+        expected = dense_states(subject, mix.detach(), TOKENS)
+        with mixed_attention(subject, mix, **SIZES):
+            states = subject.model.model(TOKENS, use_cache=False).last_hidden_state
+        assert states.dtype == torch.bfloat16
+        assert largest((states - expected).detach(), expected) < 0.1
+        loss = add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES)
+        assert loss.dtype == mix.grad.dtype == torch.float32
+        assert mix.grad.abs().min() > 0
+
+
+class TestLoss:
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_distillation_by_hand(self, family):
+        subject = subject_of(stock(family))
+        mix = random_gates(subject)
+        apart = dense_states(subject, mix, TOKENS).double() - dense_states(subject, None, TOKENS).double()
+        # the states before each target; that of the first token has none
+        squares = [apart[row, at - 1].square().mean() for row, at in ((0, 20), (0, 21), (0, 36), (1, 30))]
+        loss = add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES)
+        assert loss.item() == pytest.approx((sum(squares) / 4).item(), rel=1e-4)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_language_modelling_by_hand(self, family, monkeypatch):
+        monkeypatch.setattr(gates, "LOGITS", 3)
+        subject = subject_of(stock(family))
+        mix = random_gates(subject)
+        with mixed_attention(subject, mix, **SIZES), torch.no_grad():
+            logits = subject.model(TOKENS, use_cache=False).logits
+        losses = [
+            F.cross_entropy(logits[row, at - 1], TOKENS[row, at]) for row, at in ((0, 20), (0, 21), (0, 36), (1, 30))
+        ]
+        loss = add_gradient(subject, mix, TOKENS, TARGETS, "lm", **SIZES)
+        assert loss.item() == pytest.approx((sum(losses) / 4).item(), rel=1e-5)
+
+    def test_nothing_is_lost_with_gates_of_one(self):
+        subject = subject_of(stock("llama"))
+        mix = initial_gates(subject)
+        assert add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES) == 0
+        assert (mix.grad == 0).all()
+
+
+@pytest.mark.parametrize("loss", ["distill", "lm"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+def test_gradients_are_finite_differences(family, loss, small_blocks):
+    subject = subject_of(stock(family, num_hidden_layers=2 if family == "llama" else 4).double())
+    mix = random_gates(subject)
+
+    def measured(values):
+        given = values.clone().requires_grad_()
+        return add_gradient(subject, given, TOKENS, TARGETS, loss, **SIZES).item(), given.grad
+
+    _, gradient = measured(mix.detach())
+    expected, step = torch.zeros_like(gradient), 1e-3
+    for place in torch.ones_like(gradient).nonzero().tolist():
+        moved = torch.zeros_like(gradient)
+        moved[tuple(place)] = step
+        above, below = (measured(mix.detach() + sign * moved)[0] for sign in (1, -1))
+        expected[tuple(place)] = (above - below) / (2 * step)
+    assert expected.abs().max() > 1e-3
+    # norms and scores under a soft cap are float32 whatever the model is
+    assert (gradient - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_gradients_add_up():
+    subject = subject_of(stock("llama", **LAYERS))
+    mix = random_gates(subject)
+    for row in range(2):
+        add_gradient(subject, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
+    both, mix.grad = mix.grad, None
+    expected = torch.zeros_like(both)
+    for row in range(2):
+        mix.grad = None
+        add_gradient(subject, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
+        expected += mix.grad
+    torch.testing.assert_close(both, expected)
+
+
+def test_layers_with_a_window_of_their_own_have_no_gates():
+    subject = subject_of(stock("qwen2"))
+    assert subject.windows == (None, None, None, 9)
+    mix = initial_gates(subject)
+    assert mix.shape == (3, 4)
+    scores = gate_scores(subject, mix)
+    assert (scores[:3] == 1).all()
+    assert (scores[3] == 0).all()
+    nothing = subject_of(stock("qwen2", max_window_layers=0))
+    with pytest.raises(UnsupportedModel, match="every layer of random has a sliding window"):
+        initial_gates(nothing)
+
+
+def test_the_model_is_left_as_it_was():
+    subject = subject_of(stock("llama"))
+    before = subject.model(TOKENS).logits
+    add_gradient(subject, initial_gates(subject), TOKENS, TARGETS, "distill", **SIZES)
+    assert torch.equal(subject.model(TOKENS).logits, before)
+    assert not any(parameter.requires_grad for parameter in subject.model.parameters())
+    assert not any("forward" in vars(layer) for layer in subject.model.model.layers)
+
+
+def test_schedule_by_hand():
+    # up over a fifth of the steps, from a tenth, and down to a tenth in the last
+    shares = [rate(step, 11) for step in range(11)]
+    assert shares[0] == pytest.approx(0.1)
+    assert shares[1] == pytest.approx(0.1 + 0.9 / 2.2)
+    assert shares[2] == pytest.approx(0.1 + 0.9 * 2 / 2.2)
+    assert shares[3] == pytest.approx(0.1 + 0.9 * 7 / 7.8)
+    assert shares[10] == pytest.approx(0.1)
+    assert rate(400, 2000) == 1
+    assert rate(1999, 2000) == pytest.approx(0.1)
+    assert [rate(step, 1) for step in range(1)] == [pytest.approx(0.1)]
+    assert all(0.1 <= rate(step, steps) <= 1 for steps in range(1, 30) for step in range(steps))
+
+
+def step_bytes(family, loss, length):
+    subject = subject_of(stock(family))
+    mix = initial_gates(subject)
+    with torch.no_grad():
+        mix.fill_(0.5)
+    ids = tokens(1, length)
+    targets = torch.zeros_like(ids, dtype=torch.bool)
+    targets[:, 1 if loss == "lm" else -30 :] = True
+    with LiveBytes() as live:
+        add_gradient(subject, mix, ids, targets, loss, **SIZES)
+    return live.take()
+
+
+@pytest.mark.parametrize(("family", "loss"), [("llama", "distill"), ("llama", "lm"), ("gemma2", "distill")])
+def test_memory_of_a_step_is_linear_in_its_tokens(family, loss, monkeypatch):
+    monkeypatch.setattr(blockwise.kv_torch, "BLOCK", 16)
+    monkeypatch.setattr(blockwise.kv_torch, "SCORES", 2**14)
+    lengths = 256, 512, 1024
+    first, second, third = (step_bytes(family, loss, length) for length in lengths)
+    # with a quadratic term, a token more costs more in a longer input
+    assert (third - second) / 512 < 1.1 * (second - first) / 256
+    assert third < 8 * 1024 * 1024 * 4, "less than one layer's attention weights"

@@ -1,0 +1,79 @@
+"""The needles of retrieval scores are chosen by a trial, of the method's kind."""
+
+import json
+
+import pytest
+
+from kvsurgery.errors import KVSurgeryError, TextError
+from kvsurgery.measure import needle_trial
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.needle_trial import choose_needles
+from kvsurgery.measure.retrieval import retrieval_scores
+from kvsurgery.text import needle_sets
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import read_set
+from tests.evaluate.recall import write_language
+from tests.needle_sets import write_sets
+from tests.tiny_recall import FOLDER
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return MeasuredModel.load(str(FOLDER / "model"))
+
+
+@pytest.fixture(scope="module")
+def haystack(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    write_language(folder)
+    return Haystack.read(str(folder / "text.txt"), tiny.text, 2000)
+
+
+@pytest.fixture
+def sets(tmp_path, monkeypatch):
+    """Lets the bundled model answer the named sets that ship, and no others."""
+
+    def make(*answered):
+        monkeypatch.setattr(needle_sets, "FOLDER", tmp_path / "sets")
+        write_sets(tmp_path / "sets", answered)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("method", "answered", "chosen"),
+    [
+        ("headkv-r", ["fact", "word", "choice"], "fact"),
+        ("headkv-er", ["word"], "word"),
+        ("headkv-r2", ["phrase", "word", "choice"], "choice"),
+        ("headkv-r2", ["reasoning", "choice"], "reasoning"),
+    ],
+)
+def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, haystack, sets, method, answered, chosen):
+    sets(*answered)
+    choice = choose_needles(tiny, haystack, method, (200, 120))
+    assert (choice.name, choice.right[chosen], choice.tokens, choice.model) == (chosen, 8, 120, "original")
+    made = retrieval_scores(
+        tiny, haystack, read_set(chosen), method=method, lengths=(120,), depths=(0.4,), choice=choice
+    )
+    assert made.provenance["needle_choice"]["name"] == chosen
+    assert json.loads(json.dumps(made.provenance)) == made.provenance
+
+
+def test_reasoning_scores_do_not_fall_back_to_needles_without_a_reason(tiny, haystack, sets):
+    sets("phrase", "fact", "word")
+    with pytest.raises(TextError, match=r"reasoning needles .* reasoning 0, choice 0\).*use --method headkv-er"):
+        choose_needles(tiny, haystack, "headkv-r2", (120,))
+
+
+def test_every_length_is_checked_before_the_trial(tiny, haystack, sets, monkeypatch):
+    sets("word")
+    monkeypatch.setattr(needle_trial, "answer", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(KVSurgeryError, match="beyond the 4096"):
+        choose_needles(tiny, haystack, "headkv-r", (120, 5000))
+
+
+@pytest.mark.parametrize("method", ["headkv-r", "headkv-er", "headkv-r2"])
+def test_shipped_needles_are_unknown_to_the_bundled_model(tiny, haystack, method):
+    with pytest.raises(TextError, match="the tokenizer does not know all words of"):
+        choose_needles(tiny, haystack, method, (200,))

@@ -1,0 +1,24 @@
+"""Models to measure, without a folder that they are loaded from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.measure.model import MeasuredModel
+
+
+def subject_of(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) -> MeasuredModel:
+    """A frozen model as a subject; `facts` are what else it has."""
+    config = model.config.to_dict()
+    family = Family.of(config)
+    given = {"name": "random", "revision": None, **facts}
+    return MeasuredModel(
+        model.requires_grad_(False),
+        tokenizer,
+        dimensions=family.dimensions(config),
+        windows=family.windows(config),
+        **given,
+    )

@@ -1,0 +1,313 @@
+"""`decide`: counts are exact, ties fall by place, and nothing but whole KV heads of eligible layers takes part."""
+
+from decimal import ROUND_HALF_EVEN, Decimal
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import PolicyError
+from kvsurgery.policy.policy import decide
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.full_heads import kv_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+
+
+def profile(scores, query_heads=None):
+    """KV-head scores; of a GQA model with groups of two unless told otherwise."""
+    layers, heads = np.shape(scores)
+    model = ModelDimensions(layers, query_heads or 2 * heads, heads, 8)
+    return HeadProfile(np.array(scores), "ablation", "kv", "test", model)
+
+
+def query_profile(scores, kv_heads):
+    layers, heads = np.shape(scores)
+    return HeadProfile(np.array(scores), "headkv-r", "query", "test", ModelDimensions(layers, heads, kv_heads, 8))
+
+
+def full(policy):
+    """{(layer, source head)} that stay full in eligible layers."""
+    return {(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]}
+
+
+def full_windows(made):
+    return [None] * made.model.layers
+
+
+@st.composite
+def cases(draw):
+    """A profile with many ties, and windows of which one at least is None."""
+    layers, heads = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    scores = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=layers * heads, max_size=layers * heads))
+    windows = draw(st.lists(st.sampled_from([None, 16]), min_size=layers, max_size=layers).filter(lambda w: None in w))
+    return profile(np.reshape(scores, (layers, heads))), windows
+
+
+def ranking(made, windows):
+    """Eligible (layer, head), best first, ties to the earlier place: said a second way, as a sort of tuples."""
+    places = ((n, head) for n in range(made.model.layers) for head in range(made.model.kv_heads) if windows[n] is None)
+    return sorted(places, key=lambda place: (-made.scores[place], *place))
+
+
+class TestSelection:
+    @given(cases(), st.decimals(0, 1, places=3))
+    def test_sparsity_is_exact(self, case, sparsity):
+        made, windows = case
+        policy = decide(made, windows, Recipe(sparsity=float(sparsity)))
+        eligible = windows.count(None) * made.model.kv_heads
+        streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
+        assert policy.streaming == streaming
+        assert policy.eligible == eligible
+        assert full(policy) == set(ranking(made, windows)[: eligible - streaming])
+
+    @given(cases(), st.data())
+    def test_full_heads_is_exact(self, case, data):
+        made, windows = case
+        ranked = ranking(made, windows)
+        count = data.draw(st.integers(0, len(ranked)))
+        assert full(decide(made, windows, Recipe(full_heads=count))) == set(ranked[:count])
+
+    @given(cases(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.1]))
+    def test_threshold(self, case, threshold):
+        made, windows = case
+        expected = {place for place in ranking(made, windows) if made.scores[place] >= threshold}
+        assert full(decide(made, windows, Recipe(threshold=threshold))) == expected
+
+    @given(cases(), st.floats(0, 1))
+    def test_layers_are_permutations_in_source_order(self, case, sparsity):
+        made, windows = case
+        for layer, window in zip(
+            decide(made, windows, Recipe(sparsity=sparsity, sink=3, recent=5)).layers, windows, strict=True
+        ):
+            assert sorted(layer.order) == list(range(made.model.kv_heads))
+            for group in (layer.order[: layer.full], layer.order[layer.full :]):
+                assert list(group) == sorted(group)
+            assert (layer.sink, layer.recent) == ((3, 5) if window is None else (0, window))
+            assert layer.native is (window is not None)
+            if layer.native:
+                assert layer.order == tuple(range(made.model.kv_heads))
+                assert layer.full == 0
+
+    def test_a_profile_without_scores(self):
+        model = ModelDimensions(2, 4, 2, 8)
+        made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
+        policy = decide(made, [None, 9])
+        assert [(layer.order, layer.full, layer.native) for layer in policy.layers] == [
+            ((0, 1), 2, False),
+            ((0, 1), 0, True),
+        ]
+        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}):
+            with pytest.raises(PolicyError, match="has embedding heads and no scores to choose full heads by"):
+                decide(made, [None] * 2, Recipe(**option))
+
+    @given(cases(), st.floats(0, 1), st.floats(0, 1))
+    def test_more_sparsity_never_makes_a_head_full(self, case, one, other):
+        low, high = sorted((one, other))
+        assert full(decide(*case, Recipe(sparsity=high))) <= full(decide(*case, Recipe(sparsity=low)))
+
+    @pytest.mark.parametrize(
+        ("sparsity", "heads", "streaming"),
+        [
+            (0.3, 10, 3),
+            (0.07, 100, 7),  # 7.000000000000001 in floats
+            (0.29, 100, 29),  # 28.999999999999996
+            (0.575, 100, 58),  # 57.49999999999999, but 57.5 as written
+            (0.5, 5, 2),
+            (0.5, 7, 4),
+            (0.25, 2, 0),
+            (0.75, 2, 2),
+            (1, 7, 7),
+            (0, 7, 0),
+        ],
+    )
+    def test_counts_by_hand(self, sparsity, heads, streaming):
+        made = profile(np.linspace(0, 1, heads)[None])
+        policy = decide(made, [None], Recipe(sparsity=sparsity))
+        assert policy.streaming == streaming
+        assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
+
+    def test_ties_fall_to_the_earlier_layer_then_head(self):
+        made = profile([[0, 1, 1], [1, 0.5, 1], [1, 1, 1]])
+        assert full(decide(made, full_windows(made), Recipe(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
+        assert full(decide(made, full_windows(made), Recipe(full_heads=5))) == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)}
+
+    def test_order_by_hand(self):
+        made = profile([[0.1, 0.9, 0.2, 0.8], [1, 1, 1, 1], [0, 0, 0, 0]])
+        first, all_full, all_streaming = decide(made, full_windows(made), Recipe(sparsity=0.5)).layers
+        assert (first.order, first.full) == ((1, 3, 0, 2), 2)
+        assert (all_full.order, all_full.full) == ((0, 1, 2, 3), 4)
+        assert (all_streaming.order, all_streaming.full) == ((0, 1, 2, 3), 0)
+
+    def test_native_layers_win_nothing_by_high_scores(self):
+        made = profile([[1, 1], [0.1, 0.2], [1, 1], [0.4, 0.3]])
+        policy = decide(made, [8, None, 8, None], Recipe(sparsity=0.5))
+        assert full(policy) == {(3, 0), (3, 1)}
+        assert policy.eligible == 4
+        assert full(decide(made, [8, None, 8, None], Recipe(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
+
+    def test_threshold_in_the_scores_own_precision(self):
+        # 0.3 in float32 is below and 0.1 above the float64 of the same spelling
+        made = profile([[0.1, 0.3]])
+        assert full(decide(made, [None], Recipe(threshold=0.3))) == {(0, 1)}
+        assert full(decide(made, [None], Recipe(threshold=0.1))) == {(0, 0), (0, 1)}
+
+    def test_threshold_beyond_float32(self):
+        made = profile([[0.1, 0.3]])
+        assert decide(made, [None], Recipe(threshold=1e39)).streaming == 2
+        assert decide(made, [None], Recipe(threshold=-1e39)).streaming == 0
+
+    def test_defaults_are_the_paper_s(self):
+        gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
+        assert decide(gqa, [None] * 2).streaming == 4
+        assert decide(mha, [None] * 2).streaming == 6
+        assert {(layer.sink, layer.recent) for layer in decide(gqa, [None] * 2).layers} == {(64, 256)}
+
+
+class TestGroupReduce:
+    def test_by_hand(self):
+        # groups (0, 0.6), (0.4, 0.4): the mean prefers the second, the maximum the first
+        made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
+        np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
+        np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
+        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming", group_reduce="mean"))) == {(0, 1)}
+        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming", group_reduce="max"))) == {(0, 0)}
+        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming"))) == {(0, 1)}
+
+    def test_groups_are_neighbours(self):
+        made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
+        assert kv_scores(made, "max").tolist() == [[1, 3, 5], [7, 9, 11]]
+
+    @given(st.permutations(range(8)), st.lists(st.floats(2**-16, 1, width=32), min_size=8, max_size=8))
+    @example([1, 2, 0, 3, 4, 5, 6, 7], [0.1, 0.2, 0.3, 0, 0, 0, 0, 0])
+    def test_equal_groups_tie_whatever_their_order(self, order, group):
+        shuffled = [group[place] for place in order]
+        made = query_profile([[*shuffled, *group]], kv_heads=2)
+        assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
+        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming"))) == {(0, 0)}
+
+    def test_kv_scores_are_left_alone(self):
+        made = profile([[0.1, 0.3]])
+        assert kv_scores(made, "max") is made.scores
+
+    def test_recorded_where_it_matters(self):
+        made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
+        assert decide(made, [None], Recipe(rest="streaming", group_reduce="max")).options["group_reduce"] == "max"
+        assert "group_reduce" not in decide(profile([[0.1, 0.3]]), [None]).options
+
+    def test_unknown(self):
+        for made in (profile([[0.1, 0.3]]), query_profile([[0, 1]], kv_heads=1)):
+            with pytest.raises(PolicyError, match="`group_reduce` is mean or max, got 'median'"):
+                decide(made, [None], Recipe(group_reduce="median"))
+
+
+class TestRecord:
+    def test_options(self):
+        options = decide(profile([[0.1, 0.3]]), [None], Recipe(full_heads=1, sink=2, recent=3)).options
+        assert options == {"full_heads": 1, "method": "ablation", "rest": "streaming", "sink": 2, "recent": 3}
+
+    def test_default_sparsity_is_recorded(self):
+        assert decide(profile([[0.1, 0.3]]), [None]).options["sparsity"] == 0.5
+
+    def test_hash_is_of_the_layers_not_of_the_way_there(self):
+        made = profile([[0.1, 0.3], [0.2, 0.9]])
+        windows = full_windows(made)
+        same = [
+            decide(made, windows, Recipe(**how)) for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})
+        ]
+        assert len({policy.hash for policy in same}) == 1
+        others = [
+            decide(made, windows, Recipe(full_heads=1)),
+            decide(made, windows, Recipe(full_heads=2, sink=1)),
+            decide(made, windows, Recipe(full_heads=2, recent=1)),
+            decide(made, [None, 256], Recipe(full_heads=1)),
+            decide(made, windows, Recipe(sparsity=0.0)),
+        ]
+        assert len({policy.hash for policy in [same[0], *others]}) == 6
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"sparsity": 0.5, "threshold": 0.5}, "`sparsity` and `threshold` exclude each other"),
+            ({"sparsity": 0.0, "full_heads": 0}, "`sparsity` and `full_heads` exclude each other"),
+            ({"threshold": 0.5, "full_heads": 1}, "`threshold` and `full_heads` exclude each other"),
+            ({"sparsity": 0.5, "threshold": 0.5, "full_heads": 1}, "`sparsity` and `threshold` and `full_heads`"),
+            ({"sparsity": -0.01}, r"`sparsity` lies in \[0, 1\], got -0.01"),
+            ({"sparsity": 1.01}, r"`sparsity` lies in \[0, 1\], got 1.01"),
+            ({"sparsity": 50}, r"`sparsity` lies in \[0, 1\], got 50"),
+            ({"sparsity": float("nan")}, r"`sparsity` lies in \[0, 1\], got nan"),
+            ({"threshold": float("nan")}, "`threshold` must be finite, got nan"),
+            ({"threshold": float("inf")}, "`threshold` must be finite, got inf"),
+            ({"full_heads": -1}, r"`full_heads` lies in \[0, 4\] for this model, got -1"),
+            ({"full_heads": 5}, r"`full_heads` lies in \[0, 4\] for this model, got 5"),
+            ({"sink": -1}, "`sink` must be >= 0"),
+            ({"recent": 0}, "`recent` >= 1"),
+        ],
+        ids=str,
+    )
+    def test_options(self, options, message):
+        with pytest.raises(PolicyError, match=message):
+            decide(profile(np.eye(2)), [None, None], Recipe(**options))
+
+    def test_full_heads_counts_eligible_layers_only(self):
+        with pytest.raises(PolicyError, match=r"`full_heads` lies in \[0, 2\] for this model, got 3"):
+            decide(profile(np.eye(2)), [None, 8], Recipe(full_heads=3))
+
+    def test_nothing_eligible(self):
+        with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
+            decide(profile(np.eye(2)), [8, 8])
+
+    def test_another_model_s_layers(self):
+        with pytest.raises(PolicyError, match="the profile has 2 layers, the model 3"):
+            decide(profile(np.eye(2)), [None] * 3)
+
+
+class TestBudgets:
+    def test_headkv_profiles_give_budgets(self):
+        made = query_profile([[4, 4, 2, 2], [1, 1, 1, 1]], kv_heads=2)
+        policy = decide(made, [None, None], Recipe(budget=100, beta=2))
+        # share 50, pool 50 x 4 by 4 2 1 1 of 8
+        assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
+        assert (policy.full, policy.streaming, policy.budgeted) == (0, 0, 4)
+        assert policy.options["rest"] == "budgeted"
+        assert policy.options["window"] == policy.selection.window == 8
+
+    def test_full_heads_come_first_and_the_rest_shares_the_total(self):
+        made = profile([[0.1, 0.9], [0.4, 0.4]])
+        policy = decide(made, [None, None], Recipe(rest="budgeted", budget=10, beta=1.5, full_heads=2))
+        assert [layer.order for layer in policy.layers] == [(1, 0), (0, 1)]
+        assert [layer.full for layer in policy.layers] == [1, 1]
+        assert sum(sum(layer.budgets) for layer in policy.layers) == 2 * 10
+        assert policy.layers[1].budgets[0] > policy.layers[0].budgets[0]
+
+    def test_native_layers_have_none(self):
+        policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), [5, None], Recipe(rest="budgeted", budget=10))
+        assert policy.layers[0].kind == "window"
+        assert policy.layers[0].native
+        assert sum(policy.layers[1].budgets) == 20
+        assert (policy.eligible, policy.budgeted) == (2, 2)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "`budget` is missing"),
+            ({"budget": 0}, "`budget`"),
+            ({"budget": 9, "beta": 1}, "`beta`"),
+            ({"budget": 9, "window": 0}, "`window`"),
+            ({"budget": 9, "kernel_size": 4}, "`kernel_size` must be odd"),
+            ({"budget": 9, "pool": "sum"}, "`pool`"),
+            ({"budget": 9, "rest": "streaming"}, "set `rest` to budgeted"),
+        ],
+    )
+    def test_impossible(self, options, message):
+        with pytest.raises(PolicyError, match=message):
+            decide(query_profile([[1, 2]], kv_heads=1), [None], Recipe(**options))
+
+    def test_hash_covers_the_selection(self):
+        made = query_profile([[1, 2]], kv_heads=1)
+        hashes = {decide(made, [None], Recipe(budget=9, window=w)).hash for w in (4, 8)}
+        assert len(hashes) == 2

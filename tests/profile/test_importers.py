@@ -1,0 +1,258 @@
+"""Importing others' head scores: by the file's own keys, against the model's dimensions, nothing guessed."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsurgery import __version__
+from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile import importers
+from kvsurgery.profile.importers import import_duo, import_headkv, import_reform
+
+GQA = ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8)
+GATES = [[0.5, 1.0], [-0.0014, 1.005], [0.25, 0.0]]
+
+
+def tsv(path, rows=GATES):
+    path.write_text("".join("\t".join(f"{score:.18e}" for score in row) + "\n" for row in rows))
+    return path
+
+
+def trials():
+    """Three equal trials a head, 10 x layer + head."""
+    return {f"{n}-{head}": [10 * n + head] * 3 for n in range(3) for head in range(4)}
+
+
+def dump(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+class TestDuo:
+    def test_scores_are_clipped(self, tmp_path):
+        made = import_duo(tsv(tmp_path / "gates.tsv"), GQA, "org/model", "abc")
+        assert made.scores.tolist() == [[0.5, 1], [0, 1], [0.25, 0]]
+        assert (made.method, made.granularity, made.model) == ("duo", "kv", GQA)
+        assert (made.base_model, made.base_revision) == ("org/model", "abc")
+        assert (made.sink, made.recent) == (None, None)
+
+    def test_folder_with_its_config(self, tmp_path):
+        table = tsv(tmp_path / "full_attention_heads.tsv")
+        config = {"sink_size": 128, "recent_size": 256, "num_steps": 2000, "lr": 0.02, "output_dir": "/home/someone"}
+        dump(tmp_path / "config.json", config)
+        made = import_duo(tmp_path, GQA, "org/model")
+        assert (made.sink, made.recent) == (128, 256)
+        assert made == import_duo(table, GQA, "org/model")
+        assert made.provenance == {
+            "source": "full_attention_heads.tsv",
+            "blake3": blake3(table.read_bytes()).hexdigest(),
+            "origin": "DuoAttention",
+            "tool": f"kvsurgery {__version__}",
+            "training": {"num_steps": 2000, "lr": 0.02},
+        }
+
+    def test_the_place_of_the_file_leaves_no_trace(self, tmp_path):
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            tsv(tmp_path / name / "full_attention_heads.tsv")
+        assert import_duo(tmp_path / "one", GQA, "m").hash == import_duo(tmp_path / "other", GQA, "m").hash
+
+    def test_a_model_s_config_beside_it_says_nothing(self, tmp_path):
+        tsv(tmp_path / "full_attention_heads.tsv")
+        dump(tmp_path / "config.json", {"model_type": "llama"})
+        assert import_duo(tmp_path, GQA, "org/model").sink is None
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            (GATES[:2], "holds 2 x 2 scores, but org/model has 3 layers of 2 KV heads; was another model measured"),
+            ([row * 2 for row in GATES], "holds 3 x 4 scores, but org/model has 3 layers of 2 KV heads"),
+            ([], "holds 0 x 0 scores"),
+            ([[1, 1], [1], [1, 1]], "line 2: 1 scores, but 2 in line 1"),
+            ([[1, 1], [1, 1.02], [1, 1]], r"line 2: 1.02 is outside \[0, 1\]; this is no DuoAttention gate"),
+            ([[-0.02, 1], [1, 1], [1, 1]], r"line 1: -0.02 is outside \[0, 1\]"),
+            ([[1, 1], [1, 1], [1, float("nan")]], r"line 3: nan is outside \[0, 1\]"),
+            ([[1, 1], [1, 1], [float("inf"), 1]], r"line 3: inf is outside \[0, 1\]"),
+        ],
+        ids=["layers", "query heads", "empty", "ragged", "high", "low", "nan", "inf"],
+    )
+    def test_bad_tables(self, tmp_path, rows, message):
+        with pytest.raises(ProfileError, match=message) as raised:
+            import_duo(tsv(tmp_path / "gates.tsv", rows), GQA, "org/model")
+        assert str(tmp_path / "gates.tsv") in str(raised.value)
+
+    @pytest.mark.parametrize(
+        "content", [b"a\tb\n", b"1 1\n", b"1,1\n", b"\x89PNG\r\n\0\0", b"1\t\n", b"1\t1\n\n1\t1\n"]
+    )
+    def test_not_a_table(self, tmp_path, content):
+        path = tmp_path / "gates.tsv"
+        path.write_bytes(content)
+        with pytest.raises(ProfileError, match=r"gates.tsv, line \d: .* is not a number"):
+            import_duo(path, GQA, "org/model")
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ("{", "config.json is not JSON"),
+            ("[" * 200_000, "config.json is not JSON"),
+            ([1], "config.json holds no JSON object"),
+            ({"sink_size": -1}, "sink_size must be a whole number >= 0, got -1"),
+            ({"sink_size": 12.5}, "sink_size must be a whole number >= 0, got 12.5"),
+            ({"sink_size": True}, "sink_size must be a whole number >= 0, got True"),
+            ({"recent_size": 0}, "recent_size must be a whole number >= 1, got 0"),
+            ({"recent_size": "256"}, "recent_size must be a whole number >= 1, got '256'"),
+        ],
+        ids=range(8),
+    )
+    def test_bad_config(self, tmp_path, config, message):
+        tsv(tmp_path / "full_attention_heads.tsv")
+        dump(tmp_path / "config.json", config)
+        with pytest.raises(ProfileError, match=message):
+            import_duo(tmp_path, GQA, "org/model")
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(ProfileError, match=r"cannot read .*full_attention_heads.tsv: No such file"):
+            import_duo(tmp_path, GQA, "org/model")
+        with pytest.raises(ProfileError, match=r"cannot read .*gates.tsv: No such file"):
+            import_duo(tmp_path / "gates.tsv", GQA, "org/model")
+
+    def test_a_file_far_too_large(self, tmp_path):
+        with open(tmp_path / "gates.tsv", "wb") as file:
+            file.truncate(importers.LARGEST_FILE + 1)
+        with pytest.raises(ProfileError, match="over 1 GiB; this is no file of head scores"):
+            import_duo(tmp_path / "gates.tsv", GQA, "org/model")
+
+
+class TestHeadKV:
+    def test_by_key_whatever_the_order(self, tmp_path):
+        shuffled = list(trials().items())
+        random.Random(0).shuffle(shuffled)
+        made = import_headkv(dump(tmp_path / "R.json", dict(shuffled)), GQA, "org/model", "abc")
+        assert made.scores.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+        assert (made.method, made.granularity, made.model) == ("headkv-r", "query", GQA)
+        assert (made.base_model, made.base_revision) == ("org/model", "abc")
+
+    @given(st.lists(st.lists(st.floats(0, 2), min_size=1, max_size=9), min_size=12, max_size=12))
+    def test_mean_over_trials(self, tmp_path_factory, lists):
+        path = dump(tmp_path_factory.mktemp("headkv") / "R.json", dict(zip(trials(), lists, strict=True)))
+        made = import_headkv(path, GQA, "org/model")
+        means = np.array([np.mean(np.array(values, np.float64)) for values in lists]).reshape(3, 4)
+        np.testing.assert_allclose(made.scores, means, rtol=2e-7, atol=1e-45)
+        assert made.provenance["trials"] == [min(map(len, lists)), max(map(len, lists))]
+
+    def test_provenance(self, tmp_path):
+        path = dump(tmp_path / "R.json", trials())
+        assert import_headkv(path, GQA, "org/model").provenance == {
+            "source": "R.json",
+            "blake3": blake3(path.read_bytes()).hexdigest(),
+            "origin": "HeadKV",
+            "tool": f"kvsurgery {__version__}",
+            "trials": [3, 3],
+        }
+
+    def test_method_is_said_not_guessed(self, tmp_path):
+        path = dump(tmp_path / "model_R2.json", trials())
+        assert import_headkv(path, GQA, "org/model").method == "headkv-r"
+        assert import_headkv(path, GQA, "org/model", method="headkv-r2").method == "headkv-r2"
+        with pytest.raises(ProfileError, match="unknown HeadKV method 'duo'; known: headkv-r, headkv-er, headkv-r2"):
+            import_headkv(path, GQA, "org/model", method="duo")
+
+    @pytest.mark.parametrize(
+        ("rename", "message"),
+        [
+            ({"2-3": None}, "holds 11 heads, but org/model has 3 layers of 4 query heads; was another model measured"),
+            ({"2-3": "3-0"}, r"lacks head '2-3' \(layer-head\), but org/model has 3 layers of 4 query heads"),
+            ({"0-1": "0-01"}, "lacks head '0-1'"),
+            ({"1-2": "2_1"}, "lacks head '1-2'"),
+        ],
+        ids=["missing", "other layer", "padded", "misspelt"],
+    )
+    def test_heads_that_do_not_fit(self, tmp_path, rename, message):
+        content = {rename.get(key, key): value for key, value in trials().items() if rename.get(key, key) is not None}
+        with pytest.raises(ProfileError, match=message):
+            import_headkv(dump(tmp_path / "R.json", content), GQA, "org/model")
+
+    def test_one_head_too_many(self, tmp_path):
+        with pytest.raises(ProfileError, match="holds 13 heads, but org/model has 3 layers of 4 query heads"):
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "3-0": [1]}), GQA, "org/model")
+
+    def test_a_head_given_twice(self, tmp_path):
+        text = json.dumps(trials()).replace('"0-1"', '"0-0"')
+        with pytest.raises(ProfileError, match=r"R.json is not JSON: a key is given twice"):
+            import_headkv(dump(tmp_path / "R.json", text), GQA, "org/model")
+
+    @pytest.mark.parametrize("value", [[], 0.5, None, {}, "0.5"], ids=repr)
+    def test_a_head_without_trials_has_no_score(self, tmp_path, value):
+        with pytest.raises(ProfileError, match="head 1-2 has no list of trials, so no score; measure it again"):
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": value}), GQA, "org/model")
+
+    @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), 10**400, "1", None, True, [1]], ids=range(8))
+    def test_a_trial_that_is_no_score(self, tmp_path, value):
+        with pytest.raises(ProfileError, match=r"head 1-2 has the trial .{1,40}; scores are numbers from 0 up"):
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": [1, value]}), GQA, "org/model")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("", "is not JSON"),
+            ("0.5\t0.5\n", "is not JSON"),
+            ('{"0-0": [0', "is not JSON"),
+            ("[" * 200_000, "is not JSON"),
+            ('{"0-0": [' + "9" * 5000 + "]}", "is not JSON"),
+            ("[[0.5]]", "holds no JSON object"),
+            ("{}", "holds 0 heads"),
+        ],
+        ids=range(7),
+    )
+    def test_not_such_a_file(self, tmp_path, content, message):
+        with pytest.raises(ProfileError, match=rf"R.json {message}"):
+            import_headkv(dump(tmp_path / "R.json", content), GQA, "org/model")
+
+    def test_a_model_of_absurd_dimensions(self, tmp_path):
+        absurd = ModelDimensions(1 << 20, 1 << 20, 1, 8)
+        with pytest.raises(ProfileError, match="holds 12 heads, but org/model has 1048576 layers"):
+            import_headkv(dump(tmp_path / "R.json", trials()), absurd, "org/model")
+
+    def test_nothing_there(self, tmp_path):
+        for path in (tmp_path, tmp_path / "R.json"):
+            with pytest.raises(ProfileError, match="cannot read"):
+                import_headkv(path, GQA, "org/model")
+
+
+class TestReform:
+    @pytest.mark.parametrize(
+        ("name", "heads"),
+        [
+            ("mistralai/Mistral-Nemo-Instruct-2407", "q15.9 v19.5 v27.0 v27.7"),
+            ("Qwen/Qwen2.5-7B-Instruct", "v7.3 k14.0 k14.3 v19.0"),
+            ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "q8.3 v11.1 k14.0 v15.0"),
+            ("Qwen/Qwen2.5-Coder-7B-Instruct", "v13.2 k14.0 q14.4 v14.3"),
+            ("mistralai/Pixtral-12B-2409", "v10.3 v19.5 v27.0 v27.7"),
+        ],
+    )
+    def test_the_paper_s_choices(self, name, heads):
+        made = import_reform(name)
+        assert " ".join(map(str, sorted(made.embedding_heads, key=lambda head: (head.layer, head.state)))) == heads
+        assert (made.method, made.base_model, made.scores, made.ranking) == ("reform", name, None, None)
+        assert made == import_reform(name.partition("/")[2].lower())
+        # the paper's rule: at least two lie below 70% of depth; those it names all do
+        assert all(10 * head.layer < 7 * made.model.layers for head in made.embedding_heads)
+
+    def test_provenance(self):
+        assert import_reform("Qwen/Qwen2.5-7B-Instruct").provenance == {
+            "source": "arXiv:2506.01215",
+            "origin": "REFORM",
+            "tool": f"kvsurgery {__version__}",
+        }
+
+    def test_another_model(self):
+        with pytest.raises(
+            ProfileError, match=r"chose no heads for 'Qwen/Qwen3-8B'; it did for mistralai/Mistral-Nemo"
+        ):
+            import_reform("Qwen/Qwen3-8B")
