@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     CACHE,
     click.option(
         "--fit",
-        "memory",
+        "fit_memory",
         type=Size(),
         help="Instead of --full-heads, --budget and --kv-bits: take the least harmful policy with which weights, KV "
         "cache and workspace fit, such as 24GB or 24GiB; with --tp, on each device. `kvsurgery fit` shows the choice.",
     ),
     click.option(
-        "--context", type=Tokens(), help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072."
+        "--context",
+        "fit_context",
+        type=Tokens(),
+        help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
     ),
-    click.option("--batch", type=int, help="With --fit: sequences at a time.  [default: 1]"),
+    click.option("--batch", "fit_batch", type=int, help="With --fit: sequences at a time.  [default: 1]"),
 )
 @reform_options
 @save_recipe_option

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def evaluate(
         models = {ORIGINAL: folder}
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
-    run = run_options(ctx, folder)
+    run = replace(run_options(ctx, folder), tp=tp)
     command = shlex.join(["kvsurgery", *sys.argv[1:]])
     with console.step_progress("evaluating") as advance:
         results = evaluate(
@@ -87,7 +87,6 @@ def evaluate(
             device=options["device"],
             command=command,
             progress=advance,
-            tp=tp,
             note=lambda line: console.stderr.print(line, markup=False),
         )
     if not is_first():

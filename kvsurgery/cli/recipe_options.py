@@ -195,7 +195,8 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
 
 def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Demand]:
     """What --fit, --context and --batch of `convert` ask for, beside what the file does."""
-    given = {name: value for name in ("memory", "context", "batch") if (value := options.get(name)) is not None}
+    names = ("memory", "context", "batch")
+    given = {name: value for name in names if (value := options.get(f"fit_{name}")) is not None}
     if not given:
         return {}
     whole = {**(vars(filed) if filed else {}), **given}

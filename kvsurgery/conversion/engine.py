@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
@@ -27,15 +28,28 @@ WINDOW = 1 << 20
 FLUSH = 256 << 10
 
 
+@dataclass(frozen=True)
+class Target:
+    """A shard's file that is written.
+
+    Attributes:
+        descriptor: of the open file.
+        finished: hashes of tensors that it has already.
+        record: called with the name and the hash of every tensor that is written, from any thread.
+    """
+
+    descriptor: int
+    finished: Mapping[str, str] = field(default_factory=dict)
+    record: Callable[[str, str], None] | None = None
+
+
 def move_bytes(
     shard: Shard,
     moves: Mapping[str, Move],
-    target: int | None = None,
+    target: Target | None = None,
     *,
     inverse: bool = False,
     expected: Mapping[str, str] | None = None,
-    finished: Mapping[str, str] | None = None,
-    record: Callable[[str, str], None] | None = None,
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
@@ -44,10 +58,8 @@ def move_bytes(
     Args:
         shard: what is read: original, or with `inverse` converted.
         moves: by tensor name, from the original to the converted checkpoint.
-        target: descriptor of the file that is written, header included; None only hashes.
+        target: what is written, header included; None only hashes.
         expected: hashes that the tensors must have.
-        finished: hashes of tensors that the target has already.
-        record: called with the name and the hash of every tensor that is written, from any thread.
         jobs: threads; more than `MAX_JOBS` gain nothing.
         progress: called with bytes done, from any thread.
 
@@ -59,7 +71,8 @@ def move_bytes(
         Mismatch: a tensor does not have its expected hash.
         OSError: the target cannot be written.
     """
-    digests = dict(finished or {})
+    digests = dict(target.finished) if target else {}
+    written = target.descriptor if target else None
     failures: list[BaseException] = []
     pending = iter(_neighbours(shard, digests))
 
@@ -81,7 +94,7 @@ def move_bytes(
 
     def move(tensor: Tensor, read: Read, buffers: np.ndarray) -> None:
         hasher = blake3()
-        for count in _windows(tensor, moves[tensor.name], read, target, inverse, buffers, hasher):
+        for count in _windows(tensor, moves[tensor.name], read, written, inverse, buffers, hasher):
             if failures:
                 raise failures[0]
             if progress is not None:
@@ -89,12 +102,12 @@ def move_bytes(
         digests[tensor.name] = hasher.hexdigest()
         if expected is not None and expected.get(tensor.name) != digests[tensor.name]:
             raise Mismatch(f"{tensor.name} in {shard.path} does not have the bytes that were recorded")
-        if record is not None:
-            record(tensor.name, digests[tensor.name])
+        if target is not None and target.record is not None:
+            target.record(tensor.name, digests[tensor.name])
 
-    if target is not None:
-        os.ftruncate(target, shard.size)
-        _write(target, memoryview(shard.header), 0)
+    if written is not None:
+        os.ftruncate(written, shard.size)
+        _write(written, memoryview(shard.header), 0)
     if progress is not None:
         progress(len(shard.header) + sum(tensor.size for tensor in shard.tensors if tensor.name in digests))
     with ThreadPoolExecutor(MAX_JOBS) as pool:

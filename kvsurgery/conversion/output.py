@@ -18,7 +18,7 @@ from kvsurgery.checkpoint.headers import Shard
 from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
 from kvsurgery.checkpoint.side_files import chunks
 from kvsurgery.console import size as readable
-from kvsurgery.conversion.engine import JOBS, move_bytes
+from kvsurgery.conversion.engine import JOBS, Target, move_bytes
 from kvsurgery.conversion.plan import Move
 from kvsurgery.errors import Mismatch, OutputError
 from kvsurgery.files import check_folder
@@ -114,11 +114,9 @@ class Output:
             hashes = move_bytes(
                 shard,
                 moves,
-                file.fileno(),
+                Target(file.fileno(), finished, record if shard.slow else None),
                 inverse=inverse,
                 expected=expected,
-                finished=finished,
-                record=record if shard.slow else None,
                 jobs=jobs,
                 progress=progress,
             )

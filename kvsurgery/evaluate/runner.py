@@ -14,6 +14,7 @@ from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_of
+from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import (
     SETTINGS,
     append_lines,
@@ -36,36 +37,6 @@ from kvsurgery.processes import Processes, started_processes
 SAMPLES = "samples.jsonl"
 
 
-@dataclass(frozen=True)
-class Options:
-    """How an evaluation runs.
-
-    Attributes:
-        limit: samples of a task at most, the first ones. None: all.
-        batch: samples that are read at once, padded on the left; those of a task that are alike in length.
-        chunk: tokens of a prompt that are read at once. None: all.
-        seed: of all that is drawn.
-        dtype: of the weights; "auto" is the checkpoint's.
-
-    Raises:
-        KVSurgeryError: a number is out of range.
-    """
-
-    limit: int | None = None
-    batch: int = 1
-    chunk: int | None = None
-    seed: int = 0
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "batch", "chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise KVSurgeryError(f"{name} must be 1 or more, got {value}")
-        if self.seed < 0:
-            raise KVSurgeryError(f"seed must be 0 or more, got {self.seed}")
-
-
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """Samples, and the answers of any number of models to them, in a folder. What is there is not computed again.
@@ -82,7 +53,6 @@ class Evaluation:
     options: Options
     tasks: Mapping[str, Any]
     processes: Processes
-    tp: int = 1
 
     @classmethod
     def open(
@@ -90,10 +60,9 @@ class Evaluation:
         folder: str | Path,
         checkpoint: str | Path,
         tasks: Mapping[str, Task],
-        options: Options = Options(),
+        options: Options = Options(),  # noqa: B008  (frozen)
         processes: Processes = Processes(),  # noqa: B008  (frozen)
         progress: Progress | None = None,
-        tp: int = 1,
         note: Callable[[str], None] = lambda line: None,
     ) -> Evaluation:
         """Make the samples, and begin or go on in a folder.
@@ -102,18 +71,19 @@ class Evaluation:
             checkpoint: whose tokenizer and context the samples are made for, and which chooses needles by a trial where
                 a task leaves that open.
             tasks: by name.
-            tp: processes that share a model by tensor parallelism: all, or each has its own.
             note: called with a line on the needles that were chosen.
 
         Raises:
             KVSurgeryError: only some would share it; a task has no samples or cannot make them; no needles are answered
                 in the trial; the folder cannot be used, or holds an evaluation with other settings.
         """
-        if tp not in (1, processes.world):
-            raise KVSurgeryError(f"{tp} processes are to share the models, {processes.world} were started; start {tp}")
+        if options.tp not in (1, processes.world):
+            raise KVSurgeryError(
+                f"{options.tp} processes are to share the models, {processes.world} were started; start {options.tp}"
+            )
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
-        trial = Trial(Path(folder), checkpoint, reader, options.chunk, options.dtype, processes, tp, note)
+        trial = Trial(Path(folder), checkpoint, reader, options, processes, note)
         tasks = trial.settled(tasks)
         with processes.first():
             samples = []
@@ -122,7 +92,7 @@ class Evaluation:
                 if progress is not None and processes.rank == 0:
                     progress(len(samples), None, f"prompts of {sample.task}")
         described = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
-        made = cls(Path(folder), tuple(samples), reader, options, described, processes, tp)
+        made = cls(Path(folder), tuple(samples), reader, options, described, processes)
         with processes.first():
             if processes.rank == 0:
                 made._begin()
@@ -158,14 +128,14 @@ class Evaluation:
                 progress(count, len(self.samples), f"{name}: {note}")
 
         report("loading")
-        model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.tp)
+        model = load(checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.options.tp)
         if (rows := model.config.get_text_config().vocab_size) != self.reader.vocabulary:
             raise KVSurgeryError(
                 f"{checkpoint} has a vocabulary of {rows} tokens, the samples are made for {self.reader.vocabulary}: "
                 "it is of another model"
             )
-        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.tp > 1)
-        dealt = Processes() if self.tp > 1 else self.processes  # those that share a model answer all together
+        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
+        dealt = Processes() if self.options.tp > 1 else self.processes  # those that share a model answer all together
         for start in range(0, len(batches), dealt.world):
             mine = batches[start + dealt.rank] if start + dealt.rank < len(batches) else []
             gathered = dealt.gather(respondent.records(mine, report))
@@ -206,7 +176,7 @@ class Evaluation:
         return Results(
             models={role: facts["path"] for role, facts in known.items()},
             command=command,
-            settings={**asdict(self.options), "tasks": self.tasks},
+            settings={**self.options.settings, "tasks": self.tasks},
             versions=settings["versions"],
             checkpoint=known[[*known][-1]]["checkpoint"],
             tasks=tuple(
@@ -236,7 +206,7 @@ class Evaluation:
         content = lines(prompt_record(sample, self.reader.tokenizer) for sample in self.samples)
         settings = {
             "tasks": self.tasks,
-            "options": asdict(self.options),
+            "options": self.options.settings,
             "versions": versions(self.processes.device),
             "samples": blake3(content.encode()).hexdigest()[:32],
         }
@@ -269,12 +239,11 @@ def evaluate(
     models: Mapping[str, str | Path],
     tasks: Mapping[str, Task],
     folder: str | Path,
-    options: Options = Options(),
+    options: Options = Options(),  # noqa: B008  (frozen)
     *,
     device: str | None = None,
     command: str = "",
     progress: Progress | None = None,
-    tp: int = 1,
     note: Callable[[str], None] = lambda line: None,
 ) -> Results:
     """Run tasks on one or two models, "original" and "converted", and write `results.json`.
@@ -287,7 +256,7 @@ def evaluate(
         folder: where everything is written; an evaluation that was interrupted there goes on.
         device: default is CUDA where there is one.
         command: what was typed, for the results.
-        tp, note: as `Evaluation.open` takes them.
+        note: as `Evaluation.open` takes it.
 
     Raises:
         KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
@@ -296,7 +265,7 @@ def evaluate(
     with started_processes(device) as processes:
         try:
             first = next(iter(models.values()))
-            evaluation = Evaluation.open(folder, first, tasks, options, processes, progress, tp, note)
+            evaluation = Evaluation.open(folder, first, tasks, options, processes, progress, note)
             steps = Steps(progress, len(evaluation.samples), len(models))
             for place, (name, checkpoint) in enumerate(models.items()):
                 evaluation.answer(name, checkpoint, steps.of(place, name))

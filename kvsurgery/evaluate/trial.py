@@ -10,6 +10,7 @@ from pathlib import Path
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
 from kvsurgery.evaluate.needle import NeedleTask
+from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.measure.retrieval import RIGHT
@@ -28,19 +29,16 @@ class Trial:
         folder: of the evaluation.
         checkpoint: the model's.
         reader: whom samples are written for.
-        chunk, dtype: as the evaluation's options have them.
+        options: the evaluation's.
         processes: that share the trials.
-        tp: how many of them share the model.
         note: called with a line on what was chosen.
     """
 
     folder: Path
     checkpoint: str | Path
     reader: Reader
-    chunk: int | None
-    dtype: str
+    options: Options
     processes: Processes
-    tp: int
     note: Callable[[str], None]
 
     def settled(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
@@ -71,8 +69,8 @@ class Trial:
         with self.processes.first():
             asked = {name: task.trial(self.reader, name) for name in SETS[KIND]}
             copy_code(self.checkpoint)
-        model = load(self.checkpoint, device=self.processes.device, dtype=self.dtype, tp=self.tp)
-        respondent = Respondent(model, self.reader.tokenizer, self.chunk, self.tp > 1)
+        model = load(self.checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.options.tp)
+        respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
         [length] = {len(sample.tokens) for samples in asked.values() for sample in samples}
         role = "converted" if is_converted(self.checkpoint) else "original"
         choice = choose_set(KIND, partial(self._right, respondent, asked), length, OTHERWISE, role)
@@ -83,7 +81,7 @@ class Trial:
     def _right(self, respondent: Respondent, asked: Mapping[str, list[Sample]], name: str) -> int:
         """How many trials of a set are right, over all processes; those that share a model answer all together."""
         samples = asked[name]
-        dealt = Processes() if self.tp > 1 else self.processes
+        dealt = Processes() if self.options.tp > 1 else self.processes
         mine = samples[dealt.rank :: dealt.world]
         records = [record for sample in mine for record in respondent.records([sample], lambda note: None)]
         scores = (record.get("scores", {}).get(samples[0].metric, 0) for record in records)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -68,17 +68,32 @@ class Step(NamedTuple):
     layers: list[Attended]
 
 
+@dataclass(frozen=True)
+class Trials:
+    """Where each needle is hidden, and how long its answer may be.
+
+    Attributes:
+        lengths: of a whole prompt, in tokens.
+        depths: of the needle, 0 (first) to 1 (last).
+        max_new_tokens: of an answer, which ends earlier at an end token or after a line. None: twice as many as the
+            right answer has.
+        seed: of the pieces of text.
+    """
+
+    lengths: Sequence[int]
+    depths: Sequence[float] = DEPTHS
+    max_new_tokens: int | None = None
+    seed: int = 0
+
+
 def retrieval_scores(
     subject: MeasuredModel,
     haystack: Haystack,
     needles: Sequence[Needle],
+    trials: Trials,
     *,
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
-    lengths: Sequence[int] | None = None,
-    depths: Sequence[float] = DEPTHS,
-    max_new_tokens: int | None = None,
-    seed: int = 0,
     progress: Callable[[int, int, int], None] | None = None,
     mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> HeadProfile:
@@ -88,13 +103,9 @@ def retrieval_scores(
         subject: the model and its tokenizer.
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
         needles: to hide; those of another kind than the method's are left out.
+        trials: the grid that each needle is hidden in.
         method: a key of `METHODS`.
         choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
-        lengths: of a whole prompt, in tokens. Default: `default_lengths`.
-        depths: of the needle, 0 (first) to 1 (last).
-        max_new_tokens: of an answer, which ends earlier at an end token or after a line. Default: twice as many as the
-            right answer has.
-        seed: of the pieces of text.
         progress: called after each trial with trials done, trials in all, and right answers.
         mesh: the processes that share heads, and their groups trials.
 
@@ -112,16 +123,16 @@ def retrieval_scores(
             f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
             f"{' and '.join(SETS[kind])}"
         )
-    lengths = default_lengths(subject.max_context) if lengths is None else lengths
     prompts = [Prompt.of(needle, subject.text) for needle in needles]
-    limits = [answer_limit(subject, method, needle) if max_new_tokens is None else max_new_tokens for needle in needles]
-    check_trials(subject, haystack, prompts, limits, lengths, depths)
+    longest = trials.max_new_tokens
+    limits = [answer_limit(subject, method, needle) if longest is None else longest for needle in needles]
+    check_trials(subject, haystack, prompts, limits, trials.lengths, trials.depths)
 
-    rng = np.random.default_rng(seed)
-    trials = list(product(depths, zip(needles, prompts, limits, strict=True), lengths))
+    rng = np.random.default_rng(trials.seed)
+    grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(subject, subject.dimensions.query_heads)
     total, successes, best = np.zeros((subject.dimensions.layers, heads)), 0, (-1.0, "")
-    for done, (depth, (needle, prompt, limit), length) in enumerate(trials, 1):
+    for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
             continue
@@ -138,12 +149,12 @@ def retrieval_scores(
         if result > best[0]:
             best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
         if progress is not None and mesh.processes.rank == 0:
-            progress(done, len(trials), successes)
+            progress(done, len(grid), successes)
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
         share, said = max(mesh.processes.gather([best]))
         raise ProfileError(
-            f"none of {len(trials)} trials had a right answer, so there are no scores: the best {metric} was "
+            f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric} was "
             f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
             "this model can answer (`needles`), or its instruction-tuned variant"
         )
@@ -158,11 +169,11 @@ def retrieval_scores(
             "needles_hash": _hash(needles),
             "needle_choice": choice and asdict(choice),
             "prompt": "chat" if subject.text.chat_template else "plain",
-            "lengths": [int(length) for length in lengths],
-            "depths": [float(depth) for depth in depths],
-            "max_new_tokens": f"{ANSWER} x answer" if max_new_tokens is None else max_new_tokens,
-            "seed": seed,
-            "trials": len(trials),
+            "lengths": [int(length) for length in trials.lengths],
+            "depths": [float(depth) for depth in trials.depths],
+            "max_new_tokens": f"{ANSWER} x answer" if longest is None else longest,
+            "seed": trials.seed,
+            "trials": len(grid),
             "successes": successes,
             "tool": f"kvsurgery {__version__}",
         },

@@ -29,6 +29,20 @@ HASHED = 4  # numbers of a weight, by which a model is known again
 
 
 @dataclass(frozen=True)
+class KeptState:
+    """Where the state of a training is kept.
+
+    Attributes:
+        path: the file, written every `every` steps, after the last, and on Ctrl-C.
+        resume: go on from it.
+    """
+
+    path: Path
+    every: int = 50
+    resume: bool = False
+
+
+@dataclass(frozen=True)
 class GateOptions:
     """How gates are trained.
 
@@ -83,9 +97,7 @@ def train_gates(
     options: GateOptions,
     *,
     data: Mapping[str, Any],
-    checkpoint: Path | None = None,
-    every: int = 50,
-    resume: bool = False,
+    kept: KeptState | None = None,
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
 ) -> tuple[HeadProfile, np.ndarray]:
@@ -97,8 +109,7 @@ def train_gates(
         subject: the model; its weights stay as they are.
         prompts: called for every step and every place in its batch; what it gives depends on these two alone.
         data: what the prompts are, for the provenance and to know a training again.
-        checkpoint: where to keep the state, written every `every` steps, after the last, and on Ctrl-C.
-        resume: go on from `checkpoint`.
+        kept: where the state is kept; None: nowhere.
         progress: called after every step, in the first process.
         mesh: the processes that share the prompts of a step.
 
@@ -106,9 +117,9 @@ def train_gates(
         A profile, and its history: float64 [steps, 4], with the columns `training_state.HISTORY`.
 
     Raises:
-        ProfileError: the loss is no number, a prompt has nothing outside sink and recent, or `resume` of another
-            training.
-        OutputError: `checkpoint` cannot be written, or holds a training that this is not to resume.
+        ProfileError: the loss is not finite, a prompt has nothing outside sink and recent, or the state to resume is of
+            another training.
+        OutputError: the state cannot be written, or its file holds a training that this is not to resume.
         UnsupportedModel: no layer has full attention.
     """
     share = mesh.share(options.batch)
@@ -120,14 +131,14 @@ def train_gates(
         **asdict(options),
     }
     gates = initial_gates(subject)
-    state = _first_state(gates, facts, checkpoint, resume, mesh.processes)
+    state = _first_state(gates, facts, kept, mesh.processes)
     optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
     state.restore(gates, optimiser)
     start = time.monotonic()
 
     def save() -> None:
-        if checkpoint is not None and mesh.processes.rank == 0:
-            state.save(checkpoint, facts)
+        if kept is not None and mesh.processes.rank == 0:
+            state.save(kept.path, facts)
 
     save()  # a path that cannot be written fails before the work
     try:
@@ -136,7 +147,7 @@ def train_gates(
             losses = training_step(subject, gates, optimiser, mine, options, state.step, mesh)
             row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
             state = state.after(row, gates, optimiser)
-            if state.step % every == 0 or state.step == options.steps:
+            if state.step == options.steps or (kept is not None and state.step % kept.every == 0):
                 save()
             if progress is not None and mesh.processes.rank == 0:
                 progress(Progress(state.step, options.steps, *row, time.monotonic() - start))
@@ -219,20 +230,18 @@ def fingerprint(subject: MeasuredModel) -> str:
 
 
 def _first_state(
-    gates: torch.Tensor, facts: dict[str, Any], checkpoint: Path | None, resume: bool, processes: Processes
+    gates: torch.Tensor, facts: dict[str, Any], kept: KeptState | None, processes: Processes
 ) -> TrainingState:
-    """The state to begin with: of a checkpoint, which the first process reads, or of no steps."""
-    if checkpoint is None and resume:
-        raise ProfileError("to resume a training, name its checkpoint")
+    """The state to begin with: of a file, which the first process reads, or of no steps."""
     state = TrainingState.new(gates)
-    if checkpoint is None:
+    if kept is None:
         return state
     error = None
     try:
-        if processes.rank == 0 and resume:
-            state = TrainingState.load(checkpoint, facts)
+        if processes.rank == 0 and kept.resume:
+            state = TrainingState.load(kept.path, facts)
         elif processes.rank == 0:
-            TrainingState.refuse_to_replace(checkpoint)
+            TrainingState.refuse_to_replace(kept.path)
     except KVSurgeryError as problem:
         error = problem
     state, error = processes.agree((state, error))

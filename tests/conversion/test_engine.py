@@ -18,7 +18,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion import engine
-from kvsurgery.conversion.engine import move_bytes
+from kvsurgery.conversion.engine import Target, move_bytes
 from kvsurgery.conversion.plan import plan_moves, unmoved
 from kvsurgery.errors import CheckpointError, Mismatch
 from tests.shards import SIZES, noise_shard
@@ -139,7 +139,7 @@ def test_any_surgery_equals_numpy_and_can_be_undone(
 
 def written(path: Path, source: Path, moves: dict[str, Any], **options: Any) -> dict[str, str]:
     with open(path, "wb") as file:
-        return move_bytes(read_shard(source), moves, file.fileno(), **options)
+        return move_bytes(read_shard(source), moves, Target(file.fileno()), **options)
 
 
 def test_progress_adds_up(tmp_path: Path) -> None:

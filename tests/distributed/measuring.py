@@ -13,8 +13,8 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import Recurrence
 from kvsurgery.measure.reform import Sample, embedding_ranking
-from kvsurgery.measure.retrieval import retrieval_scores
-from kvsurgery.measure.training import GateOptions, fingerprint, train_gates
+from kvsurgery.measure.retrieval import Trials, retrieval_scores
+from kvsurgery.measure.training import GateOptions, KeptState, fingerprint, train_gates
 from kvsurgery.processes import Processes
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle
@@ -41,10 +41,12 @@ def resume(subject: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
             raise KeyboardInterrupt
         return prompts(step, place)
 
-    given = {"data": DATA, "checkpoint": checkpoint, "mesh": mesh}
+    given = {"data": DATA, "mesh": mesh}
     with suppress(KeyboardInterrupt):
-        train_gates(subject, stopping, GateOptions(**OPTIONS), **given)
-    return train_gates(subject, prompts, GateOptions(**OPTIONS), **given, resume=True)[0].scores
+        train_gates(subject, stopping, GateOptions(**OPTIONS), kept=KeptState(checkpoint), **given)
+    return train_gates(subject, prompts, GateOptions(**OPTIONS), kept=KeptState(checkpoint, resume=True), **given)[
+        0
+    ].scores
 
 
 def rank_heads(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
@@ -63,8 +65,8 @@ def retrieve(subject: MeasuredModel, mesh: Mesh) -> np.ndarray:
     key, *values = (words[token] for token in task.facts(rng, 1, 1)[0][0])
     value = " ".join(values)
     needle = Needle(f"remember {key} {value} .", value, f"recall {key}", value)
-    sizes = {"lengths": (60, 200), "depths": (0.1, 0.6)}
-    return retrieval_scores(subject, haystack, [needle], method="headkv-r", **sizes, mesh=mesh).scores
+    trials = Trials((60, 200), (0.1, 0.6))
+    return retrieval_scores(subject, haystack, [needle], trials, method="headkv-r", mesh=mesh).scores
 
 
 def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) -> list[tuple[Any, ...]]:

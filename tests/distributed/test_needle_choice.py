@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsurgery.evaluate.runner import evaluate
+from kvsurgery.evaluate.options import Options
+from kvsurgery.evaluate.runner import Evaluation
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.needle_trial import choose_needles
 from kvsurgery.processes import Processes
@@ -33,8 +34,9 @@ def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:
         needle = replace(tasks(folder, (96,))["needle"], needles=AUTO)
         out, notes = folder / f"report-{processes.world}-{tp}", []
         for _ in range(2):
-            results = evaluate({"original": MODEL}, {"needle": needle}, out, device="cpu", tp=tp, note=notes.append)
-        found += [results.settings["tasks"]["needle"]["choice"], len(notes)]
+            options = Options(limit=1, tp=tp)
+            asked = Evaluation.open(out, MODEL, {"needle": needle}, options, processes, note=notes.append)
+        found += [asked.tasks["needle"]["choice"], len(notes)]
     return found
 
 

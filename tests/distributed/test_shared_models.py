@@ -70,8 +70,8 @@ def answer(processes: Processes, folder: Path, language: Path, out: Path) -> Non
     """An evaluation in a folder of its own, and one of as many models as processes is refused."""
     models = {"original": MODEL, "converted": folder}
     with pytest.raises(KVSurgeryError, match="3 processes are to share the models, 2 were started; start 3"):
-        evaluate(models, tasks(language), out, Options(batch=4), tp=3)
-    evaluate(models, tasks(language), out, Options(batch=4), device="cpu", tp=2)
+        evaluate(models, tasks(language), out, Options(batch=4, tp=3))
+    evaluate(models, tasks(language), out, Options(batch=4, tp=2), device="cpu")
 
 
 @pytest.mark.skipif(not process.ODD, reason="this version of transformers wants a vocabulary that divides")

@@ -11,7 +11,7 @@ import torch
 from kvsurgery import __version__
 from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
 from kvsurgery.measure.gates import add_gradient, initial_gates, rate
-from kvsurgery.measure.training import GateOptions, train_gates
+from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.measure.training_state import TrainingState
 from tests.families import stock
 from tests.measured_models import subject_of
@@ -48,8 +48,10 @@ def subject():
 
 def train(subject, steps_before_a_stop=None, given=prompts, data=DATA, **options):
     """Train, or press Ctrl-C after so many steps."""
-    names = ("checkpoint", "every", "resume", "progress")
-    keywords = {name: options.pop(name) for name in names if name in options}
+    keywords = {"progress": options.pop("progress", None)}
+    kept = {name: options.pop(name) for name in ("every", "resume") if name in options}
+    if "checkpoint" in options:
+        keywords["kept"] = KeptState(options.pop("checkpoint"), **kept)
 
     def stopping(step, place):
         if step == steps_before_a_stop:

@@ -8,7 +8,7 @@ from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.measure import needle_trial
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.needle_trial import choose_needles
-from kvsurgery.measure.retrieval import retrieval_scores
+from kvsurgery.measure.retrieval import Trials, retrieval_scores
 from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
@@ -53,9 +53,7 @@ def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, hayst
     sets(*answered)
     choice = choose_needles(tiny, haystack, method, (200, 120))
     assert (choice.name, choice.right[chosen], choice.tokens, choice.model) == (chosen, 8, 120, "original")
-    made = retrieval_scores(
-        tiny, haystack, read_set(chosen), method=method, lengths=(120,), depths=(0.4,), choice=choice
-    )
+    made = retrieval_scores(tiny, haystack, read_set(chosen), Trials((120,), (0.4,)), method=method, choice=choice)
     assert made.provenance["needle_choice"]["name"] == chosen
     assert json.loads(json.dumps(made.provenance)) == made.provenance
 

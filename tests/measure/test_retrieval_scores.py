@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvsurgery.errors import KVSurgeryError, ProfileError, UnsupportedModel
 from kvsurgery.measure import retrieval
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import answer, copy_score, default_lengths, mass_score, retrieval_scores
+from kvsurgery.measure.retrieval import answer, copy_score, default_lengths, mass_score
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
@@ -200,6 +200,11 @@ def recall(tiny, files):
 SMALL = {"lengths": (100, 200), "depths": (0.1, 0.6)}
 
 
+def retrieval_scores(subject, haystack, needles, *, lengths, depths, max_new_tokens=None, seed=0, **options):
+    trials = retrieval.Trials(lengths, depths, max_new_tokens, seed)
+    return retrieval.retrieval_scores(subject, haystack, needles, trials, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_heads_that_ablation_finds_are_in_the_top_quarter(tiny, recall, method):
@@ -309,11 +314,11 @@ class TestErrors:
             ({"lengths": (100, 3900)}, r"filler.txt has 3000 tokens, 3885 are needed; give a longer text"),
             ({"lengths": (20, 500)}, "a needle of 12 tokens is longer than the text around it, 5 tokens of a "),
             ({"lengths": (5,)}, "a needle of 12 tokens is longer than the text around it, 0 tokens of a prompt of 5"),
-            ({"lengths": ()}, "--lengths and --depths need a value or more"),
-            ({"depths": ()}, "--lengths and --depths need a value or more"),
+            ({"lengths": ()}, "`lengths` and `depths` need a value or more"),
+            ({"depths": ()}, "`lengths` and `depths` need a value or more"),
             ({"max_new_tokens": 0}, "an answer needs a token or more"),
-            ({"depths": (0.5, 1.5)}, r"--depths lie in \[0, 1\], got 0.5, 1.5"),
-            ({"depths": (float("nan"),)}, r"--depths lie in \[0, 1\], got nan"),
+            ({"depths": (0.5, 1.5)}, r"`depths` lie in \[0, 1\], got 0.5, 1.5"),
+            ({"depths": (float("nan"),)}, r"`depths` lie in \[0, 1\], got nan"),
         ],
     )  # fmt: skip
     def test_options_out_of_range(self, tiny, recall, options, message):
@@ -331,4 +336,4 @@ class TestErrors:
 
     def test_without_a_tokenizer(self, recall):
         with pytest.raises(UnsupportedModel, match="random has no tokenizer; heads are measured on text"):
-            retrieval_scores(subject_of(stock("llama")), *recall)
+            retrieval_scores(subject_of(stock("llama")), *recall, **SMALL)

@@ -194,7 +194,7 @@ def _check_files(options: dict[str, Any]) -> None:
 
 def _duo(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import GateOptions, Progress, train_gates
+    from kvsurgery.measure.training import GateOptions, KeptState, Progress, train_gates
 
     gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
     contexts = _contexts(subject, options)
@@ -211,8 +211,7 @@ def _duo(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[...,
         prompts,
         gates,
         data=prompts.facts,
-        checkpoint=options["checkpoint"],
-        resume=options["resume"],
+        kept=KeptState(options["checkpoint"], resume=options["resume"]) if options["checkpoint"] else None,
         progress=progress,
         mesh=mesh,
     )
@@ -231,7 +230,7 @@ def _attention(
 def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery import console
     from kvsurgery.measure.needle_trial import choose_needles
-    from kvsurgery.measure.retrieval import DEPTHS, default_lengths, retrieval_scores
+    from kvsurgery.measure.retrieval import DEPTHS, Trials, default_lengths, retrieval_scores
     from kvsurgery.text.haystack import Haystack
     from kvsurgery.text.needle_sets import AUTO, read_set
 
@@ -247,11 +246,11 @@ def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[.
         subject,
         haystack,
         read_set(choice.name if choice else options["needles"]),
+        Trials(lengths, options["depths"] or DEPTHS, seed=options["seed"]),
         method=method,
-        lengths=lengths,
         choice=choice,
         progress=lambda done, of, right: advance(done, of, f"{right} right"),
-        **shared,
+        mesh=mesh,
     )
     return profile, None
 
