@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-wheel coverage lint format clean
+.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-vllm test-wheel coverage lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -51,6 +51,10 @@ test-gpu:
 # with the libraries that quantise weights, and the lm-evaluation-harness
 test-extras: .venv-extras/ready
 	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantisation.py tests/examples/test_pages.py -k "weight or w8 or harness"
+
+# checkpoints served by vLLM's CPU build
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest -q tests/vllm
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
@@ -93,6 +97,11 @@ INSTALL = $(@D)/bin/python -m pip install -q
 .venv-extras/ready: .venv/ready
 	$(COPY)
 	$(INSTALL) -c constraints.txt -e '.[dev,eval,quant]'
+	touch $@
+
+.venv-vllm/ready: .venv/ready requirements-vllm.txt tests/vllm/distribution/pyproject.toml
+	$(COPY)
+	$(INSTALL) --no-deps -r requirements-vllm.txt -e . tests/vllm/distribution
 	touch $@
 
 .PRECIOUS: .venv-%/ready .venv-triton-%/ready

@@ -53,6 +53,7 @@ def test_nothing_imports_in_a_circle(rooms: bool) -> None:
 
 
 LONGEST, MOST = 60, 8  # lines of code and parameters of a function
+THEIRS = {"kvsurgery/vllm/cpu.py: forward"}  # has the signature that vLLM calls
 
 
 def test_functions_are_short() -> None:
@@ -70,6 +71,8 @@ def test_functions_are_short() -> None:
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 first = body[0].lineno if body else node.end_lineno
                 code = [line for line in lines[first - 1 : node.end_lineno] if line.strip() and line.strip()[0] != "#"]
-                if (len(code) > LONGEST or count > MOST) and "click" not in decorators and "jit" not in decorators:
-                    found.append(f"{path.relative_to(ROOT)}: {node.name}, {len(code)} lines, {count} parameters")
+                name = f"{path.relative_to(ROOT)}: {node.name}"
+                excepted = name in THEIRS or "click" in decorators or "jit" in decorators
+                if (len(code) > LONGEST or count > MOST) and not excepted:
+                    found.append(f"{name}, {len(code)} lines, {count} parameters")
     assert not found, "\n".join(found)

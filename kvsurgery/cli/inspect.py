@@ -115,4 +115,10 @@ def _show_surgery(surgery: Surgery, family: str) -> None:
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
+    if refusal := surgery.vllm.get("refusal"):
+        lines.append(refusal)
+    else:
+        held, dense = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
+        each = " in each process" if surgery.vllm["processes"] > 1 else ""
+        lines.append(f"vLLM holds {held} for 128k tokens{each}, {dense} for the original: {surgery.vllm['command']}")
     console.stdout.print("\n".join(lines), markup=False)

@@ -20,6 +20,7 @@ from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
+from kvsurgery.vllm.forecast import forecast
 
 # what stands in the way of naming a family, though its dimensions are plain
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
@@ -40,6 +41,8 @@ class Surgery:
         ranks: `processes` of tensor parallelism, and the `kv_bytes` of 128k tokens that each of them holds; empty where
             heads are laid out for one.
         replicated: whether transformers gives each of them all heads.
+        vllm: the `command` that serves the folder with vLLM over a number of `processes`, and the bytes of 128k tokens'
+            KV cache in each: `kv_bytes`, and `dense_bytes` of the original model; or else a `refusal`.
         base_model, base_revision: what was converted.
         options: how the heads were decided.
         tool: version that did it.
@@ -55,6 +58,7 @@ class Surgery:
     kv_bytes: tuple[Mapping[str, Any], ...]
     ranks: tuple[Mapping[str, Any], ...]
     replicated: bool
+    vllm: Mapping[str, Any]
     base_model: str | None = None
     base_revision: str | None = None
     options: Mapping[str, Any] | None = None
@@ -129,7 +133,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         checkpoint = Checkpoint.open(folder, name, revision)
     except UnsupportedModel as error:
         problem = str(error)
-    surgery = _surgery(folder, config) if "kv_surgery" in config else None
+    surgery = _surgery(folder, name, config) if "kv_surgery" in config else None
     if checkpoint is not None and surgery is None:
         problem = _problem(checkpoint)
     parameters: Counter[str] = Counter()
@@ -196,7 +200,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(f"the RoPE settings of config.json are malformed: {error!r}") from error
 
 
-def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
+def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     try:
         layout = KVLayout.from_config(config)
         reform = Reform.from_config(config)
@@ -213,6 +217,7 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
         "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
         "replicated": replicated,
+        "vllm": _serving(name, config),
     }
     if not (folder / PROVENANCE).exists():
         return Surgery(**facts, heads=heads)
@@ -233,3 +238,16 @@ def _surgery(folder: Path, config: Mapping[str, Any]) -> Surgery:
         tool=origin.tool,
         revertible=True,
     )
+
+
+def _serving(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        expected = forecast(config)
+    except ValueError as error:
+        return {"refusal": str(error)}
+    return {
+        "command": expected.command(name),
+        "processes": expected.processes,
+        "kv_bytes": expected.kv_bytes,
+        "dense_bytes": expected.dense_bytes,
+    }

@@ -16,6 +16,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
 from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.vllm.forecast import forecast
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
 # keys of the source's card that stay true after surgery
@@ -82,7 +83,7 @@ def model_card(
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantised(policy.quantisation),
         code_table=_code_table(code),
-        sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated),
+        sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated) + _serving(config),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -176,6 +177,26 @@ def _several_devices(config: Mapping[str, Any], auto: str, replicated: bool) -> 
             "",
             f"That is all of it: transformers replicates the attention of {config['model_type']} in every process.",
         ]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _serving(config: Mapping[str, Any]) -> str:
+    """How vLLM serves the checkpoint, as a section of its own."""
+    try:
+        expected = forecast(config)
+    except ValueError as error:
+        return f"\n## vLLM\n\n{error}, as above.\n"
+    held, dense = size(expected.kv_bytes), size(expected.dense_bytes)
+    each = " in each process" if expected.processes > 1 else ""
+    lines = [
+        "## vLLM",
+        "",
+        "    pip install kvsurgery vllm",
+        f"    {expected.command('DIR')}",
+        "",
+        f"A plugin of kvsurgery serves full and streaming heads from caches of their own, which hold {held} for",
+        f"128k tokens{each} where the original's hold {dense}. Without the plugin, vLLM serves the original model.",
+    ]
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -141,11 +141,7 @@ def retrieval_scores(
         said, result = judged(subject, method, needle, steps)
         if result > RIGHT:
             successes += 1
-            for step in steps:
-                total += [
-                    copy_score(layer, real, tokens, step.token) if method == "headkv-r" else mass_score(layer, real)
-                    for layer in step.layers
-                ]
+            total += sum(_step_scores(step, real, tokens, method) for step in steps)
         if result > best[0]:
             best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
         if progress is not None and mesh.processes.rank == 0:
@@ -178,6 +174,13 @@ def retrieval_scores(
             "tool": f"kvsurgery {__version__}",
         },
     )
+
+
+def _step_scores(step: Step, real: range, tokens: np.ndarray, method: str) -> np.ndarray:
+    """What the heads of every layer score at one step of an answer: float64 [layers, query_heads]."""
+    if method == "headkv-r":
+        return np.array([copy_score(layer, real, tokens, step.token) for layer in step.layers])
+    return np.array([mass_score(layer, real) for layer in step.layers])
 
 
 def default_lengths(max_context: int) -> tuple[int, ...]:

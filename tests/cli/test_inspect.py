@@ -86,6 +86,10 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
         "after": head * (full * tokens + streaming * (SINK + RECENT) + own),
     }
     assert f"{full} KV heads full, {streaming} streaming" in text(converted.folder)
+    serving = surgery["vllm"]
+    assert serving["command"] == f"vllm serve {converted.folder}"
+    assert serving["kv_bytes"] < serving["dense_bytes"]
+    assert serving["command"] in text(converted.folder)
 
 
 def test_heads_are_told_in_the_originals_order(mixed):

@@ -117,3 +117,10 @@ def test_other_cards_keep_all_of_their_text(card):
     with_report = with_section(card, "scores")
     assert with_report.startswith(card)
     assert with_report.count("scores") == 1
+
+
+def test_card_says_how_vllm_serves(decided):
+    profile, policy, config = decided
+    assert "vllm serve DIR\n" in model_card("org/base", config, profile, policy)
+    config = {**config, "kv_surgery": {**config["kv_surgery"], "reform": {}}}
+    assert "vLLM cannot read prompts by REFORM; use transformers" in model_card("org/base", config, profile, policy)

@@ -1,0 +1,255 @@
+"""Serving with vLLM at equal KV memory: a model and its conversions take turns under a load that is too large.
+
+    make .venv-vllm/ready
+    .venv-vllm/bin/python benchmarks/vllm_serving.py MODEL --json serving.json
+
+All requests arrive at once. Each has a random prompt and generates a set number of tokens. The KV budget holds a few
+sequences of the original model (`--sequences`). With an `--at-once` that fits the budget all models have the same load,
+which shows what the split costs. Each engine has a process of its own; they run one after the other, `--turns` times,
+and the median turn counts. Figures of a CPU are ratios within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvsurgery.convert.convert import convert
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.vllm.groups import Groups
+
+BLOCK = 32  # tokens; the CPU's kernels take multiples
+ITEMSIZE = 4  # float32
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that arrive together, and the memory for their KV caches in bytes."""
+
+    requests: int
+    prompt: int
+    new: int
+    at_once: int
+    budget: int
+    chunk: int
+    vocabulary: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One turn. Times are in seconds, `peak_bytes` are of blocks in use, `running` is a mean over steps.
+
+    `cpu_seconds` of the engine's process are what a busy machine leaves comparable.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    requests_per_second: float
+    tokens_per_second: float
+    preemptions: int
+    running: float
+    most_running: int
+    peak_bytes: int
+    first_token: tuple[float, float]
+    latency: tuple[float, float]
+
+
+def block_bytes(config: dict[str, Any]) -> int:
+    """Bytes of a block of vLLM's pool for a config, converted or not."""
+    if "kv_surgery" in config:
+        return Groups(KVLayout.from_config(config)).block_bytes(BLOCK, ITEMSIZE)
+    model = Family.of(config).dimensions(config)
+    return model.layers * model.kv_heads * BLOCK * 2 * model.head_dim * ITEMSIZE
+
+
+def serve(folder: Path, load: Load, pipe: Connection) -> None:
+    """A process with an engine: runs the load whenever it is told to."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1"
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    block = block_bytes(read_config(folder))
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=load.prompt + load.new,
+        max_num_seqs=load.at_once,
+        max_num_batched_tokens=max(load.chunk, load.at_once),
+        block_size=BLOCK,
+        num_gpu_blocks_override=load.budget // block,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+    )
+    pipe.send("ready")
+    while pipe.recv() == "run":
+        pipe.send(run(llm.llm_engine, load, block))
+
+
+def run(engine: Any, load: Load, block: int) -> Result:
+    """Serve all requests of a load."""
+    from vllm import SamplingParams
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free, draw = pool.get_num_free_blocks(), random.Random(load.seed)
+    parameters = SamplingParams(temperature=0, max_tokens=load.new, ignore_eos=True)
+    preempted = _preemptions(engine)
+    for index in range(load.requests):
+        prompt = [draw.randrange(load.vocabulary) for _ in range(load.prompt)]
+        engine.add_request(f"{time.monotonic()}-{index}", {"prompt_token_ids": prompt}, parameters)
+    started, busy, first, last, running, peak = time.monotonic(), time.process_time(), {}, {}, [], 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            now = time.monotonic() - started
+            first.setdefault(output.request_id, now)
+            last[output.request_id] = now
+        running.append(len(scheduler.running))
+        peak = max(peak, free - pool.get_num_free_blocks())
+    assert pool.get_num_free_blocks() == free, "blocks are lost"
+    seconds = time.monotonic() - started
+    return Result(
+        seconds,
+        time.process_time() - busy,
+        load.requests / seconds,
+        load.requests * load.new / seconds,
+        _preemptions(engine) - preempted,
+        statistics.mean(running),
+        max(running),
+        peak * block,
+        _percentiles(first.values()),
+        _percentiles(last.values()),
+    )
+
+
+def _preemptions(engine: Any) -> int:
+    return sum(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _percentiles(seconds: Any) -> tuple[float, float]:
+    """The median and the 95th percentile."""
+    return tuple(float(value) for value in np.percentile([*seconds], (50, 95)))
+
+
+@contextmanager
+def engines(folders: dict[str, Path], load: Load) -> Iterator[dict[str, Connection]]:
+    """A process for each folder, started one after the other."""
+    context, pipes, processes = get_context("spawn"), {}, []
+    for name, folder in folders.items():
+        pipes[name], theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(folder, load, theirs)))
+        processes[-1].start()
+        assert pipes[name].recv() == "ready"
+    try:
+        yield pipes
+    finally:
+        for pipe, process in zip(pipes.values(), processes, strict=True):
+            pipe.send("end")
+            process.join(60)
+
+
+def conversions(source: Path, out: Path, shares: list[float], options: argparse.Namespace) -> dict[str, Path]:
+    """The original's folder, and folders of conversions with these shares of heads full."""
+    config = read_config(source)
+    model = Family.of(config).dimensions(config)
+    if options.profile:
+        profile = HeadProfile.load(options.profile)
+    else:  # which heads are full does not change how much is stored
+        scores = np.random.default_rng(0).random((model.layers, model.kv_heads), dtype=np.float32)
+        profile = HeadProfile(scores, "duo", "kv", str(source), model)
+    folders = {"dense": source}
+    for share in shares:
+        folder = out / f"{share}"
+        policy = {"sparsity": 1 - share, "sink": options.sink, "recent": options.recent}
+        prepared = PreparedConversion.prepare(source, profile, **policy)
+        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+        folders[f"{share:.0%} full"] = folder
+    return folders
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of turns for every model, and ratios to the original."""
+    config = read_config(options.source)
+    length = options.prompt + options.new
+    budget = options.sequences * -(-length // BLOCK) * block_bytes(config)
+    load = Load(
+        options.requests, options.prompt, options.new, options.at_once, budget, options.chunk, config["vocab_size"]
+    )
+    with tempfile.TemporaryDirectory() as out:
+        folders = conversions(options.source, Path(out), options.shares, options)
+        turns: dict[str, list[Result]] = {name: [] for name in folders}
+        with engines(folders, load) as pipes:
+            for turn in range(options.turns):
+                # whoever comes first meets a colder machine; so that changes
+                names = [*pipes][turn % len(pipes) :] + [*pipes][: turn % len(pipes)]
+                for name in names:
+                    pipes[name].send("run")
+                    turns[name].append(pipes[name].recv())
+                    print(name, turns[name][-1], flush=True)
+    medians = {
+        name: sorted(results, key=lambda result: result.seconds)[len(results) // 2] for name, results in turns.items()
+    }
+    dense = medians["dense"]
+    return {
+        "load": asdict(load),
+        "results": {name: asdict(result) for name, result in medians.items()},
+        "ratios": {
+            name: {
+                "requests_per_second": result.requests_per_second / dense.requests_per_second,
+                "requests_per_cpu_second": dense.cpu_seconds / result.cpu_seconds,
+                "concurrency": result.running / dense.running,
+            }
+            for name, result in medians.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25], help="of heads that stay full")
+    parser.add_argument("--sink", type=int, default=16)
+    parser.add_argument("--recent", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--sequences", type=int, default=4, help="of the original model that the KV budget holds")
+    parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a step")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = measure(options)
+    for name, ratios in found["ratios"].items():
+        figures = [ratios[figure] for figure in ("requests_per_second", "requests_per_cpu_second", "concurrency")]
+        print(name, "requests a second {:.2f}x, a second of CPU {:.2f}x, at once {:.2f}x".format(*figures))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

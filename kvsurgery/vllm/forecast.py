@@ -1,0 +1,82 @@
+"""Whether vLLM can serve a converted checkpoint, and how large the KV cache of a sequence is. Needs no vLLM."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvsurgery.templates.kv_layout import KVLayout, setting
+from kvsurgery.vllm.groups import Groups
+
+LONG = 131_072  # tokens of the sequence that a forecast is for
+BLOCK = 16  # tokens; vLLM's own choice on a GPU
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The KV cache of one sequence of `tokens` tokens in one process, in bytes.
+
+    Attributes:
+        processes: of tensor parallelism.
+        kv_bytes, dense_bytes: of the converted and of the original model.
+        token_bytes, dense_token_bytes: what each more token takes.
+    """
+
+    tokens: int
+    processes: int
+    kv_bytes: int
+    dense_bytes: int
+    token_bytes: int
+    dense_token_bytes: int
+
+    @classmethod
+    def of(
+        cls, part: KVLayout, processes: int = 1, tokens: int = LONG, block: int = BLOCK, itemsize: int = 2
+    ) -> Forecast:
+        """For the heads of one process, in blocks of `block` tokens, with elements of `itemsize` bytes."""
+        token = 2 * part.head_dim * itemsize
+        whole = -(-tokens // block) * block
+        return cls(
+            tokens,
+            processes,
+            Groups(part).sequence_bytes(tokens, block, itemsize),
+            part.dense_bytes(1, whole, itemsize=itemsize),
+            sum(layer.full for layer in part.layers) * token,
+            sum(layer.heads for layer in part.layers if not layer.native) * token,
+        )
+
+    def command(self, folder: str) -> str:
+        """The command that serves a folder."""
+        parallel = f" --tensor-parallel-size {self.processes}" if self.processes > 1 else ""
+        return f"vllm serve {shlex.quote(folder)}{parallel}"
+
+
+def forecast(config: Any) -> Forecast:
+    """The forecast for a converted config, over as many processes as its heads are laid out for.
+
+    Raises:
+        ValueError: vLLM cannot serve it.
+    """
+    layout = servable_layout(config)
+    for processes in reversed(layout.processes):
+        first, *others = layout.parts(processes)
+        if all(other == first for other in others):
+            return Forecast.of(first, processes)
+    raise AssertionError("one process holds all heads")
+
+
+def servable_layout(config: Any) -> KVLayout:
+    """The heads of a converted config, a transformers config or a dict.
+
+    Raises:
+        ValueError: vLLM cannot serve it; the message names the way that can.
+    """
+    layout = KVLayout.from_config(config)
+    if any(layer.budgets for layer in layout.layers):
+        raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
+    section: Mapping[str, Any] = setting(config, "kv_surgery")
+    if "reform" in section:
+        raise ValueError("vLLM cannot read prompts by REFORM; use transformers with trust_remote_code=True")
+    return layout

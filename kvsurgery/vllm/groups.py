@@ -1,0 +1,94 @@
+"""How vLLM groups the heads of a model: all groups share blocks of one size, that of the widest group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+
+
+@dataclass
+class Bin:
+    """Layers whose streaming heads share a cache group: heads of the first layer, of all layers, and their number."""
+
+    first: int
+    heads: int = 0
+    layers: int = 0
+
+    def takes(self, heads: int, width: int) -> bool:
+        """Whether one more layer fits a block of `width` heads.
+
+        vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ;
+        so that many have to fit too.
+        """
+        return self.heads + heads <= width and (self.layers + 1) * self.first <= width
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The cache groups of a model: one of all full heads, bins of streaming heads, and the model's own windows."""
+
+    layout: KVLayout
+
+    @cached_property
+    def width(self) -> int:
+        """KV heads of a block: all full heads of the model, or the widest layer of streaming heads."""
+        full = sum(layer.full for layer in self.layout.layers if not layer.native)
+        return max(full, *(layer.heads - layer.full for layer in self.layout.layers))
+
+    @cached_property
+    def _filled(self) -> tuple[list[Bin], list[int]]:
+        bins: list[Bin] = []
+        chosen = []
+        for layer in self.layout.layers:
+            heads = 0 if layer.native else layer.streaming
+            index = 0
+            if heads:
+                fitting = (index for index, bin in enumerate(bins) if bin.takes(heads, self.width))
+                index = next(fitting, len(bins))
+                if index == len(bins):
+                    bins.append(Bin(heads))
+                bins[index].heads += heads
+                bins[index].layers += 1
+            chosen.append(index)
+        return bins, chosen
+
+    @property
+    def streaming(self) -> list[int]:
+        """The bin of each layer's streaming heads; no bin has more heads than a block."""
+        return self._filled[1]
+
+    def window(self, layer: LayerLayout) -> int:
+        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one more.
+
+        vLLM puts windows of one length in one group, and of that group the manager may be the stock one, which frees
+        sinks; so no window is as long as one of the model's own.
+        """
+        return layer.recent + any(other.native and other.recent == layer.recent for other in self.layout.layers)
+
+    def blocks(self, tokens: int, size: int, in_flight: int = 1) -> int:
+        """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""
+        count = -(-tokens // size) if any(layer.full for layer in self.layout.layers) else 0
+        layers = [layer for layer in self.layout.layers if not layer.native and layer.streaming]
+        if layers:
+            count += len(self._filled[0]) * _window_blocks(tokens, size, layers[0].sink, layers[0].recent, in_flight)
+        native = [layer for layer in self.layout.layers if layer.native]
+        if native:
+            groups = -(-len(native) // (self.width // native[0].heads))
+            count += groups * _window_blocks(tokens, size, 0, native[0].recent, in_flight)
+        return count
+
+    def block_bytes(self, size: int, itemsize: int = 2) -> int:
+        """Bytes of a block: keys and values of `size` tokens."""
+        return self.width * size * 2 * self.layout.head_dim * itemsize
+
+    def sequence_bytes(self, tokens: int, size: int = 16, itemsize: int = 2, in_flight: int = 1) -> int:
+        """Bytes of the blocks that a sequence holds."""
+        return self.blocks(tokens, size, in_flight) * self.block_bytes(size, itemsize)
+
+
+def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int) -> int:
+    """Most blocks that hold sinks and a window, which may begin inside of a block."""
+    window = -(-(recent - 1 + in_flight) // size) + 1
+    return min(-(-sink // size) + window, -(-tokens // size))

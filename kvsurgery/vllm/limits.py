@@ -1,0 +1,78 @@
+"""Which converted checkpoints and settings vLLM can serve; the others are refused before the weights load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.vllm.forecast import servable_layout
+
+logger = init_logger("vllm.kvsurgery")
+
+WHOLE_CACHE = ("auto", "float16", "bfloat16", "float32")
+
+
+def checked_layout(vllm_config: Any) -> KVLayout:
+    """The heads of one process of tensor parallelism, which are the same in every process.
+
+    Raises:
+        ValueError: the checkpoint or a setting cannot be served; the message says what to do.
+    """
+    try:
+        layout = servable_layout(vllm_config.model_config.hf_config)
+    except ValueError as error:
+        raise ValueError(f"kvsurgery: {error}") from error
+    _check_settings(vllm_config)
+    if layout.quantisation:
+        logger.warning_once(
+            "kvsurgery: the %d-bit KV cache of this checkpoint is for transformers; vLLM stores it as --kv-cache-dtype "
+            "says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",
+            layout.quantisation.bits,
+            vllm_config.cache_config.cache_dtype,
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        logger.warning_once(
+            "kvsurgery: without vLLM's hybrid KV cache manager streaming heads compute what they should, but nothing "
+            "of their KV cache is freed"
+        )
+    return _one_process(layout, vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _check_settings(vllm_config: Any) -> None:
+    """Raise ValueError for a feature of vLLM that has not been made to work with streaming heads."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError("kvsurgery: KV connectors and KV offloading do not know sink tokens; leave them off")
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "kvsurgery: LoRA is refused: adapters made for the original model expect its order of heads; merge the "
+            "adapter into the original and convert the result"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise ValueError(f"kvsurgery: speculative decoding by {speculative.method} is refused; use ngram")
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise ValueError("kvsurgery: context parallelism does not know streaming heads; use tensor parallelism")
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("kvsurgery: pipeline parallelism has not been tried; use tensor parallelism")
+    if current_platform.is_cpu() and cache.cache_dtype not in WHOLE_CACHE:
+        raise ValueError(
+            f"kvsurgery: streaming heads have no {cache.cache_dtype} KV cache on a CPU; leave out --kv-cache-dtype"
+        )
+
+
+def _one_process(layout: KVLayout, processes: int) -> KVLayout:
+    if processes not in layout.processes:
+        raise ValueError(
+            f"kvsurgery: the heads of this checkpoint are laid out for {' or '.join(map(str, layout.processes))} "
+            f"processes; convert with --tp {processes} for --tensor-parallel-size {processes}"
+        )
+    first, *others = layout.parts(processes)
+    if any(other != first for other in others):
+        raise ValueError(
+            "kvsurgery: vLLM needs equal numbers of full heads in all processes; convert without --tp-uneven"
+        )
+    return first

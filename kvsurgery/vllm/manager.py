@@ -1,0 +1,124 @@
+"""vLLM's manager of the KV cache blocks of streaming heads: sinks and window stay, blocks between them are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+
+class SinkWindowManager(SlidingWindowManager):
+    """Manages blocks like a sliding window's, except that a request never gives up the blocks of its sinks."""
+
+    def __init__(self, kv_cache_spec: Any, **options: Any) -> None:
+        super().__init__(kv_cache_spec, **options)
+        self.sink_blocks = cdiv(kv_cache_spec.sink, self.block_size)
+
+    def _skipped_blocks(self, computed_tokens: int) -> int:
+        return self.get_num_skipped_tokens(computed_tokens) // self.block_size
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Free the blocks between the sinks and the window."""
+        last = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
+        if last > self.sink_blocks:
+            self._remove_blocks_in_range(request_id, self.sink_blocks, last)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
+        *args: Any,
+        **options: Any,
+    ) -> int:
+        """Blocks that a request takes from the pool. The stock count leaves out cached blocks before the window; the
+        sinks among them are taken too."""
+        count = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **options
+        )
+        if request_id not in self.num_cached_block:
+            skipped_sinks = min(self._skipped_blocks(total_computed_tokens), self.sink_blocks)
+            count += self._get_num_evictable_blocks(new_computed_blocks[:skipped_sinks])
+        return count
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[Any],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Give a request its cached blocks: those of the sinks and of the window."""
+        assert not num_external_computed_tokens, "KV connectors are refused at start"
+        blocks = list(new_computed_blocks)
+        for index in range(self.sink_blocks, min(self._skipped_blocks(num_local_computed_tokens), len(blocks))):
+            blocks[index] = self._null_block
+        if self.enable_caching:
+            self.block_pool.touch([block for block in blocks if not block.is_null])
+        self.req_to_blocks[request_id].extend(blocks)
+        self.num_cached_block[request_id] = len(blocks)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        *,
+        alignment_tokens: int,
+        **options: Any,
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """The longest cached prefix: a window and all sinks, or else the sinks before the first that is missing."""
+        found, length = super().find_longest_cache_hit(
+            block_hashes=block_hashes,
+            max_length=max_length,
+            kv_cache_group_ids=kv_cache_group_ids,
+            block_pool=block_pool,
+            kv_cache_spec=kv_cache_spec,
+            alignment_tokens=alignment_tokens,
+            **options,
+        )
+        size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        for index in range(min(cdiv(kv_cache_spec.sink, size), length // size)):
+            cached = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
+            if cached is None:
+                length = index * size // alignment_tokens * alignment_tokens
+                break
+            for blocks, block in zip(found, cached, strict=True):
+                blocks[index] = block
+        for blocks in found:
+            del blocks[length // size :]
+        return found, length
+
+    @classmethod
+    def reachable_block_mask(
+        cls,
+        start_block: int,
+        end_block: int,
+        alignment_tokens: int | None,
+        kv_cache_spec: Any,
+        *args: Any,
+        **options: Any,
+    ) -> list[bool] | None:
+        """Which full blocks are worth caching: the stock choice, and every sink."""
+        mask = super().reachable_block_mask(start_block, end_block, alignment_tokens, kv_cache_spec, *args, **options)
+        if mask is not None:
+            sinks = cdiv(kv_cache_spec.sink, kv_cache_spec.block_size)
+            for index in range(start_block, min(end_block, sinks)):
+                mask[index - start_block] = True
+        return mask

@@ -1,0 +1,37 @@
+"""The model classes that vLLM asks for: a subclass of each stock class, made on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kvsurgery.vllm import stock
+
+
+def __getattr__(architecture: str) -> type:
+    if architecture not in stock:
+        raise AttributeError(f"no model class for {architecture}")
+    module, name = stock[architecture]
+    globals()[architecture] = served = _served(getattr(importlib.import_module(module), name))
+    return served
+
+
+def _served(base: type) -> type:
+    """A subclass of a stock model class that splits the attention of converted checkpoints."""
+
+    class Served(base):
+        def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+            converted = getattr(vllm_config.model_config.hf_config, "kv_surgery", None) is not None
+            if converted:
+                from kvsurgery.vllm.limits import checked_layout
+                from kvsurgery.vllm.split import split_attention
+
+                layout = checked_layout(vllm_config)
+            super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
+            if converted:
+                split_attention(self, layout, vllm_config)
+
+    Served.__name__ = Served.__qualname__ = base.__name__
+    Served.__doc__ = base.__doc__
+    Served.__module__ = __name__
+    return Served

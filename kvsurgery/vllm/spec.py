@@ -1,0 +1,47 @@
+"""The KV cache of streaming heads as vLLM's planner sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvsurgery.vllm.manager import SinkWindowManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(SlidingWindowSpec):
+    """A sliding window beside the first `sink` tokens.
+
+    Layers of one `bin` share a cache group; see `Groups`.
+    """
+
+    sink: int
+    bin: int
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens that a worker must not drop from its block table by itself: all, since it knows no sinks."""
+        return 1 << 30
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Most blocks that a request holds at a time: those of a window, and those of the sinks."""
+        window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        return min(window + cdiv(self.sink, self.block_size), cdiv(max_model_len, self.block_size) + 1)
+
+    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
+        """Whether these may share a cache group: streaming heads of one bin."""
+        return all(
+            isinstance(spec, SinkWindowSpec)
+            and (spec.sink, spec.sliding_window, spec.bin) == (self.sink, self.sliding_window, self.bin)
+            for spec in kv_cache_specs.values()
+        )
+
+
+# the first registration of a spec keeps vLLM from registering its own
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)

@@ -1,0 +1,179 @@
+"""Two attentions a layer: one for its full heads and one for its streaming heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.vllm.backends import full_backend, streaming_backend
+from kvsurgery.vllm.forecast import BLOCK, LONG, Forecast
+from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.limits import logger
+from kvsurgery.vllm.spec import SinkWindowSpec
+
+LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
+
+
+class StreamingAttention(Attention):
+    """Attention of heads at position i that see positions j <= i with j < sink or i - j < recent.
+
+    `window` and `bin` are the fields of its `SinkWindowSpec`.
+    """
+
+    def __init__(self, *args: Any, sink: int, recent: int, window: int, bin: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sink, self.recent, self.window, self.bin = sink, recent, window, bin
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """The cache of these heads; that of full heads where vLLM may not free blocks."""
+        full = super().get_kv_cache_spec(vllm_config)
+        if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+            return full
+        return SinkWindowSpec(
+            block_size=full.block_size,
+            num_kv_heads=full.num_kv_heads,
+            head_size=full.head_size,
+            head_size_v=full.head_size_v,
+            dtype=full.dtype,
+            kv_quant_mode=full.kv_quant_mode,
+            state_content_bytes=full.state_content_bytes,
+            sliding_window=self.window,
+            sink=self.sink,
+            bin=self.bin,
+        )
+
+
+class SplitAttention(nn.Module):
+    """What `Attention` does for a layer, as two attentions over its full and its streaming heads."""
+
+    def __init__(self, full: Attention | None, streaming: StreamingAttention | None, layer: LayerLayout) -> None:
+        super().__init__()
+        self.full, self.streaming = full, streaming
+        self.heads, self.cut = layer.heads, layer.full
+        self.scattered = layer.scattered
+        if self.scattered:
+            kinds = torch.tensor(
+                [kind for block in layer.blocks for kind, count in enumerate(block) for _ in range(count)]
+            )
+            order = kinds.argsort(stable=True)
+            self.register_buffer("order", order, persistent=False)
+            self.register_buffer("original_order", order.argsort(), persistent=False)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of new tokens.
+
+        Args:
+            query: [tokens, query_heads * head_dim]
+            key, value: [tokens, kv_heads * head_dim]
+
+        Returns:
+            [tokens, query_heads * head_dim]
+        """
+        if self.full is None or self.streaming is None:
+            return (self.full or self.streaming)(query, key, value)
+        states = [self._full_first(part) for part in (query, key, value)]
+        cuts = [part.shape[-1] // self.heads * self.cut for part in states]
+        full = self.full(*(part[:, :cut] for part, cut in zip(states, cuts, strict=True)))
+        streaming = self.streaming(*(part[:, cut:] for part, cut in zip(states, cuts, strict=True)))
+        attended = torch.cat((full, streaming), -1)
+        return self._by_head(attended, self.original_order) if self.scattered else attended
+
+    def _full_first(self, states: torch.Tensor) -> torch.Tensor:
+        return self._by_head(states, self.order) if self.scattered else states.view(len(states), -1)
+
+    def _by_head(self, states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return states.view(len(states), self.heads, -1).index_select(1, order).flatten(1)
+
+
+def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
+    """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
+    groups = Groups(layout)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not Attention:
+                continue
+            index = extract_layer_index(child.layer_name)
+            layer = layout.layers[index]
+            if child.sliding_window != (layer.recent if layer.native else None):
+                raise ValueError(
+                    f"kvsurgery: layer {index} has a window of {child.sliding_window} tokens in vLLM, and not in "
+                    "config.json; use transformers with trust_remote_code=True"
+                )
+            if layer.native:
+                child.attn_backend = full_backend(child.attn_backend)
+                continue
+            cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
+            setattr(parent, name, _split(child, layer, cache, vllm_config))
+    split = [module for module in model.modules() if isinstance(module, SplitAttention)]
+    if split:
+        _announce(split, layout, vllm_config)
+
+
+def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
+    """Log the heads of this process and the memory that they take, beside that of the original model."""
+    dtype = next(split[0].children()).kv_cache_torch_dtype
+    size = vllm_config.cache_config.block_size or BLOCK
+    limit = vllm_config.model_config.max_model_len
+    long, longest = (
+        Forecast.of(layout, tokens=tokens, block=size, itemsize=dtype.itemsize) for tokens in (LONG, limit)
+    )
+    logger.info(
+        "kvsurgery: %d full and %d streaming KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
+        "128k tokens %.2f GiB (dense %.2f); sequences of %s tokens in a GiB: %.1f (dense %.1f)",
+        sum(module.cut for module in split),
+        sum(module.heads - module.cut for module in split),
+        long.token_bytes / 2**10,
+        long.dense_token_bytes / 2**10,
+        long.kv_bytes / 2**30,
+        long.dense_bytes / 2**30,
+        f"{limit:,}",
+        2**30 / longest.kv_bytes,
+        2**30 / longest.dense_bytes,
+    )
+    scheduler = vllm_config.scheduler_config
+    if not scheduler.disable_hybrid_kv_cache_manager and scheduler.max_num_batched_tokens > LARGE_CHUNK:
+        logger.info(
+            "kvsurgery: streaming heads hold all tokens of a chunk while it is computed; with "
+            "--max-num-batched-tokens %d instead of %d more long prompts fit",
+            LARGE_CHUNK,
+            scheduler.max_num_batched_tokens,
+        )
+
+
+def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_config: Any) -> SplitAttention:
+    """Two attentions in the place of a stock one, with its settings."""
+    group = stock.num_heads // stock.num_kv_heads
+    settings = {
+        "head_size": stock.head_size,
+        "scale": stock.impl.scale,
+        "cache_config": vllm_config.cache_config,
+        "quant_config": stock.quant_config,
+        "logits_soft_cap": stock.impl.logits_soft_cap or None,
+    }
+    del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+    full = streaming = None
+    if layer.full:
+        full = Attention(
+            num_heads=layer.full * group,
+            num_kv_heads=layer.full,
+            prefix=f"{stock.layer_name}.full",
+            attn_backend=full_backend(stock.attn_backend),
+            **settings,
+        )
+    if layer.streaming:
+        streaming = StreamingAttention(
+            num_heads=layer.streaming * group,
+            num_kv_heads=layer.streaming,
+            prefix=f"{stock.layer_name}.streaming",
+            attn_backend=streaming_backend(),
+            sink=layer.sink,
+            recent=layer.recent,
+            **cache,
+            **settings,
+        )
+    return SplitAttention(full, streaming, layer)

@@ -1,0 +1,139 @@
+"""Checkpoints that are served by vLLM in this process, and what transformers generates from the same checkpoint."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+
+from tests.families import make
+from tests.surgery import Converted, convert_folder, random_profile
+
+SINK, RECENT = 20, 40
+BLOCK = 32  # what the CPU's kernels take
+# the CPU's kernels have heads from 32
+LARGE_HEADS = {"hidden_size": 256, "head_dim": 32, "max_position_embeddings": 1024}
+
+replace_kernels = cache(current_platform.register_triton_kernel_overrides)
+
+# of each prompt, the new tokens, and for each of them the log probabilities of the likeliest at its place
+Generated = list[tuple[list[int], list[dict[int, float]]]]
+NEAR = 4
+
+
+def converted(family: str, folder: Path, model: dict[str, Any] | None = None, **options: Any) -> Converted:
+    """A tiny checkpoint of a family with half of its heads streaming, by default: where no window of the model's own is
+    in the way, all of the first layer's and none of the third's. `model` overrides its config."""
+    source = make(family, folder / "stock", **LARGE_HEADS, **(model or {}))
+    profile = random_profile(source)
+    scores = profile.scores.copy()
+    scores[0], scores[2] = 0, 1
+    options = {"sink": SINK, "recent": RECENT, "sparsity": 0.5, **options}
+    return convert_folder(source, folder / "converted", replace(profile, scores=scores), **options)
+
+
+def prompts(vocabulary: int = 101, lengths: tuple[int, ...] = (5, 45, 130, 300), seed: int = 0) -> list[list[int]]:
+    """Random token ids of several lengths; the last two prompts begin alike."""
+    draw = random.Random(seed)
+    rows = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    return [*rows, rows[-1][:200] + rows[1]]
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[LLM]:
+    """vLLM with a checkpoint loaded."""
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": BLOCK,
+        "skip_tokenizer_init": True,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # a model class is looked at in a process of its own, for the sake of CUDA; that imports everything again
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        # replaces kernels in all modules, and stumbles over some of them the next time
+        patch.setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(replace_kernels))
+        llm = LLM(str(folder), **defaults | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: LLM, rows: list[list[int]], new: int = 24, **sampling: Any) -> Generated:
+    """New tokens of each prompt, greedily by default."""
+    defaults = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": NEAR}
+    parameters = SamplingParams(**{**defaults, **sampling})
+    results = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
+    outputs = [result.outputs[0] for result in results]
+    return [
+        ([*output.token_ids], [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs])
+        for output in outputs
+    ]
+
+
+def reference(model: torch.nn.Module, rows: list[list[int]], new: int = 24) -> Generated:
+    """What a model of transformers generates greedily."""
+    generated = []
+    for row in rows:
+        result = model.generate(
+            torch.tensor([row]),
+            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            eos_token_id=None,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = result.sequences[0, len(row) :]
+        likeliest = torch.cat(result.logits).float().log_softmax(-1).topk(NEAR)
+        places = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        generated.append((tokens.tolist(), [dict(zip(*place, strict=True)) for place in places]))
+    return generated
+
+
+def assert_equal(got: Generated, wanted: Generated, tolerance: float = 1e-3) -> None:
+    """The same tokens, with log probabilities that differ by less than the tolerance. Where two tokens are as likely to
+    within it, either may come, and the rest of that text is not compared."""
+    for (tokens, ours), (wanted_tokens, theirs) in zip(got, wanted, strict=True):
+        assert len(tokens) == len(wanted_tokens)
+        for place, (token, wanted_token) in enumerate(zip(tokens, wanted_tokens, strict=True)):
+            likelihoods = theirs[place]
+            assert likelihoods.get(token, -math.inf) == pytest.approx(likelihoods[wanted_token], abs=tolerance), place
+            assert ours[place][token] == pytest.approx(likelihoods[token], abs=tolerance)
+            if token != wanted_token:
+                break
+
+
+def cached_tokens(llm: LLM) -> int:
+    """Tokens of prompts that came from the prefix cache so far."""
+    return _metric(llm, "vllm:prefix_cache_hits")
+
+
+def preemptions(llm: LLM) -> int:
+    """Requests that lost their blocks so far, to be computed again."""
+    return _metric(llm, "vllm:num_preemptions")
+
+
+def _metric(llm: LLM, name: str) -> int:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)

@@ -1,0 +1,35 @@
+"""Every family of the converter, served in chunks of 48 tokens, and once more from the prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.vllm import ARCHITECTURES
+from tests.families import FAMILIES
+from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_emitted_model(family: str, tmp_path: Path) -> None:
+    # vLLM itself refuses a Qwen2 of which only some layers have windows
+    checkpoint = converted(family, tmp_path, model={"use_sliding_window": False} if family == "qwen2" else {})
+    rows = prompts()
+    wanted = reference(checkpoint.model, rows)
+    with engine(checkpoint.folder, max_num_batched_tokens=48, long_prefill_token_threshold=48) as llm:
+        assert_equal(generate(llm, rows), wanted)
+        before = cached_tokens(llm)
+        assert_equal(generate(llm, rows), wanted)
+        assert cached_tokens(llm) - before >= sum((len(row) - 1) // BLOCK * BLOCK for row in rows) - 2 * BLOCK
+
+
+def test_every_architecture_of_the_converter_is_registered() -> None:
+    classes = [*_classes()]
+    assert sorted(ARCHITECTURES) == sorted(name for name in classes if name.endswith(("CausalLM", "Generation")))
+
+
+def _classes():
+    for name in supported():
+        yield from Family.of({"model_type": name, "text_config": {"model_type": "llama"}}).classes.values()

@@ -1,0 +1,44 @@
+"""The forecast of the KV cache, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsurgery.vllm.forecast import Forecast, forecast, servable_layout
+
+LAYERS = [{"blocks": [[3, 1]], "sink": 64, "recent": 256}, {"blocks": [[1, 3]], "sink": 64, "recent": 256}]
+
+
+def config(layers: list = LAYERS, **section) -> dict:
+    return {
+        "kv_surgery": {"version": 1, "head_dim": 128, "layers": layers, **section},
+        "num_hidden_layers": len(layers),
+        "num_key_value_heads": 4,
+    }
+
+
+def test_a_forecast_counts_blocks() -> None:
+    expected = forecast(config())
+    # a block holds the 4 full heads of the model, or the 4 streaming ones: 4 blocks of sinks, and a window in 17
+    block = 16 * 4 * 2 * 128 * 2
+    assert expected.kv_bytes == (131_072 // 16 + 4 + 17) * block
+    assert expected.dense_bytes == 2 * 131_072 // 16 * block
+    assert expected.dense_token_bytes == 2 * expected.token_bytes == 8 * 2 * 128 * 2
+    assert expected.command("my folder") == "vllm serve 'my folder'"
+
+
+def test_short_sequences_hold_no_more_than_they_have() -> None:
+    layout = servable_layout(config())
+    assert Forecast.of(layout, tokens=20).kv_bytes == 2 * 2 * (16 * 4 * 2 * 128 * 2)
+
+
+def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
+    even = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}]
+    uneven = [{"blocks": [[2, 0], [0, 2]], "sink": 4, "recent": 8}]
+    assert forecast(config(even)).command("DIR") == "vllm serve DIR --tensor-parallel-size 2"
+    assert forecast(config(uneven)).command("DIR") == "vllm serve DIR"
+
+
+def test_what_vllm_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="REFORM"):
+        forecast(config(reform={}))

@@ -1,0 +1,112 @@
+"""What cannot be served is refused in one line."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+
+from kvsurgery.vllm import register, supports
+from kvsurgery.vllm.limits import checked_layout
+
+SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
+TILES = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 128, "streaming": False}
+
+
+def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """vLLM's config of a checkpoint of 2 layers with 4 KV heads; `changes` are of its parts, by their names."""
+    layers = [{"blocks": [[1, 3]], "sink": 4, "recent": 8}] * 2
+    config = SimpleNamespace(
+        kv_surgery={"version": 1, "head_dim": 32, "layers": layers, **(section or {})},
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        num_attention_heads=8,
+    )
+    sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
+    parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
+    parts = {
+        "model_config": SimpleNamespace(hf_config=config),
+        "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
+        "cache_config": SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        "kv_transfer_config": None,
+        "lora_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**parts, **changes})
+
+
+REFUSED = {
+    "budgets": (
+        settings({"selection": SELECTION, "layers": [{"blocks": [[1, 3]], "budgets": [4, 4, 4]}] * 2}),
+        "budgeted heads; use transformers",
+    ),
+    "reform": (settings({"reform": {}}), "REFORM; use transformers"),
+    "connector": (settings(kv_transfer_config=object()), "KV connectors"),
+    "lora": (settings(lora_config=object()), "LoRA is refused"),
+    "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
+    "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
+    "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
+    "fp8": (settings(cache_dtype="fp8"), "no fp8 KV cache on a CPU"),
+    "processes": (settings(parallel={"tensor_parallel_size": 2}), "convert with --tp 2"),
+    "uneven": (
+        settings(
+            {"layers": [{"blocks": [[2, 0], [0, 2]], "sink": 4, "recent": 8}] * 2},
+            parallel={"tensor_parallel_size": 2},
+        ),
+        "without --tp-uneven",
+    ),
+    "version": (settings({"version": 99}), "version 99 is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_what_to_do(case: str) -> None:
+    config, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as refusal:
+        checked_layout(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_each_process_has_its_part_of_the_heads() -> None:
+    layers = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2
+    layout = checked_layout(settings({"layers": layers}, parallel={"tensor_parallel_size": 2}))
+    assert [layer.blocks for layer in layout.layers] == [((1, 1),)] * 2
+
+
+def test_a_quantised_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsurgery.vllm import limits
+
+    lines = []
+    monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
+    checked_layout(settings({"quantisation": TILES}))
+    assert len(lines) == 1
+    assert "4-bit KV cache" in lines[0]
+    assert "--kv-cache-dtype" in lines[0]
+
+
+def test_supported_versions() -> None:
+    assert all(supports(version) for version in ("0.30.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"))
+    assert not any(supports(version) for version in ("0.29.1", "0.34.0", "1.0.0", "0.1.dev1+g123", "dev", ""))
+
+
+def test_the_plugin_imports_nothing_before_vllm_asks() -> None:
+    code = "import sys, kvsurgery.vllm; print({'vllm', 'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+def test_other_versions_of_vllm_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    before = dict(vllm.ModelRegistry.models)
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert before == vllm.ModelRegistry.models
+    assert "vLLM 0.34.0 is not supported" in caplog.text

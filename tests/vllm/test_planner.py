@@ -1,0 +1,154 @@
+"""What vLLM's planner and manager hold for models that are too large to run here, and what `Groups` forecasts."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
+
+from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.vllm.groups import Groups
+from kvsurgery.vllm.spec import SinkWindowSpec
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before 0.33
+    planning = kv_cache_utils
+
+SINK, RECENT, SIZE = 64, 256, 16
+CHUNK, LONG, NEW = 2048, 131_072, 40
+# layers and KV heads
+SHAPES = {
+    "Llama-3-8B": (32, 8),
+    "Llama-3-70B": (80, 8),
+    "Qwen3-8B": (36, 8),
+    "Qwen3-32B": (64, 8),
+    "Llama-2-7B": (32, 32),
+}
+
+
+def model(layers: int, heads: int, share: float, native: int | None = None, seed: int = 0) -> KVLayout:
+    """A model with a share of full heads at random; every other layer has a window of its own where one is stated."""
+    eligible = [index for index in range(layers) if native is None or index % 2]
+    places = [(index, head) for index in eligible for head in range(heads)]
+    chosen = random.Random(seed).sample(places, int(share * len(places)))
+    full = [sum(index == layer for layer, _ in chosen) for index in range(layers)]
+    return KVLayout(
+        tuple(
+            LayerLayout(((full[index], heads - full[index]),), SINK, RECENT)
+            if index in eligible
+            else LayerLayout(((0, heads),), 0, native, native=True)
+            for index in range(layers)
+        ),
+        head_dim=128,
+    )
+
+
+def plan_of(layout: KVLayout) -> KVCacheConfig:
+    """The cache groups that vLLM makes of a model, in 64 GiB."""
+    groups = Groups(layout)
+    common = {"block_size": SIZE, "head_size": layout.head_dim, "dtype": torch.bfloat16}
+    specs = {}
+    for index, layer in enumerate(layout.layers):
+        name = f"model.layers.{index}.self_attn.attn"
+        if layer.native:
+            specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
+            continue
+        if layer.full:
+            specs[f"{name}.full"] = FullAttentionSpec(num_kv_heads=layer.full, **common)
+        if layer.streaming:
+            specs[f"{name}.streaming"] = SinkWindowSpec(
+                num_kv_heads=layer.streaming,
+                sliding_window=groups.window(layer),
+                sink=layer.sink,
+                bin=groups.streaming[index],
+                **common,
+            )
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC,
+        num_gpu_blocks_override=None,
+        prefix_cache_retention_interval=None,
+        enable_prefix_caching=False,
+    )
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=cache,
+        speculative_config=None,
+        model_config=SimpleNamespace(max_model_len=LONG + 512),
+        max_in_flight_tokens=CHUNK,
+    )
+    planned = planning.get_kv_cache_groups(config, dict(specs))
+    assert sorted(name for group in planned for name in group.layer_names) == sorted(specs)
+    plan = planning.get_kv_cache_config_from_groups(config, planned, 64 << 30)
+    return kv_cache_utils.generate_scheduler_kv_cache_config([plan])
+
+
+def held(plan: KVCacheConfig, prompt: int) -> tuple[int, int]:
+    """Blocks of a request at the peak of its prefill and in the midst of decoding."""
+    sizes = [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
+    manager = KVCacheManager(
+        plan,
+        max_model_len=LONG + 512,
+        max_in_flight_tokens=CHUNK,
+        enable_caching=False,
+        hash_block_size=math.gcd(*sizes),
+        scheduler_block_size=math.lcm(*sizes),
+    )
+    parameters = SamplingParams(max_tokens=NEW)
+    parameters.update_from_generation_config({}, eos_token_id=100)
+    request = Request("r", [0] * prompt, parameters, None)
+    free, peak = manager.block_pool.get_num_free_blocks(), 0
+    for step in [CHUNK] * (prompt // CHUNK) + [1] * NEW:
+        if step == 1:
+            request.append_output_token_ids(0)
+        assert manager.allocate_slots(request, step) is not None
+        request.num_computed_tokens += step
+        peak = max(peak, free - manager.block_pool.get_num_free_blocks())
+    return peak, free - manager.block_pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_is_the_share_of_full_heads_and_the_windows(shape: str, share: float) -> None:
+    layout = model(*SHAPES[shape], share)
+    plan = plan_of(layout)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    peak, decoding = held(plan, LONG)
+    tokens = LONG + NEW
+    ratio = decoding * block / layout.dense_bytes(1, tokens)
+    ideal = layout.kv_bytes(1, tokens) / layout.dense_bytes(1, tokens)
+    print(f"{shape} {share}: {len(plan.kv_cache_groups)} groups, {ratio:.4f} of dense, ideal {ideal:.4f}")
+    assert ratio == pytest.approx(ideal, rel=0.01)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    assert decoding <= groups.blocks(tokens, SIZE) <= decoding + len(plan.kv_cache_groups)
+    assert peak <= groups.blocks(LONG, SIZE, CHUNK) <= peak + 2 * len(plan.kv_cache_groups)
+
+
+@pytest.mark.parametrize("window", [RECENT, 4096])
+def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int) -> None:
+    layout = model(42, 8, 0.5, native=window)
+    plan = plan_of(layout)
+    for group in plan.kv_cache_groups:
+        assert len({name.rpartition(".")[2] for name in group.layer_names}) == 1
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    _, decoding = held(plan, LONG)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_layer_is_lost_whatever_the_shares(seed: int) -> None:
+    draw = random.Random(seed)
+    plan_of(model(draw.randrange(1, 40), draw.choice((1, 2, 3, 8)), draw.choice((0, 0.05, 0.5, 0.95)), seed=seed))
