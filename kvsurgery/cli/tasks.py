@@ -139,8 +139,11 @@ def _check_inputs(ctx: click.Context, tasks: dict[str, Any]) -> None:
     from kvsurgery.evaluate.rows import check_source
     from kvsurgery.files import check_readable
     from kvsurgery.text.haystack import check_text
+    from kvsurgery.text.needle_sets import AUTO, read_set
 
     check_text(ctx.params["text"])
+    if "needle" in tasks and tasks["needle"].needles != AUTO:
+        read_set(tasks["needle"].needles)
     for name in ("squad", "hotpot"):
         if (path := ctx.params[name]) is not None:
             check_readable(path)

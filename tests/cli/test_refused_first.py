@@ -20,6 +20,7 @@ from kvsurgery.processes import started_processes
 from tests.command import PROFILE, nothing_happens, refused
 
 DUO = ("profile", "compute", "llama", "--method", "duo", "-o", "p.safetensors")
+HEADKV = ("profile", "compute", "llama", "--method", "headkv-er", "-o", "p.safetensors")
 CONVERT = ("convert", "llama", "--profile", PROFILE, "--out")
 EVAL = ("eval", "llama", "--out", "report")
 SWEEP = ("sweep", "llama", "--profile", PROFILE, "--sparsity", "0.5", "--out")
@@ -28,8 +29,8 @@ BENCH = ("bench", "llama", "--out")
 # where the work of these commands begins
 WORK = (
     "kvsurgery.bench.benchmark.benchmark",
-    "kvsurgery.cli.source.fetched",
-    "kvsurgery.cli.source.prepare",
+    "kvsurgery.conversion.request.Request.fetched",
+    "kvsurgery.conversion.request.Request.prepare",
     "kvsurgery.evaluate.runner.evaluate",
     "kvsurgery.measure.mesh.Mesh.load",
 )
@@ -67,6 +68,9 @@ OUTPUTS = [
 INPUTS = [
     ((*DUO, "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt: there is no such file"),
     ((*DUO, "--text", "latin.txt"), "latin.txt is no UTF-8 text"),
+    ((*EVAL, "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl: No such file"),
+    ((*SWEEP, "out", "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl"),
+    ((*HEADKV, "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl"),
     ((*EVAL, "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt"),
     ((*SWEEP, "out", "--text", "./nowhere.txt"), "cannot read text ./nowhere.txt"),
     ((*EVAL, "--tasks", "ruler", "--squad", "nowhere.json"), "cannot read nowhere.json: No such file"),
@@ -99,8 +103,8 @@ def test_a_training_is_not_replaced(here: Path) -> None:
 
 
 def test_devices(checkpoint: Callable[[str], Path], here: Path) -> None:
-    line = refused("profile", "compute", checkpoint("llama"), *DUO[3:], "--device", "abacus")
-    assert "torch cannot use the device abacus: " in line
+    line = refused("profile", "compute", checkpoint("llama"), *DUO[3:], "--device", "cuda:9")
+    assert "torch cannot use the device cuda:9: " in line
     with pytest.raises(KVSurgeryError, match="cannot use the device"), started_processes("cuda:99"):
         pass
 

@@ -296,7 +296,7 @@ class TestErrors:
         assert str(raised.value).startswith(
             "none of 4 trials had a right answer, so there are no scores: the best QA-F1 was 0 ("
         )
-        assert "for 'remember'), and over 50 is right; try shorter --lengths, needles that" in str(raised.value)
+        assert "for 'remember'), and over 50 is right; try shorter `lengths`, needles that" in str(raised.value)
 
     def test_the_best_answer_is_told(self, tiny, recall):
         haystack, needles = recall

@@ -94,8 +94,8 @@ class TestChoice:
             choose_set(kind, lambda name: 3, 512, "or do without")
         assert str(raised.value) == (
             f"the original model answers no set of {kind} needles in at least half of 8 trials at 512 tokens (right: "
-            f"{counts}); give shorter --lengths, another --text, needles of your own (--needles FILE), or {easiest} in "
-            f"any case (--needles {easiest}); or do without"
+            f"{counts}); give shorter `lengths`, another `text`, needles of your own (a file as `needles`), or "
+            f"{easiest} in any case (`needles` {easiest}); or do without"
         )
 
     @pytest.mark.parametrize("depths", [(0.0, 0.5, 1.0), (0.3,), tuple(range(40))])

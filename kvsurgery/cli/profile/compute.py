@@ -180,8 +180,11 @@ def _check_files(options: dict[str, Any]) -> None:
     from kvsurgery.files import check_file
     from kvsurgery.measure.training_state import TrainingState
     from kvsurgery.text.haystack import check_text
+    from kvsurgery.text.needle_sets import AUTO, read_set
 
     check_text(options["text"])
+    if options["needles"] != AUTO:
+        read_set(options["needles"])
     if (checkpoint := options["checkpoint"]) is not None:
         check_file(checkpoint)
         if options["resume"]:
