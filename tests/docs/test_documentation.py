@@ -32,7 +32,16 @@ from tests.docs.pages import (
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
 # options of lm_eval, of which pages speak
-OF_OTHERS = {"--apply_chat_template", "--confirm_run_unsafe_code", "--include_path", "--metadata", "--model_args"}
+OF_LM_EVAL = {"--apply_chat_template", "--confirm_run_unsafe_code", "--include_path", "--metadata", "--model_args"}
+OF_VLLM = {
+    "--disable-hybrid-kv-cache-manager",
+    "--kv-cache-dtype",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--tensor-parallel-size",
+}
+OF_SCRIPTS = {"--wheel"}
+OF_OTHERS = OF_LM_EVAL | OF_VLLM | OF_SCRIPTS
 RUNNING = [page for page in PAGES if blocks(page, "console")]
 README_LINES = 160
 
