@@ -56,6 +56,7 @@ def evaluate(
     from transformers.utils import logging
 
     from kvsurgery import console
+    from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.evaluate.checkpoint import is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
@@ -93,7 +94,7 @@ def evaluate(
         return
     if (ruler := tasks.get("ruler")) is not None and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
-            console.stderr.print(f"ruler/{name} is left out: {reason}", markup=False)
+            console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}", markup=False)
     page = write_report(out)
     console.stderr.print(f"wrote {page}, and results.json beside it", markup=False)
     if as_json:

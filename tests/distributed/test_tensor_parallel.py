@@ -76,7 +76,7 @@ def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
         check_saved(name, tmp_path / name, folders[name])
     for found in ranks:
         for refusal in found["one block"]:  # without a cache, and with one
-            assert "convert it with `tp`" in refusal
+            assert "convert it with --tp" in refusal
         assert "a long prompt is read by all heads" in found["long"]
         for name, reference in {"pipeline": "llama", "tp_plan": "llama", "tensors and data": "uneven"}.items():
             if name in found:

@@ -90,7 +90,7 @@ def test_questions_are_asked_again_where_there_are_fewer(tmp_path):
 
 
 def test_without_a_file_they_are_left_out(files):
-    reason = "there are no questions without a file of SQuAD (--squad)"
+    reason = "there are no questions without a file of SQuAD (`squad`)"
     assert RulerTask().left_out["qa_1"] == reason
     assert RulerTask(squad=files["squad"]).left_out.keys() == {"qa_2"}
     assert RulerTask(**files).left_out == {}

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvsurgery.templates import kv_heads, kv_layout, kv_tiles
+from kvsurgery.templates import kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.emitted import CLASSES, LOSSLESS
@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", CLASSES)
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
-    for module in (kv_heads, kv_layout, kv_tiles):
+    for module in (kv_layout, kv_tiles):
         monkeypatch.setattr(module, "TILE", STORED[stored].tile)
     machine = type("CacheMachine", (CacheMachine,), {"family": family, "stored": stored})
     run_state_machine_as_test(
