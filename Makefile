@@ -31,7 +31,7 @@ test: .venv/ready
 
 # what a checkpoint's users have may be older: all that loads models or asks the Hub, on other versions of transformers
 COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
-LIBRARY = templates emit examples/test_pages.py distributed bench evaluate/test_decoding.py test_logits.py test_hub.py
+LIBRARY = templates emit examples/test_pages.py distributed bench evaluate/test_decoding.py conversion/test_logits.py test_hub.py
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%: .venv-%/ready
