@@ -276,6 +276,10 @@ def decode(
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
     half = query.element_size() == 2
     wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
+    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
+    # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
+    stages = 5 if tokens * padded * query.element_size() <= TILE_BYTES else 3
+    stages = stages if half or segments == 1 else 1
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
@@ -301,8 +305,7 @@ def decode(
             ROWS=max(triton.next_power_of_2(segments * rows), 32),  # with fewer than a warp has lanes, registers spill
             ASM=on_cuda and half and not triton.knobs.runtime.interpret,
             num_warps=4,
-            # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element: up to 400 KB
-            num_stages=5 if half or segments == 1 else 1,
+            num_stages=stages,
             **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda else {}),
         )
         _combine_kernel[(rows, group)](
