@@ -121,6 +121,8 @@ def test_other_cards_keep_all_of_their_text(card):
 
 def test_card_says_how_vllm_serves(decided):
     profile, policy, config = decided
-    assert "vllm serve DIR\n" in model_card("org/base", config, profile, policy)
+    assert "vllm serve DIR\n" in model_card("org/base", config, profile, policy, CODE)
     config = {**config, "kv_surgery": {**config["kv_surgery"], "reform": {}}}
-    assert "vLLM cannot read prompts by REFORM; use transformers" in model_card("org/base", config, profile, policy)
+    assert "vLLM cannot read prompts by REFORM; use transformers" in model_card(
+        "org/base", config, profile, policy, CODE
+    )
