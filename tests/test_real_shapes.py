@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsurgery.conversion.engine import move_bytes
+from kvsurgery.conversion.engine import Target, move_bytes
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.command import done
@@ -274,7 +274,7 @@ def test_full_size(tmp_path: Path, name: str) -> None:
     assert sum(tensor.size for tensor in prepared.checkpoint.tensors) == total_size
     shard = prepared.checkpoint.shards[3]
     with open(tmp_path / "moved", "wb") as file:
-        move_bytes(shard, prepared.plan.moves, file.fileno())
+        move_bytes(shard, prepared.plan.moves, Target(file.fileno()))
     gates = np.loadtxt(PROFILES / "duo" / name / "full_attention_heads.tsv").clip(0, 1)
     expected = orders(gates, 32 * config["num_key_value_heads"] - streaming)[layer]
     assert expected != sorted(expected)
