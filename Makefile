@@ -48,9 +48,9 @@ GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu
 
-# with the libraries that quantise weights, and the lm-evaluation-harness
+# with the libraries that quantize weights, and the lm-evaluation-harness
 test-extras: .venv-extras/ready
-	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantisation.py tests/examples/test_pages.py -k "weight or w8 or harness"
+	.venv-extras/bin/python $(PYTEST) tests/templates/test_weight_quantization.py tests/examples/test_pages.py -k "weight or w8 or harness"
 
 # checkpoints served by vLLM's CPU build
 test-vllm: .venv-vllm/ready

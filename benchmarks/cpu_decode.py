@@ -4,7 +4,7 @@
 
 Four layers, hidden 1,024, 32 query and 8 KV heads of 128, random weights and caches filled with random states. Stock
 concatenates its whole cache at every token, so that beating it is easy; the honest baseline is the emitted model with
-every head full and nothing quantised. Prints medians in milliseconds a token, both ratios, and the most bytes of keys
+every head full and nothing quantized. Prints medians in milliseconds a token, both ratios, and the most bytes of keys
 and values that a cache holds; stock needs one layer's more while it concatenates.
 
 Caches that together exceed `--memory` are measured in groups, one group after the other; within a group they take
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from synthetic import build, cache_bytes, emitted, empty_cache, fill, quantisation
+from synthetic import build, cache_bytes, emitted, empty_cache, fill, quantization
 from transformers import LlamaForCausalLM
 
 from kvsurgery.templates.kv_layout import KVLayout
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
     """A model with one kind of cache."""
 
     name: str
-    bits: int  # 16: nothing is quantised
+    bits: int  # 16: nothing is quantized
     model: LlamaForCausalLM
 
     def kv_bytes(self, batch: int, length: int, steps: int) -> int:
@@ -46,7 +46,7 @@ class Variant(NamedTuple):
             return batch * (length + steps) * token
         layout = KVLayout.from_config(config)
         if self.bits < 16:
-            layout = layout.quantised(quantisation(self.bits))
+            layout = layout.quantized(quantization(self.bits))
         return layout.kv_bytes(batch, length, steps, itemsize=itemsize)
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     bits = sorted({16, *arguments.bits}, reverse=True)  # 16 is a baseline
     parts = variants(bits)
     facts = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), "- float32; at 16 bits nothing is quantised")
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), "- float32; at 16 bits nothing is quantized")
     ratios = f"{'x stock':>8} {'x own dense':>11}"
     print(f"{'tokens':>8} {'batch':>5} {'sparsity':>8} {'bits':>4} {'ms/token':>9} {ratios} {'KV MB':>9}")
     rows = []

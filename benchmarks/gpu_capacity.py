@@ -1,6 +1,6 @@
 """Section of gpu.py: how many tokens of one sequence fit in 80 GB beside Llama-3-8B with 8-bit weights.
 
-The weights are a stand-in, made here: int8 with a bfloat16 scale per row, dequantised in blocks of rows at every matrix
+The weights are a stand-in, made here: int8 with a bfloat16 scale per row, dequantized in blocks of rows at every matrix
 product. Half of the KV heads are full, their cache has 4 bits. It is filled with random codes, and one decode step
 runs. Everything that the process takes of the device counts.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from gpu_report import Report, free_memory
-from synthetic import SHAPES, build, emitted, occupy, quantisation
+from synthetic import SHAPES, build, emitted, occupy, quantization
 from torch import nn
 
 from kvsurgery.templates.kv_cache import KVSurgeryCache
@@ -23,7 +23,7 @@ LIMIT = 80_000_000_000  # bytes
 STEP = 100_000  # tokens
 TARGET = 3_600_000
 WORKSPACE = 500_000_000  # bytes that a decode step may take, for a first guess
-ROWS = 2048  # of a weight that are dequantised at once
+ROWS = 2048  # of a weight that are dequantized at once
 
 
 class Int8Linear(nn.Module):
@@ -55,11 +55,11 @@ def try_tokens(model: nn.Module, tokens: int) -> dict | None:
     """Fill a cache with so many tokens and decode one more; None where memory does not suffice."""
     config = model.config
     like = torch.empty(1, config.num_key_value_heads, 0, config.head_dim, dtype=model.dtype, device=model.device)
-    layout = KVLayout.from_config(config).quantised(quantisation(BITS))
+    layout = KVLayout.from_config(config).quantized(quantization(BITS))
     free_memory()
     torch.cuda.reset_peak_memory_stats()
     try:
-        cache = KVSurgeryCache(config, tokens + 1, quantisation(BITS))
+        cache = KVSurgeryCache(config, tokens + 1, quantization(BITS))
         occupy(cache, like, tokens)
         token = torch.ones(1, 1, dtype=torch.long, device=model.device)
         assert model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits.isfinite().all()
@@ -111,7 +111,7 @@ def section(report: Report) -> None:
         del stock
         free_memory()
         weights = torch.cuda.memory_allocated()
-        layout = KVLayout.from_config(model.config).quantised(quantisation(BITS))
+        layout = KVLayout.from_config(model.config).quantized(quantization(BITS))
         per_token = (layout.kv_bytes(1, 1 << 21) - layout.kv_bytes(1, 1 << 20)) / (1 << 20)
         guess = int((LIMIT - outside - weights - WORKSPACE) / per_token) // STEP * STEP
         facts = {"weights GB": weights / 1e9, "outside GB": outside / 1e9, "dense tokens, by formula": dense}

@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from gpu_report import GIB, Report, free_memory, milliseconds
-from synthetic import RECENT, SINK, fill, occupy, quantisation, section
+from synthetic import RECENT, SINK, fill, occupy, quantization, section
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaConfig
 
@@ -45,7 +45,7 @@ def bytes_to_read(batch: int, tokens: int, full: int, bits: int) -> int:
     """The least that a decode step of a layer reads of its cache."""
     streaming = (HEADS - full) * min(tokens, SINK + RECENT) * 2 * HEAD_DIM * ITEM
     tiles, tile = 0, 0
-    if how := quantisation(bits):
+    if how := quantization(bits):
         tiles, tile = how.tiles(tokens), how.tile_bytes(HEAD_DIM, ITEM)
     return batch * (streaming + full * (tiles * tile + (tokens - tiles * TILE) * 2 * HEAD_DIM * ITEM))
 
@@ -54,7 +54,7 @@ def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurg
     """A cache of so many layers, and the config that it belongs to."""
     config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
     config.kv_surgery = section(layers, HEADS, full, HEAD_DIM)
-    return KVSurgeryCache(config, tokens, quantisation(bits)), config
+    return KVSurgeryCache(config, tokens, quantization(bits)), config
 
 
 def arguments(layer: KVLayerCache, batch: int) -> tuple[HeadTable, torch.Tensor, Scoring]:
@@ -80,8 +80,8 @@ def decode_error(
 
 
 @functools.cache
-def check_quantised(batch: int, full: int, bits: int, device: str = "cuda", **options) -> float:
-    """Error over a short cache whose tiles are quantised from random states."""
+def check_quantized(batch: int, full: int, bits: int, device: str = "cuda", **options) -> float:
+    """Error over a short cache whose tiles are quantized from random states."""
     cache, config = empty_layers(1, full, bits, SHORT)
     fill(cache, config, batch, SHORT, torch.bfloat16, device)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device=device, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) 
     occupy(cache, torch.empty(batch, HEADS, 0, HEAD_DIM, device="cuda", dtype=torch.bfloat16), tokens)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     calls = [arguments(layer, batch) for layer in cache.layers]
-    errors = [decode_error(query, *calls[-1]), check_quantised(batch, full, bits)]
+    errors = [decode_error(query, *calls[-1]), check_quantized(batch, full, bits)]
     assert all(error < TOLERANCE for error in errors), f"wrong by {errors}"  # NaN is, too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

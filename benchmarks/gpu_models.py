@@ -84,7 +84,7 @@ def predicted_bytes(variant: Variant, cache, tokens: int, spare: int) -> int | N
         return None
     layout = KVLayout.from_config(variant.model.config)
     if variant.bits < 16:
-        layout = layout.quantised(cache.layers[0].layout.quantisation)
+        layout = layout.quantized(cache.layers[0].layout.quantization)
     return layout.kv_bytes(1, tokens, spare, itemsize=variant.model.dtype.itemsize)
 
 

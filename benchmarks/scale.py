@@ -28,7 +28,7 @@ from kvsurgery import console, figure
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.policy.policy import Policy, Quantisation, decide
+from kvsurgery.policy.policy import Policy, Quantization, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers import import_duo
@@ -134,7 +134,7 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
             best, kept = (score(scores, policy) for policy in (asked, strict))
             uneven, equal = (layout_of(policy, model).parts(blocks) for policy in (asked, strict))
             weights = shape.weights(ranks, arguments.weight_bits / 8)
-            layouts = {bits: equal[0] if bits == 16 else equal[0].quantised(Quantisation(bits)) for bits in BITS}
+            layouts = {bits: equal[0] if bits == 16 else equal[0].quantized(Quantization(bits)) for bits in BITS}
             rows.append(
                 {
                     "model": name,

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.kv_layout import TILE, Quantisation
+from kvsurgery.templates.kv_layout import TILE, Quantization
 from tests.emitted import emitted_class
 
 EmittedLlama = emitted_class("llama")
@@ -64,9 +64,9 @@ def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def quantisation(bits: int) -> Quantisation | None:
+def quantization(bits: int) -> Quantization | None:
     """Codes of so many bits; at 16 the cache has the model's dtype."""
-    return Quantisation(bits) if bits < 16 else None
+    return Quantization(bits) if bits < 16 else None
 
 
 def section(layers: int, heads: int, full: int, head_dim: int) -> dict:
@@ -89,7 +89,7 @@ def emitted(stock: LlamaForCausalLM, full: int) -> EmittedLlama:
 def empty_cache(model: LlamaForCausalLM, capacity: int, bits: int = 16) -> DynamicCache | KVSurgeryCache:
     """The cache that a model runs with; an emitted model's has room for `capacity` tokens."""
     if isinstance(model, EmittedLlama):
-        return KVSurgeryCache(model.config, capacity, quantisation(bits))
+        return KVSurgeryCache(model.config, capacity, quantization(bits))
     return DynamicCache(config=model.config)
 
 
@@ -111,7 +111,7 @@ def fill(
 
 @torch.inference_mode()
 def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
-    """Let an empty cache hold random tokens that were never computed; random codes where it is quantised.
+    """Let an empty cache hold random tokens that were never computed; random codes where it is quantized.
 
     Much faster than `fill`, and needs no memory beside the cache. `like` [batch, kv_heads, 0, head_dim] is what the
     states would be.
@@ -122,13 +122,13 @@ def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
         layer.make_room(tokens)
         layer.keys.normal_()
         layer.values.normal_()
-        for group in layer.quantised:
-            group.packed = [TILE * group.quantisation.tiles(tokens)] * like.shape[0]
+        for group in layer.quantized:
+            group.packed = [TILE * group.quantization.tiles(tokens)] * like.shape[0]
         if layer.tiles is not None:
             key_codes, key_scales, value_codes, value_scales = layer.tiles
             for codes, scales in ((key_codes, key_scales), (value_codes, value_scales)):
                 codes.random_(0, 256)  # of states between about -2 and 2
-                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**layer.layout.quantisation.bits - 1))
+                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**layer.layout.quantization.bits - 1))
                 scales[:, :, 1].uniform_(-2.5, -1.5)
         layer.advance(tokens)
 

@@ -36,7 +36,7 @@ class CheckpointError(KVSurgeryError):
 
 
 class UnsupportedModel(KVSurgeryError):
-    """A sound checkpoint that surgery does not cover: unknown family, unknown tensor, quantised weights."""
+    """A sound checkpoint that surgery does not cover: unknown family, unknown tensor, quantized weights."""
 
 
 class OutputError(KVSurgeryError):

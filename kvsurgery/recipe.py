@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.files import write_whole
-from kvsurgery.templates.kv_layout import Quantisation, Selection
+from kvsurgery.templates.kv_layout import Quantization, Selection
 from kvsurgery.typed_toml import check_types, read_table, to_toml
 
 # ways to choose the full heads, of which a recipe has at most one
@@ -120,7 +120,7 @@ class Recipe:
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
         kv_scheme, kv_group_size, kv_residual, kv_streaming: how it is quantized, the fields of
-            `kv_layout.Quantisation`.
+            `kv_layout.Quantization`.
 
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
         tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
@@ -185,11 +185,11 @@ class Recipe:
         return Selection(self.window, self.kernel_size, self.pool)
 
     @property
-    def quantization(self) -> Quantisation | None:
+    def quantization(self) -> Quantization | None:
         """How heads store all but their newest tokens; None: in the model's dtype."""
         if self.kv_bits is None:
             return None
-        return Quantisation(self.kv_bits, self.kv_scheme, self.kv_group_size, self.kv_residual, self.kv_streaming)
+        return Quantization(self.kv_bits, self.kv_scheme, self.kv_group_size, self.kv_residual, self.kv_streaming)
 
     @property
     def in_use(self) -> tuple[str, ...]:

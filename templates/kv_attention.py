@@ -2,7 +2,7 @@
 
 A full head sees every earlier token of its row. A streaming head at position i sees position j <= i when j < sink or
 i - j < recent; positions count a row's tokens without its left padding. One-shot, chunked and token-by-token use give
-the same result; of a quantised cache, but for what quantising earlier tokens changes.
+the same result; of a quantized cache, but for what quantizing earlier tokens changes.
 
 With tensor parallelism, transformers gives every process an equal run of heads. A checkpoint converted for T processes
 has the heads of a layer in T blocks of equal size, in each block the full heads first, so that a process gets whole
@@ -20,7 +20,7 @@ from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
-from .kv_tiles import QuantisedGroup
+from .kv_tiles import QuantizedGroup
 from .kv_torch import Scoring
 
 try:
@@ -121,7 +121,7 @@ def _tracked(*states: torch.Tensor) -> bool:
 
 
 def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, scoring: Scoring) -> torch.Tensor:
-    """All heads over their own input; nothing is selected, nothing is quantised."""
+    """All heads over their own input; nothing is selected, nothing is quantized."""
     skipped, outputs = 0 if padding is None else padding, []
     heads = [layout.heads - layout.streaming, layout.streaming]
     whole, streaming = _split(query, key, value, heads)
@@ -156,7 +156,7 @@ def _of_group(
 ) -> torch.Tensor:
     """Store columns from `past` on of one group of heads, and attend from them."""
     layout, tracked = layer.layout, _tracked(query, key, value)
-    if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantised_window):
+    if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
         return kv_torch.decode(query, group, past + 1, scoring)
     if group is layer.streaming:
@@ -168,7 +168,7 @@ def _of_group(
         if tracked:  # autograd keeps what it saw, and storage changes
             sinks = tuple(states.clone() for states in sinks)
         return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, scoring)
-    if past and not tracked and not isinstance(group, QuantisedGroup):
+    if past and not tracked and not isinstance(group, QuantizedGroup):
         layer.store(group, past, key, value)
         return path.after_past(query, group, past, scoring)
     if past:
@@ -180,9 +180,9 @@ def _of_group(
 
 
 def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType, scoring: Scoring) -> torch.Tensor:
-    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantised ones above all.
+    """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
 
-    They see the tiles dequantised, what is not packed yet as it is, and their own tokens' keys as they came.
+    They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
     """
     *states, skipped = kv_torch.near(key, value, group, past)
     if not max(group.packed):

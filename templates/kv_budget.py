@@ -23,7 +23,7 @@ class BudgetedHeads:
         """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of so many columns."""
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
-        self.groups = [head_group(states, 1, layout.quantisation) for _ in self.budgets]
+        self.groups = [head_group(states, 1, layout.quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.least = self.start - min(budget, self.start)
         self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .kv_budget import BudgetedHeads
 from .kv_columns import Columns, Rows
 from .kv_heads import HeadGroup, allocate, bind, on_device
-from .kv_layout import EVERY, KVLayout, LayerLayout, Quantisation
-from .kv_tiles import QuantisedGroup, Tiles, allocate_tiles, bind_tiles, head_group
+from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
+from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 
@@ -25,16 +25,16 @@ class HeadTable(NamedTuple):
     keys: torch.Tensor  # [batch, slots, head_dim], of all heads one after the other
     values: torch.Tensor  # with equal strides
     offsets: torch.Tensor  # int32 [heads], each head's first slot
-    sinks: torch.Tensor  # int32 [heads]; `EVERY` of a full head that is not quantised
+    sinks: torch.Tensor  # int32 [heads]; `EVERY` of a full head that is not quantized
     rings: torch.Tensor  # int32 [heads], slots of the ring: `recents` or more, but where tiles take a part
-    recents: torch.Tensor  # int32 [heads], the window; of a quantised full head one that no position reaches
+    recents: torch.Tensor  # int32 [heads], the window; of a quantized full head one that no position reaches
     skipped: torch.Tensor  # int32 [batch, heads], columns before position 0
     tiles: Tiles | None = None  # of all heads; None: there are none
     first_tiles: torch.Tensor | None = None  # int32 [heads], each head's first tile; -1: it has none
     # int32 [batch, heads], the first tokens after the sinks that are in tiles; a ring may still hold some of them
     packed: torch.Tensor | None = None
     counts: torch.Tensor | None = None  # int32 [heads], tiles that go round a ring; None: no head has a ring of tiles
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
 
     def last(self, heads: int) -> "HeadTable":
         """The table of the last so many heads, of which none has a ring of tiles."""
@@ -96,7 +96,7 @@ class KVLayerCache(HandingLayer):
         self.budgeted: BudgetedHeads | None = None
         self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
         self.slots: list[int] = []  # of a head of each group
-        self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantised group has
+        self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantized group has
         self.table = None  # what `head_table` made of all this
         self.pads: list[int] | None = None  # the padding that groups know of
         self.seen = self.capacity = self.restorable = 0
@@ -105,8 +105,8 @@ class KVLayerCache(HandingLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         layout = self.layout
         self.dtype, self.device = key_states.dtype, key_states.device
-        windowed = layout.quantisation if layout.quantised_window else None
-        full = head_group(key_states, layout.full, layout.quantisation)
+        windowed = layout.quantization if layout.quantized_window else None
+        full = head_group(key_states, layout.full, layout.quantization)
         streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
         self.groups = [full, streaming]
         if layout.budgets:
@@ -130,9 +130,9 @@ class KVLayerCache(HandingLayer):
         return self.groups[1]
 
     @property
-    def quantised(self) -> list[QuantisedGroup]:
+    def quantized(self) -> list[QuantizedGroup]:
         """The groups that have tiles."""
-        return [group for group in self.groups if isinstance(group, QuantisedGroup)]
+        return [group for group in self.groups if isinstance(group, QuantizedGroup)]
 
     @property
     def nbytes(self) -> int:
@@ -157,20 +157,20 @@ class KVLayerCache(HandingLayer):
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
-        quantised = self.quantised
-        for group in quantised:
+        quantized = self.quantized
+        for group in quantized:
             group.settled = self.columns.settled
-        for group in dict.fromkeys([self.streaming, *quantised]):
+        for group in dict.fromkeys([self.streaming, *quantized]):
             if self.columns.margin > group.margin:
                 group.widen(self.columns.margin, self.seen, self.capacity)
                 self.table = None
         slots = [group.wanted(self.capacity) for group in self.groups]
-        counts = [group.wanted_tiles(self.capacity) for group in quantised]
+        counts = [group.wanted_tiles(self.capacity) for group in quantized]
         if self.keys is None or slots != self.slots:
             self.keys, self.values = allocate(self.groups, slots)
             self.slots, self.table = slots, None
         if counts != self.counts:
-            self.tiles = allocate_tiles(quantised, counts)
+            self.tiles = allocate_tiles(quantized, counts)
             self.counts, self.table = counts, None
 
     @torch.inference_mode(False)
@@ -178,7 +178,7 @@ class KVLayerCache(HandingLayer):
     def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""
         group.store(column, keys, values)
-        if isinstance(group, QuantisedGroup):
+        if isinstance(group, QuantizedGroup):
             self.table = None  # it says what is packed
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -197,7 +197,7 @@ class KVLayerCache(HandingLayer):
         """Count columns that have been stored."""
         self.seen += tokens
         # tiles hold a window for whatever may be taken back
-        if not self.layout.quantised_window and self.seen > self.layout.sink + self.streaming.ring:
+        if not self.layout.quantized_window and self.seen > self.layout.sink + self.streaming.ring:
             self.restorable = max(self.restorable, self.seen - self.streaming.margin - 1)
 
     @property
@@ -212,12 +212,12 @@ class KVLayerCache(HandingLayer):
             offset = tile = 0
             counts = iter(self.counts)
             for group, slots in zip(self.groups, self.slots, strict=True):
-                quantised = isinstance(group, QuantisedGroup)
-                tiles = next(counts) if quantised else 0
+                quantized = isinstance(group, QuantizedGroup)
+                tiles = next(counts) if quantized else 0
                 sink = EVERY if group.sink is None else group.sink
-                recent = group.span if quantised else max(group.recent, 1)
+                recent = group.span if quantized else max(group.recent, 1)
                 for _ in range(group.heads):
-                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantised else -1, max(tiles, 1)))
+                    heads.append((offset, sink, max(group.ring, 1), recent, tile if quantized else -1, max(tiles, 1)))
                     skips.append(group.skips)
                     packed.append(group.packed)
                     offset, tile = offset + slots, tile + tiles
@@ -230,8 +230,8 @@ class KVLayerCache(HandingLayer):
                     tiles=self.tiles,
                     first_tiles=first_tiles,
                     packed=packed,
-                    counts=counts if self.layout.quantised_window else None,
-                    quantisation=self.layout.quantisation,
+                    counts=counts if self.layout.quantized_window else None,
+                    quantization=self.layout.quantization,
                 )
         return self.table
 
@@ -247,13 +247,13 @@ class KVLayerCache(HandingLayer):
                 f"cannot take the cache back to {length} tokens: that is inside the prompt, before the observation "
                 "window, of which budgeted heads have kept a part"
             )
-        for group in self.quantised:
+        for group in self.quantized:
             for skip, packed in zip(group.skips, group.packed, strict=True):
                 tiles_end = skip + group.sink + packed
                 if packed and length < tiles_end:
                     raise ValueError(
                         f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
-                        f"{self.seen - tiles_end} are quantised"
+                        f"{self.seen - tiles_end} are quantized"
                     )
 
     def get_seq_length(self) -> int:
@@ -264,7 +264,7 @@ class KVLayerCache(HandingLayer):
         if self.keys is not None:
             bind(self.groups, self.slots, (self.keys, self.values))
         if self.tiles is not None:
-            bind_tiles(self.quantised, self.counts, self.tiles)
+            bind_tiles(self.quantized, self.counts, self.tiles)
 
     @torch.inference_mode(False)
     def take_rows(self, rows: Rows) -> None:
@@ -288,13 +288,13 @@ class KVSurgeryCache(Cache):
     Args:
         config: the model's config, with its `kv_surgery` section.
         capacity: tokens to allocate for; without it storage grows by a quarter whenever it is full.
-        quantisation: how full and budgeted heads are stored, in place of what the config says.
+        quantization: how full and budgeted heads are stored, in place of what the config says.
     """
 
-    def __init__(self, config, capacity: int = 0, quantisation: Quantisation | None = None):
+    def __init__(self, config, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
-        if quantisation:
-            layout = layout.quantised(quantisation)
+        if quantization:
+            layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
         self.graph = None  # of decode steps, if whoever runs them has one
         super().__init__(layers=[KVLayerCache(layer, self.columns) for layer in layout.layers])

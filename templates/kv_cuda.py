@@ -45,11 +45,11 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
 
 
 def pack(layer: KVLayerCache) -> None:
-    """Quantise the tiles that are due before the next token is stored; in most steps there are none."""
-    while any(group.due() for group in layer.quantised):
+    """Quantize the tiles that are due before the next token is stored; in most steps there are none."""
+    while any(group.due() for group in layer.quantized):
         table = layer.head_table()
         kv_store.flush(table, layer.columns.settled - table.skipped)
-        for group in layer.quantised:
+        for group in layer.quantized:
             group.note_packed()
 
 

@@ -19,7 +19,7 @@ from .kv_kernels import (
     tl,
     triton,
 )
-from .kv_layout import TILE, Quantisation
+from .kv_layout import TILE, Quantization
 from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
@@ -251,7 +251,7 @@ def decode(
     stay on the device: a CUDA graph replays this as they grow.
 
     Floor: 2 * head_dim * itemsize bytes for each slot that holds a token which is not packed, and
-    `quantisation.tile_bytes(head_dim)` for each packed tile, summed over rows and KV heads, over the read bandwidth.
+    `quantization.tile_bytes(head_dim)` for each packed tile, summed over rows and KV heads, over the read bandwidth.
 
     Args:
         query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already; the
@@ -271,7 +271,7 @@ def decode(
     most = batch * (table.keys.shape[1] // tokens + heads)  # units there can be
     segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None:
-        segments, options = 2, _packed_options(head_dim, members, table.quantisation)
+        segments, options = 2, _packed_options(head_dim, members, table.quantization)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
     half = query.element_size() == 2
@@ -314,21 +314,21 @@ def decode(
     return out
 
 
-def _packed_options(head_dim: int, members: int, quantisation: Quantisation) -> dict[str, int]:
+def _packed_options(head_dim: int, members: int, quantization: Quantization) -> dict[str, int]:
     """How the kernel walks tiles. Widths and tokens are not measured: they follow from the compiled code.
 
     A dot that is wider than it is tall is split over warps by columns; a square one has each warp compute all of it.
     """
-    words = head_dim * quantisation.bits // 16
+    words = head_dim * quantization.bits // 16
     key_width = _padded(words)
     tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE)
     key_rows = 0
-    if quantisation.scheme == "kivi":
-        key_rows, _ = quantisation.key_groups(head_dim)
+    if quantization.scheme == "kivi":
+        key_rows, _ = quantization.key_groups(head_dim)
         tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
-    _, groups = quantisation.value_groups(head_dim)
+    _, groups = quantization.value_groups(head_dim)
     widths = key_width, max(key_width, 2 * members)
-    return dict(zip(PACKED_OPTIONS, (tokens, quantisation.bits, key_rows, groups, *widths), strict=True))
+    return dict(zip(PACKED_OPTIONS, (tokens, quantization.bits, key_rows, groups, *widths), strict=True))
 
 
 @functools.cache

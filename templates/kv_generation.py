@@ -8,7 +8,7 @@ import torch
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
 from .kv_graph import DecodeGraph
-from .kv_layout import KVLayout, Quantisation
+from .kv_layout import KVLayout, Quantization
 
 
 class KVSurgeryModel:
@@ -55,15 +55,15 @@ class KVSurgeryGeneration(KVSurgeryModel):
             return
         cache = model_kwargs.get("past_key_values")
         if cache is None:
-            quantisation = None
+            quantization = None
             if generation_config.cache_implementation == "quantized":
-                quantisation = requested_quantisation(generation_config.cache_config or {}, self.config)
+                quantization = requested_quantization(generation_config.cache_config or {}, self.config)
             elif generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
                     f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
                     "this checkpoint brings its own KV cache; leave the option out"
                 )
-            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config, quantisation=quantisation)
+            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config, quantization=quantization)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
@@ -160,7 +160,7 @@ def convert_weights(class_name: str, stock: str) -> None:
     register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(stock), overwrite=True)
 
 
-def requested_quantisation(cache_config: dict, config) -> Quantisation:
+def requested_quantization(cache_config: dict, config) -> Quantization:
     """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
 
     `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
@@ -178,13 +178,13 @@ def requested_quantisation(cache_config: dict, config) -> Quantisation:
     per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
     if per_token is None:
         raise ValueError(f"cache_config has the backend {backend!r}; quanto and hqq are known")
-    default = KVLayout.from_config(config).quantisation or Quantisation(4)
+    default = KVLayout.from_config(config).quantization or Quantization(4)
     scheme = default.scheme
     if "axis_key" in cache_config:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
     if cache_config.get("axis_value", per_token) != per_token:
         raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
-    return Quantisation(
+    return Quantization(
         bits=cache_config.get("nbits", default.bits),
         scheme=scheme,
         group_size=cache_config.get("q_group_size", default.group_size),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-# elements of keys that are quantised or dequantised together: what stays in a CPU's cache, and enough work for a GPU
+# elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
 
 

@@ -5,16 +5,18 @@ Nothing here needs torch: the tool that wrote this checkpoint and the model that
 
 from dataclasses import asdict, dataclass, replace
 
-VERSION = 1
+# of the `kv_surgery` section that is written; what each version that can be read calls the cache's quantization
+VERSION = 2
+QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
 # what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
 KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
-TILE = 128  # tokens of a head that are quantised together
+TILE = 128  # tokens of a head that are quantized together
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """How heads store all but their newest tokens: in tiles of `TILE`, as `bits`-bit codes.
 
     A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
@@ -64,21 +66,21 @@ class Quantisation:
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
         if type(self.bits) is not int or self.bits not in (8, 4, 2):
-            raise ValueError(f"a quantised cache has 8, 4 or 2 bits, got {self.bits!r}")
+            raise ValueError(f"a quantized cache has 8, 4 or 2 bits, got {self.bits!r}")
         if self.scheme not in ("kivi", "per-token"):
-            raise ValueError(f"the scheme of a quantised cache is kivi or per-token, got {self.scheme!r}")
+            raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
-            raise ValueError(f"the residual of a quantised cache is a number of tokens, got {self.residual!r}")
+            raise ValueError(f"the residual of a quantized cache is a number of tokens, got {self.residual!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
-            raise ValueError(f"whether streaming heads are quantised is true or false, got {self.streaming!r}")
+            raise ValueError(f"whether streaming heads are quantized is true or false, got {self.streaming!r}")
         size = self.group_size
         if size is None:
             return
         if type(size) is not int or size < 1 or head_dim % size:
             raise ValueError(
-                f"the group size {size!r} of a quantised cache does not divide head_dim {head_dim}; leave it out, or "
+                f"the group size {size!r} of a quantized cache does not divide head_dim {head_dim}; leave it out, or "
                 "give a divisor"
             )
         if self.scheme == "kivi" and (TILE % size or size < MIN_GROUP):
@@ -114,7 +116,7 @@ class LayerLayout:
     native: bool = False
     budgets: tuple[int, ...] = ()
     selection: Selection | None = None
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     order: tuple[int, ...] = ()
 
     @property
@@ -188,9 +190,9 @@ class LayerLayout:
         return replace(self, blocks=own, budgets=budgets, order=order)
 
     @property
-    def quantised_window(self) -> bool:
-        """Whether streaming heads are quantised."""
-        how = self.quantisation
+    def quantized_window(self) -> bool:
+        """Whether streaming heads are quantized."""
+        how = self.quantization
         return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
@@ -206,11 +208,11 @@ class LayerLayout:
             window = min(self.selection.window, prompt)
             tokens += [min(budget, prompt - window) + window + new for budget in self.budgets]
         streaming = self.streaming * self.streaming_slots(total, margin) * token
-        how = self.quantisation
+        how = self.quantization
         if how is None:
             return streaming + sum(tokens) * token
         tile = how.tile_bytes(head_dim, itemsize)
-        if self.quantised_window:
+        if self.quantized_window:
             ring = max(total - self.sink, 0)
             tiles = min(how.tiles(ring), how.window_tiles(self.recent))
             slots = min(total, self.sink) + how.tail(ring, margin)
@@ -246,15 +248,15 @@ class KVLayout:
         section, text = setting(config, "kv_surgery"), text_config(config)
         if not isinstance(section, dict):
             raise ValueError("config.json has no kv_surgery section: this code runs converted checkpoints only")
-        if section.get("version") != VERSION:
-            raise ValueError(
-                f"kv_surgery version {section.get('version')!r} is unknown here; this code reads {VERSION}"
-            )
+        version = section.get("version")
+        if type(version) is not int or version not in QUANTIZATION:
+            raise ValueError(f"kv_surgery version {version!r} is unknown here; this code reads {VERSION} and older")
         try:
             head_dim = _count(section["head_dim"], least=1)
             selection = _selection(section["selection"]) if "selection" in section else None
-            quantisation = _quantisation(section["quantisation"], head_dim) if "quantisation" in section else None
-            layers = tuple(_layer(entry, selection, quantisation) for entry in section["layers"])
+            stored = section.get(QUANTIZATION[version])
+            quantization = None if stored is None else _quantization(stored, head_dim)
+            layers = tuple(_layer(entry, selection, quantization) for entry in section["layers"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
@@ -316,23 +318,23 @@ class KVLayout:
             "version": VERSION,
             "head_dim": self.head_dim,
             **({"selection": asdict(selection)} if selection else {}),
-            **({"quantisation": asdict(self.quantisation)} if self.quantisation else {}),
+            **({"quantization": asdict(self.quantization)} if self.quantization else {}),
             "layers": [layer.section for layer in self.layers],
         }
 
     @property
-    def quantisation(self) -> Quantisation | None:
-        """How the cache is quantised; None: it is not."""
-        return next((layer.quantisation for layer in self.layers), None)
+    def quantization(self) -> Quantization | None:
+        """How the cache is quantized; None: it is not."""
+        return next((layer.quantization for layer in self.layers), None)
 
-    def quantised(self, quantisation: Quantisation) -> "KVLayout":
-        """The same heads with a cache that is quantised so.
+    def quantized(self, quantization: Quantization) -> "KVLayout":
+        """The same heads with a cache that is quantized so.
 
         Raises:
             ValueError: heads of this size cannot be stored so.
         """
-        quantisation.check(self.head_dim)
-        return KVLayout(tuple(replace(layer, quantisation=quantisation) for layer in self.layers), self.head_dim)
+        quantization.check(self.head_dim)
+        return KVLayout(tuple(replace(layer, quantization=quantization) for layer in self.layers), self.head_dim)
 
     def kv_bytes(self, batch: int, prompt: int, new: int = 0, margin: int = 0, itemsize: int = 2) -> int:
         """Bytes of keys and values that a cache for `prompt + new` tokens allocates.
@@ -341,7 +343,7 @@ class KVLayout:
             batch: sequences; beams and returned sequences count.
             prompt: columns of the prompt, padding included.
             new: tokens to generate.
-            margin: tokens kept beyond a streaming head's window, and beyond the residual of a quantised one, so that
+            margin: tokens kept beyond a streaming head's window, and beyond the residual of a quantized one, so that
                 as many can be taken back (assisted decoding); 0 otherwise.
             itemsize: bytes of an element; 2 for bfloat16 and float16.
         """
@@ -369,17 +371,17 @@ class KVLayout:
         return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + 2 * batch * rows * self.head_dim * itemsize
 
 
-def _layer(entry: dict, selection: Selection | None, quantisation: Quantisation | None) -> LayerLayout:
+def _layer(entry: dict, selection: Selection | None, quantization: Quantization | None) -> LayerLayout:
     """One layer's entry."""
     blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
     if "budgets" in entry:
         budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
         if len(budgets) != others or selection is None:
             raise ValueError(f"{others} budgeted heads with {len(budgets)} budgets and selection {selection}")
-        return LayerLayout(blocks, 0, 1, False, budgets, selection, quantisation)
+        return LayerLayout(blocks, 0, 1, False, budgets, selection, quantization)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
     native = entry.get("native", False) is True
-    return LayerLayout(blocks, sink, recent, native, quantisation=quantisation)
+    return LayerLayout(blocks, sink, recent, native, quantization=quantization)
 
 
 def _selection(entry: dict) -> Selection:
@@ -389,11 +391,11 @@ def _selection(entry: dict) -> Selection:
     return Selection(_count(entry["window"], least=1), kernel_size, pool)
 
 
-def _quantisation(entry: dict, head_dim: int) -> Quantisation:
+def _quantization(entry: dict, head_dim: int) -> Quantization:
     streaming = entry.get("streaming", False)
-    quantisation = Quantisation(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"], streaming)
-    quantisation.check(head_dim)
-    return quantisation
+    quantization = Quantization(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"], streaming)
+    quantization.check(head_dim)
+    return quantization
 
 
 def _count(value, least: int = 0) -> int:

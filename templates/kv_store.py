@@ -6,7 +6,7 @@ from .kv_cache import HeadTable
 from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
 from .kv_layout import TILE
 
-PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantises at once
+PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
 PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP"  # of kernels that pack tiles
 
@@ -100,7 +100,7 @@ def _pack(
     GP: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Quantise a tile of keys or values: scales first, then codes by them, N tokens at once."""
+    """Quantize a tile of keys or values: scales first, then codes by them, N tokens at once."""
     dtype: tl.constexpr = state_ptr.dtype.element_ty
     W: tl.constexpr = D * BITS // 8
     GROUP: tl.constexpr = D // COLUMNS
@@ -208,10 +208,10 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
     """Pack the oldest whole tile of each head that has enough tokens beyond its residual, in place.
 
     A head with `residual` + `TILE` confirmed tokens after its sinks that are not packed, or more, gives its `TILE`
-    oldest ones to tile packed // `TILE`, as `kv_tiles.quantise` makes it, and `packed` grows by as many. The ring keeps
+    oldest ones to tile packed // `TILE`, as `kv_tiles.quantize` makes it, and `packed` grows by as many. The ring keeps
     them until others take their slots.
 
-    Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantisation.tile_bytes(head_dim)` to write for each
+    Floor: 4 * `TILE` * head_dim * itemsize bytes to read and `quantization.tile_bytes(head_dim)` to write for each
     tile, every `TILE` tokens of a head; else a launch.
 
     Args:
@@ -225,7 +225,7 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
             count_ptr=table.counts,
             confirmed_ptr=confirmed,
             **_strides(confirmed, "confirmed_batch", "confirmed_head"),
-            least=table.quantisation.residual + TILE,
+            least=table.quantization.residual + TILE,
             num_warps=8,
         )
 
@@ -323,7 +323,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
     A program has `TILE` tokens of a head; every head gets as many programs as `kept` is long. `kv_torch.compact` is the
     reference.
 
-    Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantisation.tile_bytes`, over
+    Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantization.tile_bytes`, over
     the copy bandwidth; else a launch.
 
     Args:
@@ -357,11 +357,11 @@ def _pack_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel packs tiles: the groups that have scales, the tokens that it takes at once, and powers of two."""
     if table.tiles is None:
         return dict.fromkeys(PACK_OPTIONS)
-    head_dim, quantisation = table.keys.shape[2], table.quantisation
-    key_groups, (_, columns) = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
+    head_dim, quantization = table.keys.shape[2], table.quantization
+    key_groups, (_, columns) = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
     padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
     tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
-    key_tokens = TILE // key_groups[0] if quantisation.scheme == "kivi" else tokens
-    width = triton.next_power_of_2(quantisation.code_bytes(head_dim))
-    options = quantisation.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
+    key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
+    width = triton.next_power_of_2(quantization.code_bytes(head_dim))
+    options = quantization.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
     return dict(zip(PACK_OPTIONS, options, strict=True))

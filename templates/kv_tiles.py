@@ -1,6 +1,6 @@
-"""Quantised tiles of keys and values: asymmetric codes of 8, 4 or 2 bits, packed, each tile written once.
+"""Quantized tiles of keys and values: asymmetric codes of 8, 4 or 2 bits, packed, each tile written once.
 
-The scheme is KIVI's (Liu et al. 2024, arXiv 2402.02750), or per token as in the quantised cache of transformers.
+The scheme is KIVI's (Liu et al. 2024, arXiv 2402.02750), or per token as in the quantized cache of transformers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .kv_heads import HeadGroup, block_elements, on_device
-from .kv_layout import EVERY, TILE, Quantisation
+from .kv_layout import EVERY, TILE, Quantization
 
 
 class Tiles(NamedTuple):
@@ -34,38 +34,38 @@ class Tiles(NamedTuple):
         return Tiles(*map(change, self))
 
 
-def empty_tiles(states: torch.Tensor, tiles: int, quantisation: Quantisation) -> Tiles:
+def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) -> Tiles:
     """Room for `tiles` tiles of heads like `states` [batch, ..., head_dim]."""
     batch, head_dim = states.shape[0], states.shape[-1]
     parts = []
-    for groups in (quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)):
-        shape = batch, tiles, TILE, quantisation.code_bytes(head_dim)
+    for groups in (quantization.key_groups(head_dim), quantization.value_groups(head_dim)):
+        shape = batch, tiles, TILE, quantization.code_bytes(head_dim)
         parts.append(states.new_zeros(shape, dtype=torch.uint8))
         parts.append(states.new_zeros(batch, tiles, 2, *groups))
     return Tiles(*parts)
 
 
-def quantise(keys: torch.Tensor, values: torch.Tensor, quantisation: Quantisation) -> Tiles:
+def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    head_dim, bits = keys.shape[-1], quantisation.bits
-    key_groups, value_groups = quantisation.key_groups(head_dim), quantisation.value_groups(head_dim)
-    return Tiles(*_quantise(keys, key_groups, bits), *_quantise(values, value_groups, bits))
+    head_dim, bits = keys.shape[-1], quantization.bits
+    key_groups, value_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
+    return Tiles(*_quantize(keys, key_groups, bits), *_quantize(values, value_groups, bits))
 
 
-def dequantise(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [..., TILE, head_dim] that packed tiles stand for."""
     return (
-        _dequantise(tiles.key_codes, tiles.key_scales, bits),
-        _dequantise(tiles.value_codes, tiles.value_scales, bits),
+        _dequantize(tiles.key_codes, tiles.key_scales, bits),
+        _dequantize(tiles.value_codes, tiles.value_scales, bits),
     )
 
 
-def _quantise(states: torch.Tensor, groups: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(states: torch.Tensor, groups: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
-    # rounded as they are stored, so that codes fit what dequantising will see; the minimum is a state, thus exact
+    # rounded as they are stored, so that codes fit what dequantizing will see; the minimum is a state, thus exact
     scale = ((high - low) / (2**bits - 1)).to(states.dtype).float()
     codes = ((grouped - low) / scale.where(scale > 0, 1)).round().clamp(0, 2**bits - 1)
     planes = codes.to(torch.uint8).view(*outer, tokens, 8 // bits, head_dim * bits // 8)
@@ -76,7 +76,7 @@ def _quantise(states: torch.Tensor, groups: tuple[int, int], bits: int) -> tuple
     return packed, scales.view(*outer, 2, rows, columns)
 
 
-def _dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     *outer, tokens, width = codes.shape
     rows, columns = scales.shape[-2:]
     planes = [codes >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)] if bits < 8 else [codes]
@@ -88,19 +88,19 @@ def _dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.T
     return torch.addcmul(low, grouped, scale).view_as(states)  # rounds once
 
 
-class QuantisedGroup(HeadGroup):
-    """Heads whose older tokens are quantised: whole tiles packed, sinks and the newest tokens kept as they are.
+class QuantizedGroup(HeadGroup):
+    """Heads whose older tokens are quantized: whole tiles packed, sinks and the newest tokens kept as they are.
 
     A tile is packed once, when `residual + TILE` tokens that will not be taken back are in the ring and another one
     comes. Positions from `sink` to `sink + packed` are in tiles; of a streaming head those of its `span`, in tiles that
     go round a ring as well.
     """
 
-    def __init__(self, states: torch.Tensor, heads: int, quantisation: Quantisation, sink: int = 0, span: int = EVERY):
+    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int = 0, span: int = EVERY):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
-        super().__init__(states, heads, sink, quantisation.residual + TILE)
-        self.quantisation, self.span = quantisation, span
-        self.tiles = empty_tiles(self.keys, 0, quantisation).map(lambda part: part.unflatten(1, (heads, 0)))
+        super().__init__(states, heads, sink, quantization.residual + TILE)
+        self.quantization, self.span = quantization, span
+        self.tiles = empty_tiles(self.keys, 0, quantization).map(lambda part: part.unflatten(1, (heads, 0)))
         self.settled = 0  # columns that tiles may take
 
     @property
@@ -114,15 +114,15 @@ class QuantisedGroup(HeadGroup):
 
     def wanted_tiles(self, capacity: int) -> int:
         """Tiles that a head fills in so many columns; never fewer than there are."""
-        filled = self.quantisation.tiles(capacity - self.least - self.sink)
-        return max(self.count, min(filled, self.quantisation.window_tiles(self.span)))
+        filled = self.quantization.tiles(capacity - self.least - self.sink)
+        return max(self.count, min(filled, self.quantization.window_tiles(self.span)))
 
     def due(self) -> bool:
         """Whether the next token makes some row pack a tile."""
         return any(self._target(skip) > packed for skip, packed in zip(self.skips, self.packed, strict=True))
 
     def _target(self, skip: int) -> int:
-        return TILE * self.quantisation.tiles(self.settled + 1 - skip - self.sink)
+        return TILE * self.quantization.tiles(self.settled + 1 - skip - self.sink)
 
     def packable(self, row: int, tokens: int) -> int:
         """Tokens of a row that tiles take, of its first `tokens`."""
@@ -145,7 +145,7 @@ class QuantisedGroup(HeadGroup):
         super().write_one(position, keys, values)
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Quantise `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
+        """Quantize `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
         most, start = TILE * max(1, min(self._tiles_at_once(keys.shape[0]), self.count)), start - self.sink
         oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
         for first in range(oldest, stop, most):
@@ -157,7 +157,7 @@ class QuantisedGroup(HeadGroup):
                 states = torch.cat([stored[rows][:, :, slots], arrived], 2) if len(slots) else arrived
                 parts.append(states.unflatten(2, (-1, TILE)))
             place = torch.arange(first // TILE, last // TILE, device=keys.device) % self.count
-            for tiles, packed in zip(self.tiles, quantise(*parts, self.quantisation), strict=True):
+            for tiles, packed in zip(self.tiles, quantize(*parts, self.quantization), strict=True):
                 tiles[rows, :, place] = packed
         for row in range(len(self.packed))[rows]:
             self.packed[row] = max(self.packed[row], stop)
@@ -170,41 +170,41 @@ class QuantisedGroup(HeadGroup):
         after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
         packed = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
         place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
-        dequantised = (states.flatten(2, 3) for states in dequantise(self.tiles, self.quantisation.bits))
-        parts = zip(dequantised, stored, strict=True)
+        dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.bits))
+        parts = zip(dequantized, stored, strict=True)
         return tuple(torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
 
     def _tiles_at_once(self, rows: int) -> int:
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
-        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantised a block at a time.
+        """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantized a block at a time.
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
         tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
         for first in range(0, tiles, most):
             block = self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
-            keys, values = (states.flatten(2, 3) for states in dequantise(block, self.quantisation.bits))
+            keys, values = (states.flatten(2, 3) for states in dequantize(block, self.quantization.bits))
             tokens = keys.shape[2]
             counts = [min(max(packed - first * TILE, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts
 
 
 def head_group(
-    states: torch.Tensor, heads: int, quantisation: Quantisation | None, sink: int | None = None, recent: int = 0
+    states: torch.Tensor, heads: int, quantization: Quantization | None, sink: int | None = None, recent: int = 0
 ) -> HeadGroup:
-    """Empty storage for `heads` heads like `states`, quantised if that is asked for; without a sink they are full."""
-    if quantisation is None or not heads:
+    """Empty storage for `heads` heads like `states`, quantized if that is asked for; without a sink they are full."""
+    if quantization is None or not heads:
         return HeadGroup(states, heads, sink, recent)
-    return QuantisedGroup(states, heads, quantisation, sink or 0, EVERY if sink is None else recent)
+    return QuantizedGroup(states, heads, quantization, sink or 0, EVERY if sink is None else recent)
 
 
-def allocate_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int]) -> Tiles:
+def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:
     """Move the tiles of a layer's groups into one buffer for each part, with so many tiles a head."""
     old = [group.tiles for group in groups]
     total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
-    buffers = empty_tiles(groups[0].keys, total, groups[0].quantisation)
+    buffers = empty_tiles(groups[0].keys, total, groups[0].quantization)
     bind_tiles(groups, counts, buffers)
     for group, tiles in zip(groups, old, strict=True):
         for mine, before in zip(group.tiles, tiles, strict=True):
@@ -212,7 +212,7 @@ def allocate_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int]) -> T
     return buffers
 
 
-def bind_tiles(groups: Sequence[QuantisedGroup], counts: Sequence[int], buffers: Tiles) -> None:
+def bind_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int], buffers: Tiles) -> None:
     """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
     first = 0
     for group, count in zip(groups, counts, strict=True):

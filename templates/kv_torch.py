@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .kv_heads import HeadGroup, on_device
 from .kv_layout import LayerLayout
-from .kv_tiles import QuantisedGroup
+from .kv_tiles import QuantizedGroup
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
@@ -88,13 +88,13 @@ def merge(
 def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
     slots = max(1, min(seen - min(group.skips), group.slots))
-    quantised = isinstance(group, QuantisedGroup)
-    tiles, allowed = quantised and max(group.packed) > 0, None
+    quantized = isinstance(group, QuantizedGroup)
+    tiles, allowed = quantized and max(group.packed) > 0, None
     if torch.is_tensor(group.skipped) or group.margin or tiles:
         lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
-        if quantised:
+        if quantized:
             allowed = allowed & (position >= torch.tensor(group.packed, device=query.device)[:, None])
         elif group.sink is not None:
             allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
@@ -168,7 +168,7 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scorin
 
 
 def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
-    """Attention of queries over a block of earlier tokens, as `QuantisedGroup.blocks` has it, part by part.
+    """Attention of queries over a block of earlier tokens, as `QuantizedGroup.blocks` has it, part by part.
 
     Yields:
         An index of rows and queries; their output and the log-sum-exp of their scores.

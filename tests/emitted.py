@@ -41,7 +41,7 @@ def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     config = original.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     config.kv_surgery = {
-        "version": 1,
+        "version": 2,
         "head_dim": getattr(config, "head_dim", None) or 6,
         "layers": [
             {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}

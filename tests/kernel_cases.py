@@ -12,10 +12,10 @@ from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_kernels import EVERY
-from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantisation, Selection
+from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill
 from kvsurgery.templates.kv_store import append, flush
-from kvsurgery.templates.kv_tiles import empty_tiles, quantise
+from kvsurgery.templates.kv_tiles import empty_tiles, quantize
 from kvsurgery.templates.kv_torch import Scoring
 from tests.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     With a `window`, sink and recent, the first head with tiles streams.
     """
 
-    quantisation: Quantisation
+    quantization: Quantization
     heads: int
     others: list[tuple[int, int, int]]
     group: int
@@ -69,7 +69,7 @@ class Packed(NamedTuple):
     window: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        bits, scheme, size, residual, _ = dataclasses.astuple(self.quantisation)
+        bits, scheme, size, residual, _ = dataclasses.astuple(self.quantization)
         kinds = f"{self.heads}{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}+{len(self.others)}"
         cap = "" if self.softcap is None else "-capped"
         cap += "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
@@ -77,22 +77,22 @@ class Packed(NamedTuple):
 
 
 PACKED = [
-    Packed(Quantisation(4), 2, [], 4, 128, [0, 1, 127, 700], 5),
-    Packed(Quantisation(8), 1, [], 1, 128, [300, 257], 7),
-    Packed(Quantisation(2), 1, [FULL], 4, 128, [300, 600], 3),
-    Packed(Quantisation(4), 1, [], 7, 64, [5000, 129], 24),
-    Packed(Quantisation(4, group_size=32), 2, [(4, 60, 60)], 4, 80, [900], 11),
-    Packed(Quantisation(8, group_size=16, residual=0), 1, [FULL, (4, 60, 60)], 1, 80, [300, 129], 64),
-    Packed(Quantisation(2, group_size=64), 1, [], 16, 64, [520], 1),
-    Packed(Quantisation(4, "per-token"), 2, [(0, 64, 64)], 4, 96, [650, 0], 6),
-    Packed(Quantisation(8, "per-token", 32), 1, [], 4, 128, [400], 4),
-    Packed(Quantisation(2, "per-token", 20, 30), 1, [FULL], 7, 80, [300], 5, softcap=20.0),
-    Packed(Quantisation(4, residual=64), 1, [], 2, 256, [450], 9, softcap=30.0),
-    Packed(Quantisation(8), 1, [], 4, 16, [450], 4),
-    Packed(Quantisation(2), 3, [], 2, 16, [450, 200], 8),
-    Packed(Quantisation(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
-    Packed(Quantisation(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
-    Packed(Quantisation(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
+    Packed(Quantization(4), 2, [], 4, 128, [0, 1, 127, 700], 5),
+    Packed(Quantization(8), 1, [], 1, 128, [300, 257], 7),
+    Packed(Quantization(2), 1, [FULL], 4, 128, [300, 600], 3),
+    Packed(Quantization(4), 1, [], 7, 64, [5000, 129], 24),
+    Packed(Quantization(4, group_size=32), 2, [(4, 60, 60)], 4, 80, [900], 11),
+    Packed(Quantization(8, group_size=16, residual=0), 1, [FULL, (4, 60, 60)], 1, 80, [300, 129], 64),
+    Packed(Quantization(2, group_size=64), 1, [], 16, 64, [520], 1),
+    Packed(Quantization(4, "per-token"), 2, [(0, 64, 64)], 4, 96, [650, 0], 6),
+    Packed(Quantization(8, "per-token", 32), 1, [], 4, 128, [400], 4),
+    Packed(Quantization(2, "per-token", 20, 30), 1, [FULL], 7, 80, [300], 5, softcap=20.0),
+    Packed(Quantization(4, residual=64), 1, [], 2, 256, [450], 9, softcap=30.0),
+    Packed(Quantization(8), 1, [], 4, 16, [450], 4),
+    Packed(Quantization(2), 3, [], 2, 16, [450, 200], 8),
+    Packed(Quantization(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
+    Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
+    Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
 ]
 
 
@@ -162,19 +162,19 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     Slots of packed tokens and tiles that nothing has packed hold NaN.
     """
     torch.manual_seed(0)
-    quantisation, head_dim = case.quantisation, case.head_dim
-    tail = quantisation.tail(EVERY, margin=3)
+    quantization, head_dim = case.quantization, case.head_dim
+    tail = quantization.tail(EVERY, margin=3)
     kinds = [(0, tail, EVERY)] * case.heads + case.others
-    counts = torch.full((len(kinds),), quantisation.tiles(max(case.lengths)) + 1, dtype=torch.int32)
+    counts = torch.full((len(kinds),), quantization.tiles(max(case.lengths)) + 1, dtype=torch.int32)
     if case.window:
         kinds[0] = case.window[0], tail, case.window[1]
-        counts[0] = quantisation.window_tiles(case.window[1])
+        counts[0] = quantization.window_tiles(case.window[1])
     lengths = torch.tensor([[length * 3 // (3 + head) for head in range(len(kinds))] for length in case.lengths])
     slots = [min(max(case.lengths), sink + ring) for sink, ring, _ in kinds]
     offsets = torch.tensor(slots).cumsum(0) - torch.tensor(slots)
     keys, values = torch.full((2, len(lengths), sum(slots), head_dim), torch.nan, dtype=dtype)
     ends = 1 + counts[: case.heads].cumsum(0)
-    tiles = empty_tiles(keys, int(ends[-1]), quantisation)
+    tiles = empty_tiles(keys, int(ends[-1]), quantization)
     for part in tiles:
         part.fill_(torch.nan if part.is_floating_point() else 255)
     packed = torch.zeros(len(lengths), len(kinds), dtype=torch.int32)
@@ -184,9 +184,9 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
         for head, ((sink, ring, _), length) in enumerate(zip(kinds, of_heads, strict=True)):
             states = torch.randn(2, length, head_dim).to(dtype)
             if head < case.heads:
-                packed[row, head] = TILE * quantisation.tiles(length - sink)
+                packed[row, head] = TILE * quantization.tiles(length - sink)
                 whole = states[:, sink : sink + packed[row, head]].reshape(2, -1, TILE, head_dim)
-                for part, own in zip(tiles, quantise(*whole, quantisation), strict=True):
+                for part, own in zip(tiles, quantize(*whole, quantization), strict=True):
                     for number, tile in enumerate(own):
                         part[row, first_tiles[head] + number % counts[head]] = tile
             position = torch.arange(length)
@@ -195,7 +195,7 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
             keys[row, slot], values[row, slot] = states[:, position]
     query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
     sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
-    stored = tiles, first_tiles, packed, counts if case.window else None, quantisation
+    stored = tiles, first_tiles, packed, counts if case.window else None, quantization
     table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored), device)
     query, lengths, scoring = query.to(device), lengths.to(device), Scoring(head_dim**-0.5, case.softcap)
     out = decode(query, table, lengths, scoring, case.programs)
@@ -222,32 +222,32 @@ def check_decoded(
 
 
 FLUSH = [
-    (Quantisation(4), 128),
-    (Quantisation(8, group_size=16, residual=10), 80),
-    (Quantisation(2, group_size=32, residual=0), 64),
-    (Quantisation(4, "per-token", residual=10), 96),
-    (Quantisation(2, "per-token", 20, 30), 80),
-    (Quantisation(8, "per-token"), 16),
+    (Quantization(4), 128),
+    (Quantization(8, group_size=16, residual=10), 80),
+    (Quantization(2, group_size=32, residual=0), 64),
+    (Quantization(4, "per-token", residual=10), 96),
+    (Quantization(2, "per-token", 20, 30), 80),
+    (Quantization(8, "per-token"), 16),
 ]
 
 
-def check_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype, device: str) -> None:
+def check_flush(quantization: Quantization, head_dim: int, dtype: torch.dtype, device: str) -> None:
     """Heads that grow by other steps end with the tiles that `kv_tiles` makes, to the bit; 16-bit heads with none.
 
     The first one's tiles go round a ring of one, after sinks.
     """
     torch.manual_seed(0)
-    batch, heads, steps, ring, sink = 2, 3, 3, quantisation.tail(EVERY, margin=5), 7
+    batch, heads, steps, ring, sink = 2, 3, 3, quantization.tail(EVERY, margin=5), 7
     rings, sinks = torch.full((heads,), ring, dtype=torch.int32), torch.tensor([sink, 0, 0], dtype=torch.int32)
     counts = torch.tensor([1, 1, steps], dtype=torch.int32)
     offsets, first_tiles = torch.arange(heads) * ring, torch.tensor([3, -1, 0], dtype=torch.int32)
     offsets[1:] += sink
     keys, values = torch.randn(2, batch, heads * ring + sink, head_dim).to(dtype)
-    tiles = empty_tiles(keys, 3 + steps, quantisation)
+    tiles = empty_tiles(keys, 3 + steps, quantization)
     packed, confirmed = torch.zeros(batch, heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int64)
-    stored = tiles, first_tiles, packed, counts, quantisation
+    stored = tiles, first_tiles, packed, counts, quantization
     expected = HeadTable(keys, values, offsets, sinks, rings, rings, packed, *stored)
-    found, least = moved(expected, device), quantisation.residual + TILE
+    found, least = moved(expected, device), quantization.residual + TILE
     for grown in [[least, least - 1], [TILE + 3, 1], [0, TILE]]:
         confirmed += torch.tensor(grown)[:, None]
         for table in (expected, found):
@@ -266,12 +266,12 @@ class Compact(NamedTuple):
     prompt: int
     head_dim: int
     pads: list[int]
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     new: int = 9
 
     def __str__(self) -> str:
         bits, scheme, size, residual, _ = (
-            (None,) * 5 if self.quantisation is None else dataclasses.astuple(self.quantisation)
+            (None,) * 5 if self.quantization is None else dataclasses.astuple(self.quantization)
         )
         kind = "" if bits is None else f"-{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}"
         budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))
@@ -284,10 +284,10 @@ COMPACT = [
     Compact((0,), 40, 128, [0, 39]),
     Compact((16, 4), 8, 256, [0, 3]),  # nothing before the window
     Compact((5,), 1, 16, [0]),
-    Compact((0, 1, 127, 128, 129, 5000), 700, 128, [0, 433], Quantisation(4)),
-    Compact((400, 120, 5000), 523, 80, [0, 0, 300], Quantisation(8, group_size=16, residual=0)),
-    Compact((300, 0), 417, 96, [100, 100], Quantisation(2, "per-token", 32, 30), new=900),
-    Compact((260,), 261, 16, [0], Quantisation(8, "per-token"), new=0),
+    Compact((0, 1, 127, 128, 129, 5000), 700, 128, [0, 433], Quantization(4)),
+    Compact((400, 120, 5000), 523, 80, [0, 0, 300], Quantization(8, group_size=16, residual=0)),
+    Compact((300, 0), 417, 96, [100, 100], Quantization(2, "per-token", 32, 30), new=900),
+    Compact((260,), 261, 16, [0], Quantization(8, "per-token"), new=0),
 ]
 
 
@@ -300,7 +300,7 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
     query = torch.randn(batch, heads * group, case.prompt, case.head_dim).to(device, dtype)
     mask = torch.arange(case.prompt) >= torch.tensor(case.pads)[:, None]
     layout = LayerLayout(
-        ((1, len(case.budgets)),), 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantisation
+        ((1, len(case.budgets)),), 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantization
     )
     layers = []
     for path in (kv_torch, kv_cuda):

@@ -5,7 +5,7 @@ import torch
 from kvsurgery.templates.kv_cache import HeadTable
 from kvsurgery.templates.kv_layout import EVERY, TILE
 from kvsurgery.templates.kv_prefill import Span, Window
-from kvsurgery.templates.kv_tiles import Tiles, dequantise, quantise
+from kvsurgery.templates.kv_tiles import Tiles, dequantize, quantize
 from kvsurgery.templates.kv_torch import Scoring
 
 
@@ -23,18 +23,18 @@ def flush_reference(table: HeadTable, confirmed: torch.Tensor) -> None:
     for row, of_heads in enumerate((confirmed - table.sinks).tolist()):
         for head, tokens in enumerate(of_heads):
             start = int(table.packed[row, head])
-            if table.first_tiles[head] >= 0 and tokens - start >= table.quantisation.residual + TILE:
+            if table.first_tiles[head] >= 0 and tokens - start >= table.quantization.residual + TILE:
                 position = table.sinks[head] + torch.arange(start, start + TILE, device=confirmed.device)
                 at = table.offsets[head] + _slot(table, head, position)
                 place = start // TILE if table.counts is None else start // TILE % int(table.counts[head])
-                made = quantise(table.keys[row, at], table.values[row, at], table.quantisation)
+                made = quantize(table.keys[row, at], table.values[row, at], table.quantization)
                 for part, own in zip(table.tiles, made, strict=True):
                     part[row, table.first_tiles[head] + place] = own
                 table.packed[row, head] += TILE
 
 
 def decode_reference(query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """What `decode` computes, row by row; tiles are dequantised in the query's precision."""
+    """What `decode` computes, row by row; tiles are dequantized in the query's precision."""
     out = torch.zeros_like(query)
     group = query.shape[1] // len(table.offsets)
     for row, of_heads in enumerate(lengths.tolist()):
@@ -61,7 +61,7 @@ def _visible(table: HeadTable, row: int, head: int, length: int, dtype: torch.dt
         key_codes, key_scales, value_codes, value_scales = table.tiles.map(lambda part: part[row, own])
         tiles = Tiles(key_codes, key_scales.to(dtype), value_codes, value_scales.to(dtype))
         tokens = position[visible & in_tiles] - sink
-        parts = zip(dequantise(tiles, table.quantisation.bits), states, strict=True)
+        parts = zip(dequantize(tiles, table.quantization.bits), states, strict=True)
         states = [torch.cat([old.flatten(0, 1)[tokens], rest]) for old, rest in parts]
     return states
 

@@ -104,7 +104,7 @@ def llama_checkpoint(folder: Path, shards: int = 1, dtype: str = "F32", **config
         "pytorch_model.bin": "pickle",
         "original/consolidated.00.pth": "pickle",
         "onnx/model.onnx": "graph",
-        "model.Q4_K.gguf": "quantised",
+        "model.Q4_K.gguf": "quantized",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)

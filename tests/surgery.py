@@ -21,7 +21,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
-from kvsurgery.templates.kv_layout import Quantisation, Selection
+from kvsurgery.templates.kv_layout import Quantization, Selection
 
 SINK, RECENT = 3, 5
 
@@ -76,14 +76,14 @@ class Converted:
 
 
 def recipe_of(
-    quantisation: Quantisation | None = None,
+    quantization: Quantization | None = None,
     selection: Selection | None = None,
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Recipe:
     """A recipe of fields, some of them given as what the emitted code makes of them."""
-    if quantisation:
-        options |= {f"kv_{name}": value for name, value in vars(quantisation).items()}
+    if quantization:
+        options |= {f"kv_{name}": value for name, value in vars(quantization).items()}
     if selection:
         options |= vars(selection)
     return Recipe(**options, reform=ReformSizes(**sizes or {}))

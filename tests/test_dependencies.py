@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.templates import kv_layout
 
 ROOT = Path(__file__).parent.parent
@@ -41,5 +41,5 @@ def test_emitted_code_imports_torch_and_transformers_and_kernels() -> None:
 
 
 def test_the_tool_and_the_templates_share_classes() -> None:
-    assert Quantisation is kv_layout.Quantisation
+    assert Quantization is kv_layout.Quantization
     assert not [name for name in sys.modules if name.partition(".")[0] == "templates"]

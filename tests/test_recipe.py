@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.recipe import QUANTIZED, Demand, Recipe, ReformSizes
-from kvsurgery.templates.kv_layout import Quantisation, Selection
+from kvsurgery.templates.kv_layout import Quantization, Selection
 
 TOKENS = st.integers(0, 1 << 40)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -94,9 +94,9 @@ def test_profiles_are_found_from_the_file(tmp_path, monkeypatch):
 
 def test_defaults_are_those_of_the_emitted_code():
     assert Recipe().selection == Selection()
-    assert Recipe(kv_bits=4).quantization == Quantisation(4)
+    assert Recipe(kv_bits=4).quantization == Quantization(4)
     assert Recipe().quantization is None
-    assert [name.removeprefix("kv_") for name in QUANTIZED] == [field.name for field in fields(Quantisation)[1:]]
+    assert [name.removeprefix("kv_") for name in QUANTIZED] == [field.name for field in fields(Quantization)[1:]]
 
 
 @pytest.mark.parametrize(

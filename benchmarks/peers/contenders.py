@@ -1,4 +1,4 @@
-"""Who is compared: the stock model's cache, transformers' quantised ones, kvpress' presses, and converted models."""
+"""Who is compared: the stock model's cache, transformers' quantized ones, kvpress' presses, and converted models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Contender:
     Attributes:
         name: what it is called; unique.
         series: what it is a setting of, a line of the picture.
-        kind: "stock", "converted", "quantised" (QuantizedCache) or "press" (kvpress).
+        kind: "stock", "converted", "quantized" (QuantizedCache) or "press" (kvpress).
         options: of `PreparedConversion.prepare`, of QuantizedCache, or of the press.
         equals: the converted model whose share of the full cache a press is told to keep; empty where it is told heads.
     """
@@ -58,7 +58,7 @@ QUANTISED = [
     Contender(
         f"{backend}, {bits} bit, keys per {scaled}",
         f"QuantizedCache, {backend}",
-        "quantised",
+        "quantized",
         {"backend": backend, "nbits": bits, "axis_key": keys, "axis_value": values},
     )
     for backend, axes in AXES.items()

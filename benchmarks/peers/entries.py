@@ -80,7 +80,7 @@ def enter(
         cache = type(loaded(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
         return Entry(contender, loaded, partial(cache, loaded.config), shares)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
-    if contender.kind == "quantised":
+    if contender.kind == "quantized":
 
         def make(tokens: int) -> QuantizedCache:
             return QuantizedCache(config=loaded.config, **contender.options)

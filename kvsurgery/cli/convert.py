@@ -70,7 +70,7 @@ def convert(
 
     SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
     token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). What is kept can be
-    quantised (KIVI), and shared by the processes of tensor parallelism. With a reform profile, prompts far beyond the
+    quantized (KIVI), and shared by the processes of tensor parallelism. With a reform profile, prompts far beyond the
     context are read too (REFORM). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
 
     A killed run continues when the same command is given again. With --stream it fetches no finished tensor twice.

@@ -124,7 +124,7 @@ def _facts(candidate: Candidate, found: Fit) -> dict[str, Any]:
 
 def _bits(candidate: Candidate, found: Fit) -> int:
     """Bits of what full and budgeted heads keep."""
-    return candidate.quantisation.bits if candidate.quantisation else 8 * found.footprint.itemsize
+    return candidate.quantization.bits if candidate.quantization else 8 * found.footprint.itemsize
 
 
 def _print_table(found: Fit) -> None:

@@ -106,12 +106,12 @@ def _show_surgery(surgery: Surgery, family: str) -> None:
     full = sum(count for count in surgery.full_heads if count is not None)
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
     others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
-    if quantised := surgery.quantisation:
-        groups = f", groups of {quantised['group_size']}" if quantised["group_size"] else ""
-        scheme = f"{quantised['scheme']}{groups}"
-        windows = ", long windows of streaming heads too" if quantised["streaming"] else ""
-        kept = f"the newest {quantised['residual']} tokens as they are"
-        lines.append(f"KV cache in {quantised['bits']} bits ({scheme}), {kept}{windows}")
+    if quantized := surgery.quantization:
+        groups = f", groups of {quantized['group_size']}" if quantized["group_size"] else ""
+        scheme = f"{quantized['scheme']}{groups}"
+        windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
+        kept = f"the newest {quantized['residual']} tokens as they are"
+        lines.append(f"KV cache in {quantized['bits']} bits ({scheme}), {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")

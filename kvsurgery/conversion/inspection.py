@@ -35,7 +35,7 @@ class Surgery:
         heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
             in the original's order, or in the converted one's where that is not known.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
-        quantisation: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantised.
+        quantization: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantized.
         reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
         ranks: `processes` of tensor parallelism, and the `kv_bytes` of 128k tokens that each of them holds; empty where
@@ -53,7 +53,7 @@ class Surgery:
     heads: tuple[tuple[str | int, ...], ...]
     streaming: int
     budgeted: int
-    quantisation: Mapping[str, Any] | None
+    quantization: Mapping[str, Any] | None
     reform: Mapping[str, Any] | None
     kv_bytes: tuple[Mapping[str, Any], ...]
     ranks: tuple[Mapping[str, Any], ...]
@@ -212,7 +212,7 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
         "streaming": layout.counts[STREAMING],
         "budgeted": layout.counts[BUDGETED],
-        "quantisation": layout.quantisation and asdict(layout.quantisation),
+        "quantization": layout.quantization and asdict(layout.quantization),
         "reform": reform and asdict(reform),
         "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
         "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),

@@ -12,6 +12,7 @@ import transformers
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import Mismatch
+from kvsurgery.templates.kv_layout import QUANTIZATION
 
 # largest difference over max(1, largest logit): float32 sums in another order, half precision rounds at every layer
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -47,7 +48,8 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
     loaded, expected = stock.dtype, _logits(stock, tokens, [PROMPT + STEPS])
     del stock
     gc.collect()
-    config.kv_surgery.pop("quantisation", None)
+    for name in QUANTIZATION.values():
+        config.kv_surgery.pop(name, None)
     config.kv_surgery["layers"] = [
         layer
         if layer.get("native")

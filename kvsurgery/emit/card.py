@@ -81,7 +81,7 @@ def model_card(
         auto_class=auto,
         preprocessor="processor" if reads_images else "tokenizer",
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
-        others=_others(policy) + _quantised(policy.quantisation),
+        others=_others(policy) + _quantized(policy.quantization),
         code_table=_code_table(code),
         sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated) + _serving(config),
         eligible=policy.eligible,
@@ -121,13 +121,13 @@ def _others(policy: Policy) -> str:
     return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; here, every head is one"
 
 
-def _quantised(quantisation: Any | None) -> str:
-    """How the cache is quantised, as the end of a sentence."""
-    if quantisation is None:
+def _quantized(quantization: Any | None) -> str:
+    """How the cache is quantized, as the end of a sentence."""
+    if quantization is None:
         return ""
     return (
-        f". All but the newest {quantisation.residual} tokens or a few more are stored in {quantisation.bits} bits "
-        f"({quantisation.scheme}){'' if quantisation.streaming else ', but for streaming heads'}"
+        f". All but the newest {quantization.residual} tokens or a few more are stored in {quantization.bits} bits "
+        f"({quantization.scheme}){'' if quantization.streaming else ', but for streaming heads'}"
     )
 
 

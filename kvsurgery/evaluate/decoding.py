@@ -1,6 +1,6 @@
 """Answers and likelihoods through the KV cache, as they are when a model is deployed.
 
-A single forward over all tokens would see no eviction, no budget and no quantised state. Here the prompt goes through
+A single forward over all tokens would see no eviction, no budget and no quantized state. Here the prompt goes through
 the cache, and what follows token by token. Where answers are short, so do the last 50 tokens of the prompt, as in the
 appendix of DuoAttention (Xiao et al. 2024): else the first tokens of an answer, often all that there are, would come
 from the prefill alone. Budgeted heads choose at the end of the whole prompt, with the question in sight, as HeadKV (Fu

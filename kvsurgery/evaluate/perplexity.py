@@ -1,6 +1,6 @@
 """Perplexity of text through the cache: a prefill, then every token of what follows read by itself.
 
-One forward over all tokens would see no eviction, no budget and no quantised state.
+One forward over all tokens would see no eviction, no budget and no quantized state.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 
-PLAIN = 16  # bits of a cache that is not quantised
+PLAIN = 16  # bits of a cache that is not quantized
 SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
 
 

@@ -4,7 +4,7 @@ kept = sum over KV heads of score x share x fidelity, over the sum of scores. A 
 tokens. A streaming head keeps k of them by their place, so what is asked for later is among them with chance k / n. A
 budgeted head keeps the k that get most attention; attention falls off like Zipf's law, so that they hold about
 ln(1 + k) / ln(1 + n) of it. This is also the measure that HeadKV's budgets are best by: a sum of s ln(b) with fixed sum
-of b is largest where budgets b are proportional to scores s. Fidelity is what quantising leaves of a head.
+of b is largest where budgets b are proportional to scores s. Fidelity is what quantizing leaves of a head.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvsurgery import console
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.budgets import MAX_BUDGET, allocate_budgets
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import Quantisation, decide, usual_rest
+from kvsurgery.policy.policy import Quantization, decide, usual_rest
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.full_heads import kv_scores, ranked_heads
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
 from kvsurgery.templates import kv_layout
 
-# relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantised_cache.py)
+# relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantized_cache.py)
 ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16
@@ -41,7 +41,7 @@ class Candidate:
     """One policy and its price.
 
     Attributes:
-        full_heads, rest, budget, quantisation: what a recipe says of them.
+        full_heads, rest, budget, quantization: what a recipe says of them.
         kv_bytes: the KV cache of all sequences, as `KVLayout.kv_bytes` has it, in the process that holds most.
         chunk: tokens of the prompt that go through at a time.
         total: bytes of weights, KV cache and workspace, at the peak of a prefill, in a process.
@@ -51,7 +51,7 @@ class Candidate:
     full_heads: int
     rest: Literal["streaming", "budgeted"]
     budget: int | None
-    quantisation: Quantisation | None
+    quantization: Quantization | None
     kv_bytes: int
     chunk: int
     total: int
@@ -59,13 +59,13 @@ class Candidate:
 
     def recipe(self, asked: Recipe) -> Recipe:
         """What makes `decide` decide it, of a recipe that leaves this to `fit`."""
-        bits = self.quantisation and self.quantisation.bits
+        bits = self.quantization and self.quantization.bits
         return asked.changed(full_heads=self.full_heads, rest=self.rest, budget=self.budget, kv_bits=bits)
 
     @property
     def worth(self) -> tuple[float, ...]:
         """Larger is better: the score kept, then more bits, more full heads, fewer bytes, and a smaller budget."""
-        bits = self.quantisation.bits if self.quantisation else 16
+        bits = self.quantization.bits if self.quantization else 16
         return self.kept, bits, self.full_heads, -self.total, -(self.budget or 0)
 
 
@@ -147,10 +147,10 @@ class _Prices:
         demand: Demand,
         windows: Sequence[int | None],
         scores: np.ndarray,
-        quantisations: Sequence[Quantisation | None],
+        quantizations: Sequence[Quantization | None],
         run: int,
     ):
-        self.footprint, self.demand, self.quantisations = footprint, demand, quantisations
+        self.footprint, self.demand, self.quantizations = footprint, demand, quantizations
         self.scores, self.heads, self.run = scores, scores.size, run
         # processes that hold different heads
         self.shares = scores.shape[1] // footprint.model.kv_heads
@@ -160,10 +160,10 @@ class _Prices:
         native = [window for window in windows if window is not None]
         self.native = {
             how: sum(
-                self._one_bytes(kv_layout.LayerLayout(((0, footprint.model.kv_heads),), 0, window, quantisation=how))
+                self._one_bytes(kv_layout.LayerLayout(((0, footprint.model.kv_heads),), 0, window, quantization=how))
                 for window in native
             )
-            for how in quantisations
+            for how in quantizations
         }
         chunks = min(demand.chunk, demand.prompt), demand.prompt
         self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
@@ -172,19 +172,19 @@ class _Prices:
         """Candidates with so many full heads, whose others stream."""
         context, total = self.demand.context, float(self.top[-1])
         tokens, own = min(sink + recent, context), self.heads // self.shares
-        for quantisation in self.quantisations:
-            layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantisation=quantisation)
+        for quantization in self.quantizations:
+            layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantization=quantization)
             one = self._one_bytes(layout)
-            full, fidelity = self._bytes(np.array([context]), quantisation), _fidelity(quantisation)
-            of_others = tokens / context * (fidelity if layout.quantised_window else 1)
+            full, fidelity = self._bytes(np.array([context]), quantization), _fidelity(quantization)
+            of_others = tokens / context * (fidelity if layout.quantized_window else 1)
             for count in counts:
-                if count or quantisation is None or quantisation.streaming:
+                if count or quantization is None or quantization.streaming:
                     top = float(self.top[count])
                     kept = top * fidelity + (total - top) * of_others
                     # processes differ by no more than one full head, which may be smaller than one that streams
                     fulls = count // self.shares, -(-count // self.shares)
                     kv = max(part * full + (own - part) * one for part in fulls)
-                    yield self._candidate(count, "streaming", None, quantisation, kv, kept)
+                    yield self._candidate(count, "streaming", None, quantization, kv, kept)
 
     def budgeted(self, beta: float, window: int) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets."""
@@ -206,39 +206,39 @@ class _Prices:
                     tokens = np.take_along_axis(tokens, np.array(orders), 1)
                 # [layers, heads of each process, process after process]
                 processes = np.split(tokens, self.shares, axis=1)
-                for quantisation in self.quantisations:
-                    kept = (float(self.top[count]) + shares) * _fidelity(quantisation)
-                    kv = max(self._bytes(held, quantisation) for held in processes)
-                    yield self._candidate(count, "budgeted", budget, quantisation, kv, kept)
+                for quantization in self.quantizations:
+                    kept = (float(self.top[count]) + shares) * _fidelity(quantization)
+                    kv = max(self._bytes(held, quantization) for held in processes)
+                    yield self._candidate(count, "budgeted", budget, quantization, kv, kept)
 
-    def _candidate(self, count, rest, budget, quantisation, kv: int, kept: float) -> Candidate:
-        kv = self.demand.batch * (kv + self.native[quantisation])
+    def _candidate(self, count, rest, budget, quantization, kv: int, kept: float) -> Candidate:
+        kv = self.demand.batch * (kv + self.native[quantization])
         budgeted = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
-            (fixed[quantisation is not None] + budgeted * waiting, chunk)
+            (fixed[quantization is not None] + budgeted * waiting, chunk)
             for chunk, (fixed, waiting) in self.workspaces.items()
         )
         # rounded, so that sums in another order tie
         kept = round(kept / float(self.top[-1]), 12)
-        return Candidate(count, rest, budget, quantisation, kv, chunk, self.footprint.weights + kv + workspace, kept)
+        return Candidate(count, rest, budget, quantization, kv, chunk, self.footprint.weights + kv + workspace, kept)
 
     def _one_bytes(self, layout: Any) -> int:
         """Bytes of one sequence in a layer."""
         return layout.kv_bytes(self.demand.context, 0, 0, self.footprint.model.head_dim, self.footprint.itemsize)
 
-    def _bytes(self, tokens: np.ndarray, quantisation: Quantisation | None) -> int:
+    def _bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
         """Bytes of one sequence's heads that keep so many tokens each: `LayerLayout.kv_bytes` of many at once."""
         itemsize, head_dim = self.footprint.itemsize, self.footprint.model.head_dim
         token = 2 * head_dim * itemsize
-        if quantisation is None:
+        if quantization is None:
             return int(tokens.sum()) * token
-        residual = min(quantisation.residual, MAX_TOKENS)
+        residual = min(quantization.residual, MAX_TOKENS)
         tiles = np.maximum(tokens - 1 - residual, 0) // kv_layout.TILE
         tail = np.minimum(tokens, residual + kv_layout.TILE)
-        return int(tiles.sum()) * quantisation.tile_bytes(head_dim, itemsize) + int(tail.sum()) * token
+        return int(tiles.sum()) * quantization.tile_bytes(head_dim, itemsize) + int(tail.sum()) * token
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
-        """Bytes that a prefill takes beside the cache, unquantised and quantised, and each budgeted head on top."""
+        """Bytes that a prefill takes beside the cache, unquantized and quantized, and each budgeted head on top."""
         demand, fixed = self.demand, self._in_flight(chunk, 0)
         activations = (
             self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
@@ -256,13 +256,13 @@ class _Prices:
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 
 
-def _bits(recipe: Recipe, head_dim: int) -> list[Quantisation | None]:
+def _bits(recipe: Recipe, head_dim: int) -> list[Quantization | None]:
     """The model's dtype, and 8, 4 and 2 bits as far as heads of this size can be stored so.
 
     Raises:
         PolicyError: they cannot, and not for their size.
     """
-    result: list[Quantisation | None] = [None]
+    result: list[Quantization | None] = [None]
     for bits in ERRORS:
         if head_dim * bits % 16 == 0:  # codes fill whole words
             result.append(replace(recipe, kv_bits=bits).quantization)
@@ -273,8 +273,8 @@ def _bits(recipe: Recipe, head_dim: int) -> list[Quantisation | None]:
     return result
 
 
-def _fidelity(quantisation: Quantisation | None) -> float:
-    return 1 - ERRORS[quantisation.bits] if quantisation else 1.0
+def _fidelity(quantization: Quantization | None) -> float:
+    return 1 - ERRORS[quantization.bits] if quantization else 1.0
 
 
 def _budgets(prompt: int) -> list[int]:

@@ -19,7 +19,7 @@ ROWS = re.compile(r".*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)
 COLUMNS = re.compile(r".*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where a config does not say: the most that a supported family has by default
 EXPERTS = 8
-# states of keys, and as many of values, that a GPU dequantises together while a chunk attends to tiles
+# states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
 DEQUANTISED = 1 << 24
 
 
@@ -90,8 +90,8 @@ class Footprint:
         """Peak of activations while a chunk of a prompt goes through a layer, and the logits of its last token.
 
         A token holds its embedding, the residual, its norm and two rotary factors; beside these either what its MLP
-        holds, or its query with the copies that rotate it, 5 widths. Over quantised tiles these are 10, since parts of
-        the result merge in float32, and a block of tiles lies there dequantised. Logits are copied to float32.
+        holds, or its query with the copies that rotate it, 5 widths. Over quantized tiles these are 10, since parts of
+        the result merge in float32, and a block of tiles lies there dequantized. Logits are copied to float32.
 
         Not counted: what does not grow with the model, such as masks on a CPU, and what is not the model's, such as a
         CUDA context and an allocator's gaps.
@@ -99,7 +99,7 @@ class Footprint:
         Args:
             batch, context: sequences, and tokens of each.
             chunk: tokens of each that go through at a time.
-            tiles: whether a chunk attends to earlier ones that are quantised.
+            tiles: whether a chunk attends to earlier ones that are quantized.
         """
         model, tokens = self.model, batch * chunk
         attention = tokens * (10 if tiles else 5) * model.query_heads * model.head_dim

@@ -24,7 +24,7 @@ from kvsurgery.templates.kv_layout import (
     TILE,
     KVLayout,
     LayerLayout,
-    Quantisation,
+    Quantization,
     Selection,
 )
 from kvsurgery.templates.kv_reform import Reform
@@ -57,7 +57,7 @@ class Policy:
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantised and long
+        """BLAKE3 of the canonical JSON of the layers, and of how budgeted heads select, the cache is quantized and long
         prompts are read."""
         names = ("order", "full", "sink", "recent", "native")
         layers = [
@@ -69,7 +69,7 @@ class Policy:
             for layer in self.layers
         ]
         content = [layers, self.selection and asdict(self.selection)]
-        content += [asdict(part) for part in (self.quantisation, self.reform) if part]
+        content += [asdict(part) for part in (self.quantization, self.reform) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -78,9 +78,9 @@ class Policy:
         return next((layer.selection for layer in self.layers if layer.selection), None)
 
     @property
-    def quantisation(self) -> Quantisation | None:
+    def quantization(self) -> Quantization | None:
         """How heads store all but their newest tokens; None: in the model's dtype."""
-        return self.layout.quantisation
+        return self.layout.quantization
 
     @property
     def eligible(self) -> int:
@@ -186,7 +186,7 @@ def _quantized(layout: KVLayout, recipe: Recipe) -> KVLayout:
     if quantization is None:
         return layout
     try:
-        layout = layout.quantised(quantization)
+        layout = layout.quantized(quantization)
     except ValueError as error:
         raise PolicyError(f"`kv_bits`: {error}") from error
     least = 2 * (quantization.residual + TILE)

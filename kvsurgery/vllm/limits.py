@@ -26,11 +26,11 @@ def checked_layout(vllm_config: Any) -> KVLayout:
     except ValueError as error:
         raise ValueError(f"kvsurgery: {error}") from error
     _check_settings(vllm_config)
-    if layout.quantisation:
+    if layout.quantization:
         logger.warning_once(
             "kvsurgery: the %d-bit KV cache of this checkpoint is for transformers; vLLM stores it as --kv-cache-dtype "
             "says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",
-            layout.quantisation.bits,
+            layout.quantization.bits,
             vllm_config.cache_config.cache_dtype,
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

@@ -14,7 +14,7 @@ from kvsurgery.bench import contenders as module
 from kvsurgery.bench.caches import WIDTHS
 from kvsurgery.bench.contenders import contenders, load_models, sharing, step_weights, usable
 from kvsurgery.errors import CheckpointError, KVSurgeryError
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from tests.families import largest, make, stock, tokens
 from tests.surgery import Converted, convert_folder
 
@@ -53,8 +53,8 @@ def test_every_kind_of_cache_takes_part(mixed: Callable[[str], Converted], monke
 
 def test_as_many_bits_as_the_converted_cache(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Where a backend has them."""
-    quantised = convert_folder(checkpoint("qwen3"), tmp_path / "int2", sparsity=0.5, quantisation=Quantisation(8))
-    names = [contender.name for contender in contenders(*load_models(quantised.folder, None))]
+    quantized = convert_folder(checkpoint("qwen3"), tmp_path / "int2", sparsity=0.5, quantization=Quantization(8))
+    names = [contender.name for contender in contenders(*load_models(quantized.folder, None))]
     assert names[2:] == ["original, quanto int4", "original, hqq int8"]
 
 

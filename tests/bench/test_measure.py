@@ -15,7 +15,7 @@ from kvsurgery.bench.contenders import Contender, contenders, load_models, step_
 from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
 from kvsurgery.bench.results import Row
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.processes import Processes
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -105,7 +105,7 @@ def rows_of(folder: Converted, work: Workload = WORK) -> list[Row]:
     [
         pytest.param({"sparsity": 0.5}, id="streaming"),
         pytest.param({"full_heads": 3, "rest": "budgeted", "budget": 8}, id="budgeted"),
-        pytest.param({"sparsity": 0.25, "quantisation": Quantisation(4, residual=8)}, id="quantised"),
+        pytest.param({"sparsity": 0.25, "quantization": Quantization(4, residual=8)}, id="quantized"),
     ],
 )
 def test_bytes(checkpoint: Callable, tmp_path_factory: pytest.TempPathFactory, options: dict) -> None:

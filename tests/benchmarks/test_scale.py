@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.policy.policy import Quantisation, decide
+from kvsurgery.policy.policy import Quantization, decide
 from kvsurgery.profile.head_profile import HeadProfile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -55,7 +55,7 @@ def test_context_is_the_longest_that_fits(full: int, bits: int, room: float) -> 
     model = ModelDimensions(1, 4, 4, 32)
     profile = HeadProfile(np.ones((1, 4), np.float32), "duo", "kv", "by hand", model)
     layout = scale.layout_of(decide(profile, [None], Recipe(full_heads=max(full, 1))), model)
-    layout = layout if bits == 16 else layout.quantised(Quantisation(bits))
+    layout = layout if bits == 16 else layout.quantized(Quantization(bits))
     tokens = scale.context(layout, room)
     assert tokens == 0 or layout.kv_bytes(1, tokens) <= room
     assert layout.kv_bytes(1, tokens + 1) > room

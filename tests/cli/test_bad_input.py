@@ -83,7 +83,7 @@ def without_tensor(name: str) -> Callable[[], None]:
     return lambda: one_file({key: shape for key, shape in llama_shapes().items() if key != name})
 
 
-def quantised_blocks() -> None:
+def quantized_blocks() -> None:
     """fp8 weights with scales per block, and no word of it in config.json."""
     one_file(llama_shapes())
     path = Path("llama/model.safetensors")
@@ -146,8 +146,8 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "unknown family": (config(model_type="gpt2"), "'gpt2' is not supported; supported: gemma2, .*qwen3_moe"),
     "no family": (config(model_type=...), "model_type None is not supported"),
     "not a causal model": (config(architectures=["LlamaForSequenceClassification"]), "must be one of .*CausalLM"),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantised; give the original"),
-    "quantised in blocks": (quantised_blocks, "q_proj.weight' is F8_E4M3; surgery takes"),
+    "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantized; give the original"),
+    "quantized in blocks": (quantized_blocks, "q_proj.weight' is F8_E4M3; surgery takes"),
     "pickles only": (
         only("config.json", "pytorch_model.bin"),
         r"pytorch_model.bin.*: python -c '.*from_pretrained\(\"llama\".*save_pretrained",
@@ -259,7 +259,7 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
         ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
         (("--recent", 2**63), "--recent"),
-        (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantised cache does not divide"),
+        (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantized cache does not divide"),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
         (("--kv-bits", 4, "--kv-residual", -1), "--kv-bits: the residual"),
         (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of at least 512 tokens"),

@@ -290,7 +290,7 @@ class TestOptions:
         assert "**budgeted heads** keep 100 tokens" in Path("out/README.md").read_text()
         assert "6 budgeted" in done("inspect", "out").out
 
-    def test_a_quantised_cache(self, here: Path) -> None:
+    def test_a_quantized_cache(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--kv-bits", 4)
         text = done(*command, "--dry-run").out
         assert "kv_bits 4, kv_scheme kivi, kv_residual 128" in text
@@ -300,7 +300,7 @@ class TestOptions:
         assert all(one["after"] > other["after"] for one, other in zip(*rows, strict=True))
         done(*command, "--out", "out", "--kv-scheme", "per-token", "--kv-group-size", 2, "--kv-residual", 64)
         section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
-        assert section["quantisation"] == {
+        assert section["quantization"] == {
             "bits": 4,
             "scheme": "per-token",
             "group_size": 2,
@@ -312,9 +312,9 @@ class TestOptions:
             "KV cache in 4 bits (per-token, groups of 2), the newest 64 tokens as they are"
             in done("inspect", "out").out
         )
-        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantisation"] == section["quantisation"]
+        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantization"] == section["quantization"]
 
-    def test_quantised_windows(self, here: Path) -> None:
+    def test_quantized_windows(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--recent", 512, "--kv-bits", 4)
         sizes = [
             json.loads(done(*command, *more, "--dry-run", "--json").out)["kv_bytes"][0]["after"]
@@ -324,7 +324,7 @@ class TestOptions:
         tile = 2 * 128 * 2 + 2 * 4 * 2 + 2 * 128 * 2
         assert sizes[0] - sizes[1] == 3 * ((512 - 256) * 2 * 4 * 2 - 4 * tile)
         done(*command, "--kv-streaming", "--out", "out")
-        assert json.loads(Path("out/config.json").read_text())["kv_surgery"]["quantisation"]["streaming"] is True
+        assert json.loads(Path("out/config.json").read_text())["kv_surgery"]["quantization"]["streaming"] is True
         assert "long windows of streaming heads too" in done("inspect", "out").out
 
     def test_details_of_bits_without_bits(self, here: Path) -> None:

@@ -106,7 +106,7 @@ class TestTheCommandThatIsPrinted:
             parts = converted.parts(facts["policy"].get("tp", 1))
             held = max(part.kv_bytes(2, 1000 - new, new, itemsize=4) for part in parts)
             assert held == chosen["kv_bytes"] == facts["fit"]["kv_bytes"]
-            assert (converted.quantisation.bits if converted.quantisation else 32) == chosen["bits"]
+            assert (converted.quantization.bits if converted.quantization else 32) == chosen["bits"]
             assert sum(layer.full for layer in converted.layers) == chosen["full_heads"]
             provenance = json.loads(Path("deep-fit/kvsurgery.json").read_text())
             assert {**provenance["options"], "hash": provenance["policy"]} == facts["policy"]

@@ -73,11 +73,11 @@ def test_a_dry_run_and_a_refusal_fetch_headers_only(hub, stock, tmp_path):
     assert fetched() == headers
     repo = hub.repos["surgeon/stock"]
     files = repo.commits[repo.refs["main"]]
-    quantised = {**json.loads(files["config.json"].content), "quantization_config": {"bits": 4}}
-    repo.commit({**files, "config.json": Blob(json.dumps(quantised).encode())}, "main")
+    quantized = {**json.loads(files["config.json"].content), "quantization_config": {"bits": 4}}
+    repo.commit({**files, "config.json": Blob(json.dumps(quantized).encode())}, "main")
     refused = convert(hub, stock, tmp_path)
     assert refused.returncode == 1
-    assert "quantised" in refused.stderr
+    assert "quantized" in refused.stderr
     assert fetched() == 2 * headers
     assert not (tmp_path / "out").exists()
 

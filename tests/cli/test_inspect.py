@@ -110,10 +110,10 @@ def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
     ("keys", "reason"),
     [
         ({"model_type": "bert"}, "bert"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_hidden_layers": 3}, "beyond the 3 layers"),
     ],
-    ids=["family", "quantised", "layers"],
+    ids=["family", "quantized", "layers"],
 )
 def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason):
     folder = broken(**keys)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsurgery.conversion.logits import compare_logits
 from kvsurgery.errors import Mismatch
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from tests.families import EVERY
 from tests.surgery import convert_folder
 
@@ -23,8 +23,8 @@ def test_budgeted_heads_count_as_full(checkpoint, tmp_path):
     assert compare_logits(converted.folder).difference <= 1e-5
 
 
-def test_a_quantised_cache_counts_as_none(checkpoint, tmp_path):
-    converted = convert_folder(checkpoint("qwen3"), tmp_path / "out", quantisation=Quantisation(2, residual=0))
+def test_a_quantized_cache_counts_as_none(checkpoint, tmp_path):
+    converted = convert_folder(checkpoint("qwen3"), tmp_path / "out", quantization=Quantization(2, residual=0))
     assert compare_logits(converted.folder).difference <= 1e-5
 
 

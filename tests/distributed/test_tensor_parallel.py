@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "olmo2", "gemma2"]
 # a scale for every element loses nothing
-LOSSLESS = Quantisation(8, "per-token", 1, 5)
+LOSSLESS = Quantization(8, "per-token", 1, 5)
 KINDS = {
     "uneven": {"tp_uneven": True, "full_heads": 6},
     "budgets": {"rest": "budgeted", "full_heads": 4, "budget": 6},
-    "8 bits": {"sparsity": 0.5, "quantisation": LOSSLESS},
+    "8 bits": {"sparsity": 0.5, "quantization": LOSSLESS},
 }
 SIZES = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 3, "pool": 3, "recompute_budget": 40, "query_length": 4}
 NAMES = [*FAMILIES, *KINDS, "reform"]

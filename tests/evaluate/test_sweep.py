@@ -87,18 +87,18 @@ def test_settings_come_in_order_and_what_cannot_be_says_why(swept):
 
 def test_bytes_are_what_a_generation_allocates(swept, tmp_path):
     _, found = swept
-    [quantised] = (point for point in found.points[:4] if tuple(point.options.values()) == (2, 4, 1.2))
+    [quantized] = (point for point in found.points[:4] if tuple(point.options.values()) == (2, 4, 1.2))
     out = convert(tmp_path / "same", sparsity=None, full_heads=2, sink=4, recent=32, kv_bits=4, kv_residual=16)
     model = runner.load(out, device="cpu")
     new = found.tokens - LENGTH
     assert new > 0
     prompt = torch.full((1, LENGTH), 20)
     output = model.generate(prompt, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True)
-    assert output.past_key_values.allocated_bytes() == quantised.kv_bytes
+    assert output.past_key_values.allocated_bytes() == quantized.kv_bytes
     # 3 layers, 4 heads, keys and values of 32 float32 channels; 10 heads keep 4 + 32 tokens
     assert found.dense_bytes == 3 * 4 * 2 * 32 * 4 * found.tokens
     assert found.points[0].kv_bytes == (2 * found.tokens + 10 * 36) * 2 * 32 * 4
-    assert quantised.kv_bytes < found.points[0].kv_bytes
+    assert quantized.kv_bytes < found.points[0].kv_bytes
 
 
 def test_scores_are_those_of_the_original_and_the_converted_model(swept):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsurgery.measure.ablation import restricted
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.surgery import convert_folder
 from tests.tiny_recall import FOLDER, task
@@ -85,15 +85,15 @@ def test_recall_lives_in_the_heads_that_the_profile_names(model):
 
 
 @pytest.mark.slow
-def test_recall_from_a_quantised_cache(model, tmp_path):
-    """The prompt comes in chunks, so that all but the last one is read from what is quantised."""
+def test_recall_from_a_quantized_cache(model, tmp_path):
+    """The prompt comes in chunks, so that all but the last one is read from what is quantized."""
     profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 32, 1024)
     tokens = torch.cat([questions.tokens, questions.answers], 1)[:8]
     with torch.no_grad():
         exact = model(tokens).logits[:, -4:]
     for bits in (8, 4):
         converted = convert_folder(
-            FOLDER / "model", tmp_path / str(bits), profile, sparsity=0.0, quantisation=Quantisation(bits)
+            FOLDER / "model", tmp_path / str(bits), profile, sparsity=0.0, quantization=Quantization(bits)
         ).load()
         cache, parts = None, []
         for part in tokens.split([256, 256, 256, 256, 1, 1, 1], 1):

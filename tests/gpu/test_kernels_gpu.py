@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from kvsurgery.templates.kv_cache import HeadTable
 from kvsurgery.templates.kv_decode import decode
-from kvsurgery.templates.kv_layout import EVERY, Quantisation
+from kvsurgery.templates.kv_layout import EVERY, Quantization
 from kvsurgery.templates.kv_store import flush
 from kvsurgery.templates.kv_tiles import empty_tiles
 from kvsurgery.templates.kv_torch import Scoring
@@ -47,9 +47,9 @@ def test_append() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("quantisation", "head_dim"), cases.FLUSH, ids=str)
-def test_flush(quantisation: Quantisation, head_dim: int, dtype: torch.dtype) -> None:
-    cases.check_flush(quantisation, head_dim, dtype, "cuda")
+@pytest.mark.parametrize(("quantization", "head_dim"), cases.FLUSH, ids=str)
+def test_flush(quantization: Quantization, head_dim: int, dtype: torch.dtype) -> None:
+    cases.check_flush(quantization, head_dim, dtype, "cuda")
 
 
 @DTYPES
@@ -93,11 +93,11 @@ def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
 def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
     """Tiles that a replay packs are read by its own decode step; each head has its own length."""
     torch.manual_seed(0)
-    quantisation, heads, head_dim, room = Quantisation(4), 2, 128, 40
-    ring = quantisation.tail(EVERY)
+    quantization, heads, head_dim, room = Quantization(4), 2, 128, 40
+    ring = quantization.tail(EVERY)
     query = torch.randn(1, heads * 4, head_dim, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, ring + 260, head_dim, device="cuda", dtype=torch.bfloat16)
-    tiles = empty_tiles(keys, room, quantisation)
+    tiles = empty_tiles(keys, room, quantization)
     for part in tiles:
         part.copy_(torch.randint(256, part.shape) if part.dtype == torch.uint8 else torch.rand(part.shape))
     lengths, confirmed, packed = torch.zeros(3, 1, heads, dtype=torch.int32, device="cuda")
@@ -105,7 +105,7 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
         [[0, 4], [ring, 256], [EVERY, 256], [0, -1]], dtype=torch.int32, device="cuda"
     )
     offsets = torch.tensor([0, ring], device="cuda")
-    stored = tiles, first_tiles, packed, None, quantisation
+    stored = tiles, first_tiles, packed, None, quantization
     table = HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored)
     scoring = Scoring(head_dim**-0.5)
 

@@ -19,9 +19,9 @@ from tests.families import largest, tokens
 
 SECTIONS = {
     "16 bit": {},
-    "quantised": {"quantisation": LOSSLESS},
+    "quantized": {"quantization": LOSSLESS},
     "budgeted": BUDGETED,
-    "budgeted, quantised": {**BUDGETED, "quantisation": LOSSLESS},
+    "budgeted, quantized": {**BUDGETED, "quantization": LOSSLESS},
 }
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
 
@@ -83,7 +83,7 @@ def test_a_decode_step_does_not_wait_for_the_device(pair: tuple) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("kind", ["budgeted", "budgeted, quantised"])
+@pytest.mark.parametrize("kind", ["budgeted", "budgeted, quantized"])
 def test_compaction_does_not_wait_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = emitted("llama", 2, **SECTIONS[kind]).cuda()
     ids, mask = tokens(2, 300).cuda(), torch.ones(2, 300, dtype=torch.long, device="cuda")

@@ -84,7 +84,7 @@ def cases(draw):
 def share(profile, windows, policy, demand):
     """The score that a policy keeps, head by head as it was decided."""
     scores, kept, whole = kv_scores(profile), 0.0, 0.0
-    fidelity = FIDELITY[policy.quantisation and policy.quantisation.bits]
+    fidelity = FIDELITY[policy.quantization and policy.quantization.bits]
     context, prompt = demand.context, demand.prompt
     for layer, of_heads in zip(policy.layers, scores.astype(float), strict=True):
         if layer.native:
@@ -95,9 +95,9 @@ def share(profile, windows, policy, demand):
             if head in layer.full_heads:
                 part = fidelity
             elif layer.kind == "streaming":
-                how = policy.quantisation
-                quantised = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
-                part = min(layer.sink + layer.recent, context) / context * (fidelity if quantised else 1)
+                how = policy.quantization
+                quantized = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
+                part = min(layer.sink + layer.recent, context) / context * (fidelity if quantized else 1)
             else:
                 window = min(policy.selection.window, prompt)
                 tokens = min(next(budgets), prompt - window) + window + demand.new_tokens
@@ -120,7 +120,7 @@ class TestCandidates:
             size["itemsize"] = footprint.itemsize
             assert candidate.kv_bytes == max(part.kv_bytes(**size) for part in parts)
 
-            tiles = candidate.quantisation is not None and candidate.chunk < demand.prompt
+            tiles = candidate.quantization is not None and candidate.chunk < demand.prompt
             activations = footprint.activation_bytes(demand.batch, demand.context, candidate.chunk, tiles)
             peak = max(part.prefill_peak_bytes(**size, chunk=candidate.chunk) for part in parts)
             over = candidate.total - (footprint.weights + activations + peak)
@@ -141,7 +141,7 @@ class TestCandidates:
         least = 0 if options.get("kv_streaming") else step  # what has a width
         expected = {(count, bits) for bits in widths for count in range(least, heads + 1, step)}
         expected |= {(count, None) for count in range(0, heads + 1, step)}
-        listed = [(one.full_heads, one.quantisation and one.quantisation.bits) for one in found.candidates]
+        listed = [(one.full_heads, one.quantization and one.quantization.bits) for one in found.candidates]
         assert len(listed) == len(expected)
         assert set(listed) == expected
 
@@ -176,7 +176,7 @@ class TestByHand:
         [one] = [
             one
             for one in found.candidates
-            if (one.full_heads, one.budget, one.quantisation and one.quantisation.bits) == kept
+            if (one.full_heads, one.budget, one.quantization and one.quantization.bits) == kept
         ]
         return one
 
@@ -185,7 +185,7 @@ class TestByHand:
         assert one.kv_bytes == (1000 + 100) * 32
         assert Fraction(one.kept).limit_denominator(10**6) == Fraction(3, 4) + Fraction(1, 4) * Fraction(1, 10)
 
-    def test_quantised(self):
+    def test_quantized(self):
         # 871 tokens before the residual: 6 tiles of 128, 256 slots for the rest, each with scales of kivi
         tile = 2 * (128 * 8 * 4 // 8) + 2 * 8 * 2 + 2 * 128 * 2
         one = self.find(2, None, 4)
@@ -205,7 +205,7 @@ class TestByHand:
         found = fit(profile, [None] * 8, footprint, Recipe(fit=Demand(PLENTY, 1000, chunk=100), rest="budgeted"))
         logits = 10 * (2 + 4)
         for one in found.candidates:
-            if one.quantisation is None and one.budget:
+            if one.quantization is None and one.budget:
                 # a token is 2 x 32 bytes on its way in, and (3 x 16 + 2 x 8 + 5 x 32) x 2 of activations
                 chunks = 100 * (64 + 448) + (16 - one.full_heads) * 1000 * 32
                 assert one.total - one.kv_bytes - 1000 - logits == min(chunks, 1000 * (64 + 448))
@@ -225,7 +225,7 @@ class TestChoice:
         assert found.choice.total <= memory
         assert all(one.kept <= found.choice.kept for one in found.candidates if one.total <= memory)
         equal = [one for one in found.candidates if one.total <= memory and one.kept == found.choice.kept]
-        bits = [one.quantisation.bits if one.quantisation else 16 for one in (found.choice, *equal)]
+        bits = [one.quantization.bits if one.quantization else 16 for one in (found.choice, *equal)]
         assert bits[0] == max(bits)
         alike = [one for one, width in zip(equal, bits[1:], strict=True) if width == bits[0]]
         assert found.choice.full_heads == max(one.full_heads for one in alike)
@@ -245,7 +245,7 @@ class TestChoice:
         profile, windows, footprint, demand, options = case
         choice = fit(profile, windows, footprint, Recipe(fit=demand, **options)).choice
         heads = windows.count(None) * profile.model.kv_heads
-        assert (choice.full_heads, choice.quantisation, choice.kept) == (heads, None, 1)
+        assert (choice.full_heads, choice.quantization, choice.kept) == (heads, None, 1)
 
     @given(cases())
     @settings(max_examples=40)

@@ -26,7 +26,7 @@ def surgery(**changes: Any) -> dict[str, Any]:
         "heads": [["full" if kept else "streaming" for kept in layer] for layer in full],
         "streaming": LAYERS * HEADS - count,
         "budgeted": 0,
-        "quantisation": None,
+        "quantization": None,
         "reform": None,
         "kv_bytes": [
             {

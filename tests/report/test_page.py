@@ -178,8 +178,8 @@ class TestParts:
     def test_budgets_windows_and_bits(self, tmp_path):
         heads = [["full", 120, 16, 64], ["window"] * 4]
         kinds = {"heads": heads, "full_heads": [1, None], "streaming": 0, "budgeted": 3}
-        quantisation = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 128}
-        facts = builders.surgery(**kinds, quantisation=quantisation, revertible=False, base_model=None, options=None)
+        quantization = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 128}
+        facts = builders.surgery(**kinds, quantization=quantization, revertible=False, base_model=None, options=None)
         page = written(tmp_path, builders.results(checkpoint=builders.checkpoint(surgery=facts)))
         assert page.table("How many KV heads") == [
             ["layer", "full", "own window", "budgeted", "budgets"],

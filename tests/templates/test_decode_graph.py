@@ -86,12 +86,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     return turn_on
 
 
-@pytest.mark.parametrize("kind", ["16 bit", "quantised", "budgeted"])
+@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
     section, new = model.config.kv_surgery, 45
-    if kind == "quantised":
-        section["quantisation"] = LOSSLESS
+    if kind == "quantized":
+        section["quantization"] = LOSSLESS
     elif kind == "budgeted":
         section["selection"] = {"window": 4, "kernel_size": 3, "pool": "max"}
         section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 30]}] * 4
@@ -109,7 +109,7 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
     assert found.sequences.equal(expected.sequences)
     for one, other in zip(found.logits, expected.logits, strict=True):
         assert largest(one - other, other) <= 1e-5
-    if kind == "quantised":  # tiles were packed between replays
+    if kind == "quantized":  # tiles were packed between replays
         assert (
             found.past_key_values.layers[1].full.packed == expected.past_key_values.layers[1].full.packed == [256, 128]
         )

@@ -85,7 +85,7 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "quantisation"),
+    ("section", "quantization"),
     [
         ({}, LOSSLESS),
         (BUDGETED, None),
@@ -93,14 +93,14 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
         ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}),
         (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}),
     ],
-    ids=["quantised", "budgeted", "budgeted, quantised", "kivi", "quantised windows"],
+    ids=["quantized", "budgeted", "budgeted, quantized", "kivi", "quantized windows"],
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_chunks_and_steps_over_tiles_and_budgets(
-    section: dict, quantisation: dict | None, padded: bool, kernels
+    section: dict, quantization: dict | None, padded: bool, kernels
 ) -> None:
     """Prompt, chunks that read tiles, and steps that pack some: what torch does, kernels do."""
-    model = emitted("llama", 2, **section, **({"quantisation": quantisation} if quantisation else {}))
+    model = emitted("llama", 2, **section, **({"quantization": quantization} if quantization else {}))
     # a tile that goes round its ring is packed in a step
     sizes = [200, 186, 1, 1] if section is WINDOWS else [200, 57, 3, 1, 1]
     ids = tokens(1 + padded, sum(sizes))
@@ -119,7 +119,7 @@ def test_chunks_and_steps_over_tiles_and_budgets(
 )
 def test_tiles_that_do_not_fit_into_shared_memory(properties: dict, launches: int, kernels, monkeypatch) -> None:
     """Torch decodes layers that have tiles, here one of two, and kernels do the rest."""
-    model = emitted("llama", 2, quantisation=LOSSLESS)
+    model = emitted("llama", 2, quantization=LOSSLESS)
     sizes = [200, 57, 1, 1]
     ids, mask = tokens(1, sum(sizes)), torch.ones(1, sum(sizes), dtype=torch.long)
     expected = in_parts(model, ids, mask, sizes)
@@ -147,11 +147,11 @@ def test_blocks_of_heads(kernels) -> None:
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
-@pytest.mark.parametrize("quantisation", [None, LOSSLESS], ids=["16 bit", "quantised"])
+@pytest.mark.parametrize("quantization", [None, LOSSLESS], ids=["16 bit", "quantized"])
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantisation: dict | None, kernels, monkeypatch):
+def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantization: dict | None, kernels, monkeypatch):
     """Of a prompt that waits in chunks, the last of which goes on after it."""
-    model = emitted("llama", 2, **BUDGETED, **({"quantisation": quantisation} if quantisation else {}))
+    model = emitted("llama", 2, **BUDGETED, **({"quantization": quantization} if quantization else {}))
     sizes, prompt, launched = [200, 240, 1], 301, []  # enough later tokens for a tile that the prompt may not have
     ids = tokens(3 if padded else 1, sum(sizes))
     mask = torch.ones_like(ids)

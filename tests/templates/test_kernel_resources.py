@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kvsurgery.templates import kv_decode, kv_kernels, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
-from kvsurgery.templates.kv_layout import Quantisation  # noqa: E402
+from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
@@ -164,11 +164,11 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
 def test_decode_of_tiles(
     compiled: dict, bits, scheme, size, dtype, head_dim: int, group: int, windows: bool, tmp_path: Path
 ) -> None:
-    batch, heads, quantisation = 1, 8, Quantisation(bits, scheme, size)
+    batch, heads, quantization = 1, 8, Quantization(bits, scheme, size)
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states, packed = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros_like(row)
-    query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantisation)
-    stored = tiles, each, packed, each if windows else None, quantisation
+    query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantization)
+    stored = tiles, each, packed, each if windows else None, quantization
     table = HeadTable(states, states, each, each, each, each, row, *stored)
     kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
@@ -183,26 +183,26 @@ def test_decode_of_tiles(
 
 
 @cases(
-    "quantisation, dtype, head_dim",
-    [(None, torch.bfloat16, 80), (Quantisation(8), torch.bfloat16, 128), (Quantisation(4), torch.bfloat16, 256)],
+    "quantization, dtype, head_dim",
+    [(None, torch.bfloat16, 80), (Quantization(8), torch.bfloat16, 128), (Quantization(4), torch.bfloat16, 256)],
     *((None, torch.bfloat16, head_dim) for head_dim in (64, 128, 256)),
     *((None, torch.float32, head_dim) for head_dim in (64, 80, 128, 256)),
-    *((Quantisation(bits), torch.bfloat16, 128) for bits in (4, 2)),
-    (Quantisation(8, "kivi", 16), torch.float16, 80),
-    (Quantisation(4, "per-token"), torch.float16, 128),
-    (Quantisation(2, "per-token", 64), torch.bfloat16, 256),
+    *((Quantization(bits), torch.bfloat16, 128) for bits in (4, 2)),
+    (Quantization(8, "kivi", 16), torch.float16, 80),
+    (Quantization(4, "per-token"), torch.float16, 128),
+    (Quantization(2, "per-token", 64), torch.bfloat16, 256),
 )
-def test_compact(compiled: dict, quantisation, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
+def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
     batch, heads, prompt = 1, 8, 1000
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states, kept = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 300, dtype=torch.int64)
     keys = torch.zeros(batch, prompt, heads, head_dim, dtype=dtype).transpose(1, 2)
     table = HeadTable(states, states, each, each, each, each, row)
-    if quantisation:
-        tiles = empty_tiles(states, 64, quantisation)
-        table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantisation=quantisation)
+    if quantization:
+        tiles = empty_tiles(states, 64, quantization)
+        table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantization=quantization)
     kv_store.compact(table, keys, keys, kept)
-    check(compiled["_compact_kernel"], tmp_path, 1 if quantisation else 8)
+    check(compiled["_compact_kernel"], tmp_path, 1 if quantization else 8)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(bits, dtype) for bits in (8, 4, 2) for dtype in ("bf16", "fp16")])
@@ -251,13 +251,13 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     """Triton takes an integer argument of 1 for a constant, which has other types than a variable."""
     one, row = torch.ones(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
     states, query = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 6, dtype=torch.bfloat16)
-    table, quantisation, scoring = (
+    table, quantization, scoring = (
         HeadTable(states[0], states[0], one, one, one, one, row),
-        Quantisation(8),
+        Quantization(8),
         Scoring(1.0),
     )
-    tiles = empty_tiles(states[0], 1, quantisation)
-    packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantisation=quantisation)
+    tiles = empty_tiles(states[0], 1, quantization)
+    packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantization=quantization)
     prompt = states[:, :, 1:]
     kv_store.append(table, row, query, query)
     kv_store.flush(packed, row)

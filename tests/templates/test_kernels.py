@@ -45,9 +45,9 @@ def test_append() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("quantisation", "head_dim"), cases.FLUSH, ids=str)
-def test_flush(quantisation: cases.Quantisation, head_dim: int, dtype: torch.dtype) -> None:
-    cases.check_flush(quantisation, head_dim, dtype, "cpu")
+@pytest.mark.parametrize(("quantization", "head_dim"), cases.FLUSH, ids=str)
+def test_flush(quantization: cases.Quantization, head_dim: int, dtype: torch.dtype) -> None:
+    cases.check_flush(quantization, head_dim, dtype, "cpu")
 
 
 @DTYPES

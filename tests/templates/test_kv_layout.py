@@ -2,7 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
-from kvsurgery.templates.kv_layout import KVLayout, Quantisation
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 
 def config(layers=None, **overrides):
@@ -11,7 +11,7 @@ def config(layers=None, **overrides):
         {"blocks": [[4, 0]], "sink": 4, "recent": 16},
         {"blocks": [[0, 4]], "sink": 0, "recent": 8, "native": True},
     ]
-    section = {"version": 1, "head_dim": 10, "layers": layers}
+    section = {"version": 2, "head_dim": 10, "layers": layers}
     section.update(overrides)
     return {"kv_surgery": section, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -37,8 +37,9 @@ def test_short_sequences_take_no_more_than_dense():
     ("section", "message"),
     [
         (None, "no kv_surgery section"),
-        ({"version": 2}, "version 2 is unknown"),
-        ({"version": 1}, "malformed"),
+        ({"version": 3}, "version 3 is unknown"),
+        ({"version": "1"}, "version '1' is unknown"),
+        ({"version": 2}, "malformed"),
         ({"head_dim": 0}, "malformed"),
         ({"layers": [{"blocks": [[1, 3]], "sink": 4, "recent": 16}]}, "describes 1 layers"),
         ({"layers": [{"blocks": [[1, 2]], "sink": 4, "recent": 16}] * 3}, "layer 0 3 KV heads"),
@@ -66,6 +67,14 @@ def test_inconsistent_sections_are_refused(section, message):
         given["kv_surgery"].update(section)
     with pytest.raises(ValueError, match=message):
         KVLayout.from_config(given)
+
+
+def test_the_section_of_version_1_is_read():
+    """It spells the cache's quantization as the converter's first release did."""
+    stored = asdict(Quantization(4))
+    first = config(head_dim=16, version=1, quantisation=stored)
+    assert KVLayout.from_config(first) == KVLayout.from_config(config(head_dim=16, quantization=stored))
+    assert KVLayout.from_config(first).quantization == Quantization(4)
 
 
 def in_blocks():
@@ -133,7 +142,7 @@ def test_every_head_has_a_kind():
     [
         {},
         {"selection": SELECTION, "layers": [BUDGETS] * 3},
-        {"head_dim": 16, "quantisation": asdict(Quantisation(4, residual=9))},
+        {"head_dim": 16, "quantization": asdict(Quantization(4, residual=9))},
         {"layers": [{"blocks": [[1, 1], [0, 2]], "sink": 1, "recent": 2}] * 3},
     ],
     ids=["streaming", "budgets", "quantized", "blocks"],

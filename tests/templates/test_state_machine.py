@@ -36,13 +36,13 @@ class Storage(NamedTuple):
     recent: int = 4
     window: int = 6
     tile: int = 8
-    quantisation: dict | None = None
+    quantization: dict | None = None
 
 
 STORED = {
     "16 bit": Storage(),
-    "quantised": Storage(quantisation=LOSSLESS),
-    "quantised windows": Storage(13, 15, 4, {**LOSSLESS, "residual": 2, "streaming": True}),
+    "quantized": Storage(quantization=LOSSLESS),
+    "quantized windows": Storage(13, 15, 4, {**LOSSLESS, "residual": 2, "streaming": True}),
 }
 
 
@@ -56,9 +56,9 @@ def models(family: str, stored: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     if family == "gemma2":
         layers[0] |= {"sink": 0, "recent": storage.window, "native": True}
     config = copy.deepcopy(original.config)
-    config.kv_surgery = {"version": 1, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
-    if storage.quantisation:
-        config.kv_surgery["quantisation"] = storage.quantisation
+    config.kv_surgery = {"version": 2, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
+    if storage.quantization:
+        config.kv_surgery["quantization"] = storage.quantization
     emitted = CLASSES[family](config).eval()
     emitted.load_state_dict(original.state_dict())
     return original, emitted

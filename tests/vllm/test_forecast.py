@@ -11,7 +11,7 @@ LAYERS = [{"blocks": [[3, 1]], "sink": 64, "recent": 256}, {"blocks": [[1, 3]], 
 
 def config(layers: list = LAYERS, **section) -> dict:
     return {
-        "kv_surgery": {"version": 1, "head_dim": 128, "layers": layers, **section},
+        "kv_surgery": {"version": 2, "head_dim": 128, "layers": layers, **section},
         "num_hidden_layers": len(layers),
         "num_key_value_heads": 4,
     }

@@ -22,7 +22,7 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
     """vLLM's config of a checkpoint of 2 layers with 4 KV heads; `changes` are of its parts, by their names."""
     layers = [{"blocks": [[1, 3]], "sink": 4, "recent": 8}] * 2
     config = SimpleNamespace(
-        kv_surgery={"version": 1, "head_dim": 32, "layers": layers, **(section or {})},
+        kv_surgery={"version": 2, "head_dim": 32, "layers": layers, **(section or {})},
         num_hidden_layers=2,
         num_key_value_heads=4,
         num_attention_heads=8,
@@ -79,12 +79,12 @@ def test_each_process_has_its_part_of_the_heads() -> None:
     assert [layer.blocks for layer in layout.layers] == [((1, 1),)] * 2
 
 
-def test_a_quantised_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsurgery.vllm import limits
 
     lines = []
     monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
-    checked_layout(settings({"quantisation": TILES}))
+    checked_layout(settings({"quantization": TILES}))
     assert len(lines) == 1
     assert "4-bit KV cache" in lines[0]
     assert "--kv-cache-dtype" in lines[0]

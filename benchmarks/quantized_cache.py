@@ -1,12 +1,12 @@
-"""What a quantised KV cache keeps, and what it takes: a converted model beside transformers' own QuantizedCache.
+"""What a quantized KV cache keeps, and what it takes: a converted model beside transformers' own QuantizedCache.
 
     python benchmarks/byte_model.py pride_and_prejudice.txt --out /tmp/byte-model
-    python benchmarks/quantised_cache.py /tmp/byte-model pride_and_prejudice.txt --json quantised.json
+    python benchmarks/quantized_cache.py /tmp/byte-model pride_and_prejudice.txt --json quantized.json
 
-Converts MODEL with every head full. Caches of 8, 4 and 2 bits and unquantised ones then hold the same prompts from the
+Converts MODEL with every head full. Caches of 8, 4 and 2 bits and unquantized ones then hold the same prompts from the
 text's last tenth, and go through what follows them token by token, in turns. Bytes are those of all tensors of a cache,
-scales and unquantised tokens among them. The error is the norm of the difference to the stock model's logits, over
-their norm. Right after a prompt, QuantizedCache has quantised all of it, and kvsurgery keeps room for 256 tokens as
+scales and unquantized tokens among them. The error is the norm of the difference to the stock model's logits, over
+their norm. Right after a prompt, QuantizedCache has quantized all of it, and kvsurgery keeps room for 256 tokens as
 they are; what a further token takes, of which a long context consists, stands beside.
 
 Backends of QuantizedCache: `pip install optimum-quanto` (compiles C++ at its first use), `pip install hqq`; fp8 comes
@@ -41,7 +41,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
@@ -88,7 +88,7 @@ def contenders(stock: PreTrainedModel, emitted: PreTrainedModel) -> Iterator[Con
     yield Contender("kvsurgery", "", width, emitted, partial(cache, emitted.config))
     for scheme, scaled in (("kivi", "channel"), ("per-token", "token")):
         for bits in (8, 4, 2):
-            make = partial(cache, emitted.config, quantisation=Quantisation(bits, scheme))
+            make = partial(cache, emitted.config, quantization=Quantization(bits, scheme))
             yield Contender("kvsurgery", scaled, bits, emitted, make)
     kinds = [("fp8", "tensor", 8, {})]
     for backend, (widths, axes) in BACKENDS.items():

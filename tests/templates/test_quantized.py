@@ -1,4 +1,4 @@
-"""A quantised cache: what it computes, in which bytes, and what it refuses.
+"""A quantized cache: what it computes, in which bytes, and what it refuses.
 
 With one scale per element nothing is lost, so that where tokens go can be checked exactly; what codes lose is checked
 apart.
@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvsurgery.policy.policy import Quantisation, Selection
+from kvsurgery.policy.policy import Quantization, Selection
 from kvsurgery.templates import kv_layout
-from kvsurgery.templates.kv_tiles import dequantise, empty_tiles, quantise
+from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
 from tests import emitted
 from tests.families import largest, make, tokens
 from tests.surgery import convert_folder
@@ -23,33 +23,33 @@ from tests.templates.test_exactness import left_padded, logits
 from tests.templates.test_kv_cache import module_of
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
-LOSSLESS = Quantisation(**emitted.LOSSLESS)
+LOSSLESS = Quantization(**emitted.LOSSLESS)
 PROMPT = 300  # two tiles and more
 TILE = kv_layout.TILE
 
 
 @pytest.fixture(scope="module")
-def quantised(checkpoint, tmp_path_factory):
-    """Conversions with half of the heads streaming, and the others quantised."""
+def quantized(checkpoint, tmp_path_factory):
+    """Conversions with half of the heads streaming, and the others quantized."""
     made = {}
 
-    def make(family, quantisation, **options):
-        key = (family, quantisation, *options.items())
+    def make(family, quantization, **options):
+        key = (family, quantization, *options.items())
         if key not in made:
             options = options or {"sparsity": 0.5}
-            out = tmp_path_factory.mktemp("quantised") / family
-            made[key] = convert_folder(checkpoint(family), out, quantisation=quantisation, **options)
+            out = tmp_path_factory.mktemp("quantized") / family
+            made[key] = convert_folder(checkpoint(family), out, quantization=quantization, **options)
         return made[key]
 
     return make
 
 
 class SlowCache(DynamicCache):
-    """Every token as it came, but for whole tiles of the oldest ones, which are what quantising one by one makes."""
+    """Every token as it came, but for whole tiles of the oldest ones, which are what quantizing one by one makes."""
 
-    def __init__(self, quantisation, config):
+    def __init__(self, quantization, config):
         super().__init__(config=config)
-        self.quantisation, self.packed = quantisation, {}
+        self.quantization, self.packed = quantization, {}
 
     def update(self, keys, values, layer, *args, **kwargs):
         before = (
@@ -67,22 +67,22 @@ class SlowCache(DynamicCache):
         if self.layers[layer].is_sliding:
             return
         done = self.packed.get(layer, 0)
-        while settled - done >= self.quantisation.residual + TILE:
+        while settled - done >= self.quantization.residual + TILE:
             for which, states in enumerate((self.layers[layer].keys, self.layers[layer].values)):
                 tile = states[:, :, done : done + TILE]
-                per_channel = which == 0 and self.quantisation.scheme == "kivi"
-                size = self.quantisation.group_size or (TILE if per_channel else tile.shape[3])
+                per_channel = which == 0 and self.quantization.scheme == "kivi"
+                size = self.quantization.group_size or (TILE if per_channel else tile.shape[3])
                 for part in tile.split(size, 2 if per_channel else 3):
                     dim = 2 if per_channel else 3
                     low, high = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
-                    scale = (high - low) / (2**self.quantisation.bits - 1)
+                    scale = (high - low) / (2**self.quantization.bits - 1)
                     part.copy_(low + ((part - low) / scale.clamp(min=1e-30)).round() * scale)
             done = self.packed[layer] = done + TILE
 
 
-def reference(converted, quantisation, parts):
+def reference(converted, quantization, parts):
     """Logits of the stock model with every head full, over a `SlowCache`."""
-    cache, found = SlowCache(quantisation, converted.stock.config), []
+    cache, found = SlowCache(quantization, converted.stock.config), []
     for part in parts:
         with torch.no_grad():
             found.append(converted.stock(part, past_key_values=cache).logits)
@@ -109,15 +109,15 @@ def in_parts(model, parts, cache=None, **options):
 )
 @settings(max_examples=60)
 def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
-    quantisation = Quantisation(bits, scheme, group_size)
+    quantization = Quantization(bits, scheme, group_size)
     generator = torch.Generator().manual_seed(seed)
     spread = torch.rand(head_dim, generator=generator) * 5
     states = (torch.randn(2, 2, 3, TILE, head_dim, generator=generator) * spread).to(dtype)
-    tiles = quantise(*states, quantisation)
-    assert [part.shape for part in tiles] == [part.shape for part in empty_tiles(states[0], 3, quantisation)]
-    assert tiles.nbytes == 2 * 3 * quantisation.tile_bytes(head_dim, dtype.itemsize)
+    tiles = quantize(*states, quantization)
+    assert [part.shape for part in tiles] == [part.shape for part in empty_tiles(states[0], 3, quantization)]
+    assert tiles.nbytes == 2 * 3 * quantization.tile_bytes(head_dim, dtype.itemsize)
     rounding = 4 * torch.finfo(dtype).eps
-    for exact, found, per_channel in zip(states, dequantise(tiles, bits), (scheme == "kivi", False), strict=True):
+    for exact, found, per_channel in zip(states, dequantize(tiles, bits), (scheme == "kivi", False), strict=True):
         dim = -2 if per_channel else -1
         size = group_size or exact.shape[dim]
         grouped = exact.double().unflatten(dim, (-1, size))
@@ -130,39 +130,39 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
 
 def test_bytes_of_a_tile():
     """Against 64 KiB in 16 bit, at 128 channels."""
-    ratios = [64 * 1024 / Quantisation(bits).tile_bytes(128) for bits in (8, 4, 2)]
+    ratios = [64 * 1024 / Quantization(bits).tile_bytes(128) for bits in (8, 4, 2)]
     assert [round(ratio, 2) for ratio in ratios] == [1.94, 3.76, 7.11]
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "family"),
+    ("quantization", "family"),
     [
-        (Quantisation(8), "qwen3"),
-        (Quantisation(4, residual=0), "gemma2"),
-        (Quantisation(2, residual=30), "qwen3"),
-        (Quantisation(4, "per-token", 8, residual=1), "gemma3"),
-        (Quantisation(8, "per-token", residual=40), "llama"),
-        (Quantisation(4, "kivi", 16, residual=3), "qwen3_moe"),
-        (Quantisation(8, residual=7), "llama-tied-mha"),
+        (Quantization(8), "qwen3"),
+        (Quantization(4, residual=0), "gemma2"),
+        (Quantization(2, residual=30), "qwen3"),
+        (Quantization(4, "per-token", 8, residual=1), "gemma3"),
+        (Quantization(8, "per-token", residual=40), "llama"),
+        (Quantization(4, "kivi", 16, residual=3), "qwen3_moe"),
+        (Quantization(8, residual=7), "llama-tied-mha"),
     ],
     ids=str,
 )
-def test_steps_equal_a_cache_that_quantises_tile_by_tile(quantised, checkpoint, quantisation, family):
-    converted = quantised(family, quantisation, sparsity=0.0)
+def test_steps_equal_a_cache_that_quantizes_tile_by_tile(quantized, checkpoint, quantization, family):
+    converted = quantized(family, quantization, sparsity=0.0)
     parts = tokens(2, 470).split([140, 3, 120, *[1] * 150, 57], 1)
     found, cache = in_parts(converted.model, parts)
-    expected = reference(converted, quantisation, parts)
+    expected = reference(converted, quantization, parts)
     exact = logits(converted.stock, tokens(2, 470))
     # not nearer, since a state on the edge of two codes may take the other one
     assert (found - expected).norm() <= 0.05 * (exact - expected).norm()
     assert largest((found - expected)[:, :140], expected) <= 1e-5
-    assert max(cache.layers[-1].full.packed) == TILE * quantisation.tiles(470)
+    assert max(cache.layers[-1].full.packed) == TILE * quantization.tiles(470)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("sizes", [[PROMPT], [1] * 20, [7, 150, 1, 200], [128, 128, 128]], ids=str)
-def test_without_loss_every_way_in_is_exact(quantised, mixed, family, sizes):
-    converted, plain = quantised(family, LOSSLESS), mixed(family)
+def test_without_loss_every_way_in_is_exact(quantized, mixed, family, sizes):
+    converted, plain = quantized(family, LOSSLESS), mixed(family)
     ids = tokens(2, sum(sizes) + 150)
     expected = logits(plain.model, ids)
     found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))
@@ -170,8 +170,8 @@ def test_without_loss_every_way_in_is_exact(quantised, mixed, family, sizes):
     assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1])
 
 
-def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantised):
-    model = quantised("llama", LOSSLESS).model
+def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
+    model = quantized("llama", LOSSLESS).model
     lengths = [400, 270, 131, 4]
     ids, mask, position_ids = left_padded(tokens(4, 400), lengths)
     cache, found = None, []
@@ -194,8 +194,8 @@ def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantised):
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, PROMPT, 40), (3, 10, 150), (2, 133, 1)])
-def test_allocated_bytes_are_the_predicted_ones(quantised, bits, batch, prompt, new):
-    converted = quantised("qwen3", Quantisation(bits, residual=4))
+def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, new):
+    converted = quantized("qwen3", Quantization(bits, residual=4))
     output = converted.model.generate(tokens(batch, prompt), **GREEDY, max_new_tokens=new, return_dict_in_generate=True)
     cache = output.past_key_values
     layout = module_of(converted.model, "kv_layout").KVLayout.from_config(converted.model.config)
@@ -213,8 +213,8 @@ def test_allocated_bytes_are_the_predicted_ones(quantised, bits, batch, prompt, 
     assert cache.allocated_bytes() == batch * 8 * ((tail + streaming) * 2 * 16 * 4 + max(0, full - 5) // TILE * tile)
 
 
-def test_a_tile_is_written_once(quantised):
-    model = quantised("qwen3", Quantisation(4, residual=4)).model
+def test_a_tile_is_written_once(quantized):
+    model = quantized("qwen3", Quantization(4, residual=4)).model
     cache = in_parts(model, [tokens(1, 300)])[1]
     first = [[part[:, :, :2].clone() for part in layer.full.tiles] for layer in cache.layers if layer.full.heads]
     in_parts(model, tokens(1, 200, seed=1).split(1, 1), cache)
@@ -228,11 +228,11 @@ def test_a_tile_is_written_once(quantised):
 
 
 @pytest.mark.parametrize("options", [{"budget": 180}, {"budget": 150, "full_heads": 6}], ids=["all", "some full"])
-def test_budgeted_heads(checkpoint, quantised, tmp_path, options):
+def test_budgeted_heads(checkpoint, quantized, tmp_path, options):
     """What a head has selected is packed like what a full head keeps."""
     options |= {"rest": "budgeted", "beta": 1.3, "selection": Selection(4, 3)}
     plain = convert_folder(checkpoint("llama"), tmp_path / "plain", **options)
-    lossless = convert_folder(checkpoint("llama"), tmp_path / "lossless", quantisation=LOSSLESS, **options)
+    lossless = convert_folder(checkpoint("llama"), tmp_path / "lossless", quantization=LOSSLESS, **options)
     ids, mask, position_ids = left_padded(tokens(3, 400), [400, 330, 100])
     prompt = {"attention_mask": mask, "position_ids": position_ids}
     caches = [converted.model(ids, **prompt).past_key_values for converted in (plain, lossless)]
@@ -251,13 +251,13 @@ def test_budgeted_heads(checkpoint, quantised, tmp_path, options):
     assert output.past_key_values.allocated_bytes() == layout.kv_bytes(2, 400, 30, itemsize=4)
 
 
-def test_beams_assisted_decoding_and_copies(quantised, mixed):
-    model, plain = quantised("llama", LOSSLESS).model, mixed("llama").model
+def test_beams_assisted_decoding_and_copies(quantized, mixed):
+    model, plain = quantized("llama", LOSSLESS).model, mixed("llama").model
     ids, options = tokens(1, 130, seed=3).repeat(1, 2), GREEDY | {"max_new_tokens": 150}
     expected = plain.generate(ids, **options)
     assert model.generate(ids, **options).equal(expected)
     assert model.generate(ids, **options, prompt_lookup_num_tokens=6).equal(expected)
-    assert model.generate(ids, **options, assistant_model=quantised("llama", LOSSLESS).load()).equal(expected)
+    assert model.generate(ids, **options, assistant_model=quantized("llama", LOSSLESS).load()).equal(expected)
     rows = torch.cat([ids, tokens(1, 260, seed=4)])
     mask = torch.ones_like(rows)
     mask[1, :77] = 0
@@ -265,8 +265,8 @@ def test_beams_assisted_decoding_and_copies(quantised, mixed):
     assert model.generate(rows * mask, **beams).equal(plain.generate(rows * mask, **beams))
 
 
-def test_assisted_decoding_costs_what_is_predicted(quantised):
-    model = quantised("qwen3", Quantisation(4, residual=4)).model
+def test_assisted_decoding_costs_what_is_predicted(quantized):
+    model = quantized("qwen3", Quantization(4, residual=4)).model
     ids = tokens(1, 130, seed=3).repeat(1, 2)
     output = model.generate(ids, **GREEDY, max_new_tokens=40, prompt_lookup_num_tokens=6, return_dict_in_generate=True)
     cache, layout = output.past_key_values, module_of(model, "kv_layout").KVLayout.from_config(model.config)
@@ -274,8 +274,8 @@ def test_assisted_decoding_costs_what_is_predicted(quantised):
     assert cache.allocated_bytes() == layout.kv_bytes(1, 260, 40, margin=cache.columns.margin, itemsize=4)
 
 
-def test_what_is_not_packed_can_be_taken_back(quantised):
-    model = quantised("llama", LOSSLESS, sparsity=0.0).model
+def test_what_is_not_packed_can_be_taken_back(quantized):
+    model = quantized("llama", LOSSLESS, sparsity=0.0).model
     ids = tokens(1, 420)
     expected = logits(model, ids)
     cache = in_parts(model, ids[:, :410].split([400, *[1] * 10], 1))[1]
@@ -285,18 +285,18 @@ def test_what_is_not_packed_can_be_taken_back(quantised):
     found, cache = in_parts(model, ids[:, 405:].split(1, 1), cache)
     assert largest(found - expected[:, 405:], expected) <= 1e-5
     cache.crop(384 - 420)
-    with pytest.raises(ValueError, match="are quantised"):
+    with pytest.raises(ValueError, match="are quantized"):
         cache.crop(-1)
     assert cache.get_seq_length() == 384
 
 
 class TestAsTransformersAsksForIt:
-    def test_bits_for_one_call(self, mixed, quantised):
+    def test_bits_for_one_call(self, mixed, quantized):
         model = mixed("qwen3").model
         ids, options = tokens(2, PROMPT), GREEDY | {"max_new_tokens": 20, "return_dict_in_generate": True}
         asked = {"cache_implementation": "quantized", "cache_config": {"nbits": 8, "residual_length": 4}}
         cache = model.generate(ids, **options, **asked).past_key_values
-        same = quantised("qwen3", Quantisation(8, residual=4)).model.generate(ids, **options)
+        same = quantized("qwen3", Quantization(8, residual=4)).model.generate(ids, **options)
         assert cache.allocated_bytes() == same.past_key_values.allocated_bytes()
         assert model.generate(ids, **options, **asked).sequences.equal(same.sequences)
         assert model.generate(ids, **options).past_key_values.layers[0].tiles is None
@@ -304,16 +304,16 @@ class TestAsTransformersAsksForIt:
     @pytest.mark.parametrize(
         ("asked", "expected"),
         [
-            ({}, Quantisation(4)),
-            ({"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0}, Quantisation(2, "per-token")),
-            ({"backend": "HQQ", "axis_key": 1, "axis_value": 1, "q_group_size": 8}, Quantisation(4, "per-token", 8)),
-            ({"backend": "quanto", "axis_key": -1, "residual_length": 64}, Quantisation(4, residual=64)),
+            ({}, Quantization(4)),
+            ({"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0}, Quantization(2, "per-token")),
+            ({"backend": "HQQ", "axis_key": 1, "axis_value": 1, "q_group_size": 8}, Quantization(4, "per-token", 8)),
+            ({"backend": "quanto", "axis_key": -1, "residual_length": 64}, Quantization(4, residual=64)),
         ],
         ids=str,
     )
     def test_its_words(self, mixed, asked, expected):
         model = mixed("qwen3").model
-        found = module_of(model, "kv_generation").requested_quantisation(asked, model.config)
+        found = module_of(model, "kv_generation").requested_quantization(asked, model.config)
         assert vars(found) == vars(expected)
 
     @pytest.mark.parametrize(
@@ -348,18 +348,18 @@ class TestAsTransformersAsksForIt:
     ],
     ids=str,
 )
-def test_layout_sections_that_contradict_themselves(quantised, change):
-    config = copy.deepcopy(quantised("qwen3", Quantisation(4, residual=4)).model.config.to_dict())
+def test_layout_sections_that_contradict_themselves(quantized, change):
+    config = copy.deepcopy(quantized("qwen3", Quantization(4, residual=4)).model.config.to_dict())
     kv_layout.KVLayout.from_config(config)
-    config["kv_surgery"]["quantisation"] |= change
+    config["kv_surgery"]["quantization"] |= change
     with pytest.raises(ValueError, match="malformed"):
         kv_layout.KVLayout.from_config(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(quantised, dtype):
-    model = quantised("qwen3", Quantisation(8, residual=4)).load(dtype=dtype)
-    exact = quantised("qwen3", Quantisation(8, residual=4)).model
+def test_half_precision(quantized, dtype):
+    model = quantized("qwen3", Quantization(8, residual=4)).load(dtype=dtype)
+    exact = quantized("qwen3", Quantization(8, residual=4)).model
     ids = tokens(1, PROMPT)
     found, cache = in_parts(model, ids.split([200, *[1] * 100], 1))
     expected, _ = in_parts(exact, ids.split([200, *[1] * 100], 1))
@@ -367,14 +367,14 @@ def test_half_precision(quantised, dtype):
     assert ((found.float() - expected).norm() / expected.norm()).item() <= (0.02 if dtype == torch.float16 else 0.1)
 
 
-def test_more_bits_are_nearer(quantised, tmp_path):
-    """Relative error of logits after a prompt that is all but its end quantised."""
+def test_more_bits_are_nearer(quantized, tmp_path):
+    """Relative error of logits after a prompt that is all but its end quantized."""
     folder = make("qwen3", tmp_path / "wide", head_dim=64, max_position_embeddings=1024)
     ids = tokens(1, 700)
     errors = []
     for bits in (8, 4, 2):
         converted = convert_folder(
-            folder, tmp_path / str(bits), sparsity=0.0, quantisation=Quantisation(bits, residual=8)
+            folder, tmp_path / str(bits), sparsity=0.0, quantization=Quantization(bits, residual=8)
         )
         found, _ = in_parts(converted.model, ids.split([640, *[1] * 60], 1))
         expected = logits(converted.stock, ids)

@@ -1,14 +1,14 @@
-"""A converted checkpoint loads with quantised weights, as any checkpoint does.
+"""A converted checkpoint loads with quantized weights, as any checkpoint does.
 
 Surgery moves whole rows of q, k and v, with whose scales they stay, and columns of o, whose rows keep their scales. So
-it computes what the stock model does whose weights are quantised the same way.
+it computes what the stock model does whose weights are quantized the same way.
 """
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
-from kvsurgery.policy.policy import Quantisation
+from kvsurgery.policy.policy import Quantization
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import TILE, KVLayout
 from tests.distributed.start import start
@@ -17,17 +17,17 @@ from tests.reference import reference_logits
 from tests.surgery import RECENT, SINK, convert_folder
 
 PROMPT, STEPS = 33, 7
-KV_BITS = Quantisation(4, residual=16)
+KV_BITS = Quantization(4, residual=16)
 
 
 def quanto():
-    """8-bit weights by optimum-quanto, and the class of a quantised one."""
+    """8-bit weights by optimum-quanto, and the class of a quantized one."""
     package = pytest.importorskip("optimum.quanto", reason="pip install optimum-quanto")
     return QuantoConfig(weights="int8"), package.QTensor
 
 
 def torchao():
-    """8-bit weights by torchao, and the class of a quantised one."""
+    """8-bit weights by torchao, and the class of a quantized one."""
     package = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     kind = pytest.importorskip("torchao.utils").TorchAOBaseTensor
     return TorchAoConfig(package.Int8WeightOnlyConfig()), kind
@@ -38,7 +38,7 @@ BACKENDS = [quanto, torchao]
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """What `from_pretrained` takes as `quantization_config`, and the class of a quantised weight."""
+    """What `from_pretrained` takes as `quantization_config`, and the class of a quantized weight."""
     return request.param()
 
 
@@ -53,7 +53,7 @@ def stepwise(model, ids, prompt=PROMPT):
     return torch.cat(parts, 1)
 
 
-def test_logits_equal_those_of_the_quantised_stock_model(mixed, backend):
+def test_logits_equal_those_of_the_quantized_stock_model(mixed, backend):
     converted, (config, kind) = mixed("llama"), backend
     stock = AutoModelForCausalLM.from_pretrained(
         converted.source, dtype=torch.float32, quantization_config=config
@@ -66,7 +66,7 @@ def test_logits_equal_those_of_the_quantised_stock_model(mixed, backend):
     ids = tokens(2, PROMPT + STEPS)
     expected = reference_logits(stock, converted.full, SINK, RECENT, ids)
     assert largest(stepwise(model, ids) - expected, expected) < 1e-5
-    assert largest(stepwise(converted.model, ids) - expected, expected) > 1e-3  # what quantising itself changes
+    assert largest(stepwise(converted.model, ids) - expected, expected) > 1e-3  # what quantizing itself changes
 
 
 def test_generation(mixed, backend):
@@ -77,13 +77,13 @@ def test_generation(mixed, backend):
     assert generated.equal(model.generate(ids, **options, use_cache=False))
 
 
-def test_weights_and_cache_quantised_together(checkpoint, mixed, backend, tmp_path):
-    both = convert_folder(checkpoint("qwen3"), tmp_path / "both", sparsity=0.5, quantisation=KV_BITS)
+def test_weights_and_cache_quantized_together(checkpoint, mixed, backend, tmp_path):
+    both = convert_folder(checkpoint("qwen3"), tmp_path / "both", sparsity=0.5, quantization=KV_BITS)
     prompt, ids = 2 * TILE, tokens(2, 2 * TILE + STEPS)
     plain = stepwise(mixed("qwen3").load(quantization_config=backend[0]), ids, prompt)
     model = both.load(quantization_config=backend[0])
     found = stepwise(model, ids, prompt)
-    assert largest(found[:, :prompt] - plain[:, :prompt], plain) < 1e-5  # a prompt sees itself unquantised
+    assert largest(found[:, :prompt] - plain[:, :prompt], plain) < 1e-5  # a prompt sees itself unquantized
     assert 1e-3 < ((found - plain)[:, prompt:].norm() / plain[:, prompt:].norm()).item() < 0.1
     options = {"max_new_tokens": 9, "do_sample": False, "suppress_tokens": [2], "return_dict_in_generate": True}
     kv_cache = model.generate(ids, **options).past_key_values
@@ -93,7 +93,7 @@ def test_weights_and_cache_quantised_together(checkpoint, mixed, backend, tmp_pa
 
 
 def compute(processes, folder, make):
-    """Logits of one process of several that share a quantised model, and the numbers that it holds of a projection."""
+    """Logits of one process of several that share a quantized model, and the numbers that it holds of a projection."""
     config, kind = make()
     options = {"quantization_config": config, **tensor_parallel("cpu", processes.world)}
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **options).eval()
@@ -104,7 +104,7 @@ def compute(processes, folder, make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", BACKENDS)
-def test_two_processes_share_quantised_weights(make, checkpoint, tmp_path):
+def test_two_processes_share_quantized_weights(make, checkpoint, tmp_path):
     """Scales of rows that are cut in two are of each half, so that the error is no larger than that of one process."""
     config, _ = make()
     converted = convert_folder(checkpoint("qwen3"), tmp_path / "tp2", sparsity=0.5, tp=2)
