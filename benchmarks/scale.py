@@ -31,7 +31,8 @@ from kvsurgery.errors import KVSurgeryError
 from kvsurgery.policy.policy import Policy, Quantization, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers import import_duo
+from kvsurgery.profile.importers.duo import import_duo
+from kvsurgery.profile.measured import Measured
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 
@@ -72,7 +73,9 @@ def load_profile(name: str, path: str | None, seed: int) -> HeadProfile:
     if path is None:
         scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
         return HeadProfile(scores, "duo", "kv", f"random scores, seed {seed}", model)
-    profile = HeadProfile.load(path) if path.endswith(".safetensors") else import_duo(path, model, Path(path).name)
+    profile = (
+        HeadProfile.load(path) if path.endswith(".safetensors") else import_duo(path, Measured(Path(path).name, model))
+    )
     if profile.model != model:
         raise KVSurgeryError(f"{path} is of {profile.model}, but {name} has {model}")
     return profile

@@ -9,11 +9,6 @@ from typing import Any
 
 import click
 
-NEEDLES = (
-    "a JSONL file, or a shipped set: word, fact and phrase, from easy to hard; choice and reasoning, with a reason; or "
-    "auto, the hardest that the original answers in at least half of the trials."
-)
-
 
 class Size(click.ParamType):
     """Bytes: 24GB is 24 x 10^9, 24GiB is 24 x 2^30."""

@@ -8,14 +8,12 @@ from typing import Any
 
 import click
 
+from kvsurgery.repo_id import is_repo_id
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POSITIVE = click.IntRange(min=1)
 
 # what options say that have a task or a method before it
-TEXT = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config].  [default: (generated)]"
-DEPTHS = "where needles lie, 0 to 1.  [default: (ten)]"
-PASSKEYS = "passkeys hidden in a prompt."
-PASSKEY_TOKENS = "random tokens of each."
 CHUNK = "tokens of a prompt that are read at once."
 
 
@@ -72,4 +70,4 @@ def _config_folder(source: str | Path, revision: str | None) -> Path | None:
         return Path(source)
     from kvsurgery import hub
 
-    return hub.fetch_config(source, revision)[0] if hub.is_repo_id(source) else None
+    return hub.fetch_config(source, revision)[0] if is_repo_id(source) else None

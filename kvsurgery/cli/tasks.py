@@ -2,72 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import NEEDLES, Several, Tokens
-from kvsurgery.cli.running import (
-    CHUNK,
-    DEPTHS,
-    PASSKEY_TOKENS,
-    PASSKEYS,
-    POSITIVE,
-    TEXT,
-    chosen_dtype,
-    device_option,
-    dtype_option,
-    seed_option,
-)
+from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.running import CHUNK, POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
+from kvsurgery.evaluate.setting import Setting, settings_of
+from kvsurgery.evaluate.tasks import task_classes
 
 if TYPE_CHECKING:
     from kvsurgery.evaluate.runner import Options
     from kvsurgery.evaluate.sample import Task
 
-# option -> its type, its default and what it says; `_FIELDS` says whose it is
-_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "lengths": (Several(Tokens()), None, "tokens of prompts.  [default: (five up to 32000; ruler: 4K)]"),
-    "text": (str, None, TEXT),
-    "samples": (POSITIVE, None, "prompts of each length.  [default: (5, 10, and 20 of each of RULER's tasks)]"),
-    "depths": (Several(click.FLOAT), None, DEPTHS),
-    "needles": (str, "auto", NEEDLES),
-    "passkeys": (POSITIVE, 10, PASSKEYS),
-    "passkey_tokens": (click.IntRange(min=2), 32, PASSKEY_TOKENS),
-    "passkey_hidden": (str, None, "what stands in the text, with {key} and maybe {ordinal}."),
-    "passkey_asked": (str, None, "the question; one that ends in {cue} says the passkey's first token."),
-    "continuation": (Tokens(), 256, "last tokens of a prompt, read one by one, that are measured."),
-    "ruler_tasks": (Several(click.STRING), None, "such as niah_single_1,vt.  [default: (all that can be made)]"),
-    "squad": (str, None, "a file of SQuAD, for qa_1."),
-    "hotpot": (str, None, "a file of HotpotQA, for qa_2."),
-    "babilong": (str, "RMT-team/babilong", "a file, a folder or the Hub id of a dataset."),
-    "babilong_tasks": (Several(click.STRING), None, "such as qa1,qa2.  [default: (those that are there)]"),
-    "babilong_lengths": (Several(click.STRING), None, "such as 0k,4k.  [default: (those that are there)]"),
-    "longbench": (str, "THUDM/LongBench", "a file, a folder or the Hub id of a dataset."),
-    "longbench_datasets": (Several(click.STRING), None, "such as hotpotqa.  [default: (those that are there)]"),
-    "longbench_extended": (click.BOOL, None, "LongBench-E, whose scores are shown by length too."),
-    "longbench_prompts": (str, None, "a file such as LongBench's dataset2prompt.json.  [default: (shipped)]"),
-}
-# task -> option -> the field of the task that it sets
-_FIELDS: dict[str, dict[str, str]] = {
-    "needle": {"lengths": "lengths", "text": "text", "depths": "depths", "needles": "needles"},
-    "passkey": {
-        **{"lengths": "lengths", "text": "text", "samples": "prompts", "passkeys": "count", "passkey_tokens": "size"},
-        **{"passkey_hidden": "hidden", "passkey_asked": "asked"},
-    },
-    "perplexity": {"lengths": "lengths", "text": "text", "samples": "pieces", "continuation": "continuation"},
-    "ruler": {
-        **{"lengths": "lengths", "text": "text", "samples": "count", "ruler_tasks": "tasks"},
-        **{"squad": "squad", "hotpot": "hotpot"},
-    },
-    "babilong": {"babilong": "source", "babilong_tasks": "tasks", "babilong_lengths": "lengths"},
-    "longbench": {
-        **{"longbench": "source", "longbench_datasets": "datasets"},
-        **{"longbench_extended": "extended", "longbench_prompts": "prompts"},
-    },
-}
-TASKS = tuple(_FIELDS)
 _RUN = (
     click.option("--limit", type=POSITIVE, help="Samples of a task at most, the first ones."),
     click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Samples that are read at once."),
@@ -80,77 +32,32 @@ _RUN = (
 
 def task_options(command: Any) -> Any:
     """Add the options that say what is asked, and how."""
-    for option in reversed(_RUN):
+    for option in (_tasks_option(), *_setting_options(), *_RUN)[::-1]:
         command = option(command)
-    for name, (kind, default, text) in reversed(_OPTIONS.items()):
-        flag, text = f"--{name.replace('_', '-')}", f"{', '.join(_tasks_with(name))}: {text}"
-        shown, is_flag = default is not None, kind is click.BOOL
-        option = click.option(flag, type=kind, is_flag=is_flag, default=default, show_default=shown, help=text)
-        command = option(command)
-    return click.option(
-        "--tasks",
-        type=Several(click.Choice(TASKS)),
-        default="needle,passkey,perplexity",
-        show_default=True,
-        help=f"Any of {', '.join(TASKS)}.",
-    )(command)
+    return command
 
 
 def tasks_of(ctx: click.Context) -> dict[str, Task]:
-    """The tasks that a command with these options asks for, by name.
+    """The tasks that a command with these options asks for, by name, checked as far as that needs no model.
 
     Raises:
-        UsageError: an option is of a task that is not asked for.
+        UsageError: an option belongs to tasks that are not asked for.
+        KVSurgeryError: a setting is out of range, or an input cannot be read.
     """
-    from kvsurgery.evaluate.babilong import BabilongTask
-    from kvsurgery.evaluate.longbench import LongBenchTask
-    from kvsurgery.evaluate.needle import NeedleTask
-    from kvsurgery.evaluate.passkey import PasskeyTask
-    from kvsurgery.evaluate.perplexity import PerplexityTask
-    from kvsurgery.evaluate.ruler import RulerTask
-
-    made: dict[str, Any] = {
-        "needle": NeedleTask,
-        "passkey": PasskeyTask,
-        "perplexity": PerplexityTask,
-        "ruler": RulerTask,
-        "babilong": BabilongTask,
-        "longbench": LongBenchTask,
-    }
-    chosen = ctx.params["tasks"]
-    for name in _OPTIONS:
-        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and not set(tasks := _tasks_with(name)) & set(chosen):
-            flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} is of {', '.join(tasks)}: add that to --tasks, or leave the option out")
-    # what is not given is as the task has it
-    tasks = {
-        task: made[task](
-            **{field: value for name, field in _FIELDS[task].items() if (value := ctx.params[name]) is not None}
-        )
-        for task in chosen
-    }
-    _check_inputs(ctx, tasks)
+    chosen, classes = ctx.params["tasks"], task_classes()
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    for option, entries in _settings().items():
+        if option in given and not {task for task, _, _ in entries} & {*chosen}:
+            names = ", ".join(task for task, _, _ in entries)
+            raise click.UsageError(f"{_flag(option)} is of {names}: add that to --tasks, or leave the option out")
+    tasks = {}
+    for name in chosen:
+        settings = settings_of(classes[name]).items()
+        values = {field: ctx.params[entry.option] for field, entry in settings if entry.option in given}
+        tasks[name] = classes[name](**values)
+    for task in tasks.values():
+        task.check()
     return tasks
-
-
-def _check_inputs(ctx: click.Context, tasks: dict[str, Any]) -> None:
-    """Refuse what cannot be read, before the tasks that come first have made their samples."""
-    from kvsurgery.evaluate.rows import check_source
-    from kvsurgery.files import check_readable
-    from kvsurgery.text.haystack import check_text
-    from kvsurgery.text.needle_sets import AUTO, read_set
-
-    check_text(ctx.params["text"])
-    if "needle" in tasks and tasks["needle"].needles != AUTO:
-        read_set(tasks["needle"].needles)
-    for name in ("squad", "hotpot"):
-        if (path := ctx.params[name]) is not None:
-            check_readable(path)
-    if "babilong" in tasks:
-        check_source(tasks["babilong"].source)
-    if "longbench" in tasks:
-        tasks["longbench"].check()
 
 
 def run_options(ctx: click.Context, folder: Path) -> Options:
@@ -161,5 +68,70 @@ def run_options(ctx: click.Context, folder: Path) -> Options:
     return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed")}, dtype=dtype)
 
 
-def _tasks_with(option: str) -> tuple[str, ...]:
-    return tuple(task for task, fields in _FIELDS.items() if option in fields)
+def _tasks_option() -> Callable[[Any], Any]:
+    names = tuple(task_classes())
+    return click.option(
+        "--tasks",
+        type=Several(click.Choice(names)),
+        default="needle,passkey,perplexity",
+        show_default=True,
+        help=f"Any of {', '.join(names)}.",
+    )
+
+
+def _setting_options() -> Iterator[Callable[[Any], Any]]:
+    for option, entries in _settings().items():
+        task, field, setting = entries[0]
+        kind = _type(get_type_hints(task_classes()[task])[field], setting)
+        text = f"{', '.join(task for task, _, _ in entries)}: {setting.help}.{_default(entries)}"
+        yield click.option(
+            _flag(option), option, type=kind, is_flag=kind is click.BOOL, default=_typed(entries), help=text
+        )
+
+
+def _settings() -> dict[str, list[tuple[str, str, Setting]]]:
+    """By option, whose it is: the tasks, their fields and the settings."""
+    result: dict[str, list[tuple[str, str, Setting]]] = {}
+    for task, kind in task_classes().items():
+        for field, setting in settings_of(kind).items():
+            result.setdefault(setting.option, []).append((task, field, setting))
+    return result
+
+
+def _type(hint: Any, setting: Setting) -> click.ParamType:
+    """The type of an option whose values a field of this type takes."""
+    [kind] = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
+    numbers = Tokens() if setting.tokens else POSITIVE
+    types = {int: numbers, float: click.FLOAT, str: click.STRING, bool: click.BOOL}
+    return Several(types[get_args(kind)[0]]) if get_origin(kind) is tuple else types[kind]
+
+
+def _default(entries: list[tuple[str, str, Setting]]) -> str:
+    """How --help shows the default: as it can be typed, or in parentheses."""
+    shown: dict[str, list[str]] = {}
+    for task, field, setting in entries:
+        shown.setdefault(_shown(task, field, setting), []).append(task)
+    if len(shown) == 1:
+        [text] = shown
+        return text and f"  [default: {text}]"
+    each = (f"{', '.join(tasks)}: {text.strip('()')}" for text, tasks in shown.items())
+    return f"  [default: ({'; '.join(each)})]"
+
+
+def _typed(entries: list[tuple[str, str, Setting]]) -> str | None:
+    """The default of an option, where a task's field has one that can be typed and no other task has the option."""
+    [value] = [entry.default for entry in fields(task_classes()[entries[0][0]]) if entry.name == entries[0][1]]
+    return str(value) if len(entries) == 1 and isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def _shown(task: str, field: str, setting: Setting) -> str:
+    if setting.default is not None:
+        return f"({setting.default})"
+    [value] = [entry.default for entry in fields(task_classes()[task]) if entry.name == field]
+    if value is None or value is MISSING or isinstance(value, bool):
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

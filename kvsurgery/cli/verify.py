@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.running import chosen_dtype, dtype_option
+from kvsurgery.repo_id import is_repo_id
 
 
 @click.command()
@@ -108,6 +109,6 @@ def source_folder(source: str, converted: Path) -> Path:
     from kvsurgery.checkpoint.provenance import Provenance
     from kvsurgery.errors import CheckpointError
 
-    if not hub.is_repo_id(source):
+    if not is_repo_id(source):
         raise CheckpointError(f"{source} is no folder and no Hub id")
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]

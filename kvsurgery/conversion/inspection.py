@@ -18,6 +18,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.repo_id import is_repo_id
 from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast
@@ -115,7 +116,7 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
         return inspect_checkpoint(Path(source), name)
     from kvsurgery import hub
 
-    if not hub.is_repo_id(name):
+    if not is_repo_id(name):
         raise CheckpointError(f"{name} is not a folder, and no name that a model on the Hub can have")
     with hub.headers(name, revision) as remote:
         return inspect_checkpoint(remote.folder, name, remote.commit)

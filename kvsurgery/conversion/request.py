@@ -12,6 +12,7 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.repo_id import is_repo_id
 
 if TYPE_CHECKING:
     from kvsurgery.hub.stream import Streamed
@@ -105,10 +106,8 @@ class Request:
     @contextmanager
     def _hub_id(self) -> Iterator[None]:
         """Refuse what cannot be a Hub id, and say what else a name that the Hub does not know may be."""
-        from kvsurgery import hub
-
         place = self.place
-        if not hub.is_repo_id(place):
+        if not is_repo_id(place):
             raise CheckpointError(f"{place} is no folder and no Hub id; give the checkpoint as the first argument")
         if Path(place).exists():
             raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvsurgery import hub
 from kvsurgery.errors import TextError
 from kvsurgery.files import check_readable
+from kvsurgery.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 
 ENDINGS = (".jsonl", ".json")
@@ -35,7 +35,7 @@ def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterat
     path, number = Path(source), 0
     if path.is_file():
         rows = _json_rows(path) if _begins_with(path, "[") else _lines(path)
-    elif hub.is_repo_id(source) and not path.exists():
+    elif is_repo_id(source) and not path.exists():
         taken = enumerate(dataset_rows(source, config, split), 1)
         rows = ((f"{source} {config}/{split}, row {number}", row) for number, row in taken)
     else:
@@ -56,7 +56,7 @@ def check_source(source: str) -> None:
     path = Path(source)
     if path.is_dir():
         return
-    if path.exists() or not hub.is_repo_id(source):
+    if path.exists() or not is_repo_id(source):
         check_readable(path)
     else:
         require_datasets(source)

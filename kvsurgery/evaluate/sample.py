@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHORT = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
 
@@ -82,6 +84,13 @@ class Sample:
 
 class Task(Protocol):
     """What is asked: a frozen dataclass whose fields are its settings."""
+
+    def check(self) -> None:
+        """Check settings and inputs as far as that needs neither a tokenizer nor a model.
+
+        Raises:
+            KVSurgeryError: a setting is out of range, or an input cannot be read.
+        """
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Its questions, the same for equal readers; those that come first are representative.

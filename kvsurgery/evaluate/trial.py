@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
-from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task
+from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.measure.retrieval import RIGHT
 from kvsurgery.processes import Processes
 from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set

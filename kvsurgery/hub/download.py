@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,11 +48,6 @@ class RemoteCheckpoint:
         """The files that conversion has a use for."""
         shards = {path.name for path in self.folder.glob("*.safetensors")}
         return [name for name in self.files if name in shards or name == INDEX or _is_side_file(name)]
-
-
-def is_repo_id(source: str) -> bool:
-    """Whether a source that is no local folder can be a Hub repository: `name` or `owner/name`."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) is not None
 
 
 def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:

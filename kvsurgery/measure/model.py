@@ -20,6 +20,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.repo_id import is_repo_id
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class MeasuredModel:
         """
         folder, name, converted = Path(source), source, None
         if not folder.is_dir():
-            if not hub.is_repo_id(source):
+            if not is_repo_id(source):
                 raise CheckpointError(f"{source} is no model folder and no Hub id")
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)

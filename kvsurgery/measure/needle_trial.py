@@ -8,8 +8,9 @@ import numpy as np
 
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import DEPTHS, METHODS, RIGHT, answer, answer_limit, check_trials, judged
+from kvsurgery.measure.retrieval import METHODS, RIGHT, answer, answer_limit, check_trials, judged
 from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
 from kvsurgery.text.needles import Prompt, needle_place
 

@@ -16,16 +16,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.prompts import Contexts, describe
 from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
-
-ORDINALS = (
-    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
-    "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth",
-    "twentieth",
-)  # fmt: skip
-OPENING = "Passkeys are hidden in this text. Remember them.\n\n"
-HIDDEN = "\nThe {} passkey is:"
-ASKED = "\nWhat is the {} passkey? The {} passkey is:"
-END = ".\n"
+from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 
 
 class PasskeyPrompt(NamedTuple):

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.lengths import LONGEST
 
-LONGEST = 32_000  # tokens, where the model has positions for them
 CONTEXTS = 8  # times the longest context: text to draw pieces from
 
 

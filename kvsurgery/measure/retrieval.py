@@ -28,9 +28,9 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.prompts import LONGEST
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
 from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place
@@ -42,9 +42,6 @@ METHODS = {
     "headkv-r2": ("reasoning", "QA-F1", qa_f1, "answer"),
 }
 RIGHT = 0.5  # an answer above counts
-DEPTHS = tuple(np.linspace(0, 1, 10).tolist())
-LENGTHS, SHORTEST = 5, 1_000  # how many, and tokens of the first
-ROOM = 128  # tokens left for the answer where lengths go up to the model's maximum
 ANSWER = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
 CHUNK = 1024  # tokens of a prompt in one forward
 
@@ -181,12 +178,6 @@ def _step_scores(step: Step, real: range, tokens: np.ndarray, method: str) -> np
     if method == "headkv-r":
         return np.array([copy_score(layer, real, tokens, step.token) for layer in step.layers])
     return np.array([mass_score(layer, real) for layer in step.layers])
-
-
-def default_lengths(max_context: int) -> tuple[int, ...]:
-    """Five lengths of a prompt in tokens: from 1,000 to 32,000, or to what a model of that maximum can answer."""
-    longest = max(1, min(LONGEST, max_context - ROOM))
-    return tuple(np.linspace(min(SHORTEST, longest), longest, LENGTHS).astype(int).tolist())
 
 
 def answer_limit(subject: MeasuredModel, method: str, needle: Needle) -> int:

@@ -16,6 +16,7 @@ from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.methods import METHODS
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import (
     BUDGETED,
@@ -168,7 +169,7 @@ def completed(recipe: Recipe, profile: HeadProfile) -> Recipe:
 
 def usual_rest(profile: HeadProfile) -> Literal["streaming", "budgeted"]:
     """What heads that are not full become, where a recipe does not say."""
-    return "budgeted" if profile.method.startswith("headkv") else "streaming"
+    return METHODS[profile.method].rest
 
 
 def _options(recipe: Recipe, profile: HeadProfile) -> dict[str, Any]:

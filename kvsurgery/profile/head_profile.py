@@ -19,22 +19,10 @@ from safetensors import SafetensorError, safe_open
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
+from kvsurgery.profile.methods import METHODS, REFORM
 
 FORMAT = "kvsurgery.head-profile"
 VERSION = "1"
-
-# upper bound of a score by method; None: any finite, non-negative number (copy scores exceed 1)
-METHODS: dict[str, float | None] = {
-    "duo": 1.0,
-    "attention": 1.0,
-    "ablation": None,
-    "headkv-r": None,
-    "headkv-er": None,
-    "headkv-r2": None,
-    "rank-product": 1.0,
-}
-# a method without scores: its profile has embedding heads
-REFORM = "reform"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +123,7 @@ class HeadProfile:
             raise ProfileError(
                 f"profile score of layer {layer}, head {head} is {scores[layer, head]}; measure it again"
             )
-        ceiling = METHODS[self.method]
+        ceiling = METHODS[self.method].most
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
             bound = "" if ceiling is None else f" and <= {ceiling:g}"
             raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")

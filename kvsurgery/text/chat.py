@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.text.haystack import first_tokens, token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONTENT = "@@content@@"  # stands for the user's words while a chat template is filled in
 # what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day

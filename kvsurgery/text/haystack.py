@@ -7,12 +7,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
 from kvsurgery.text.hub_dataset import dataset_of, dataset_rows, require_datasets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # of the built-in text: sentences that fit together, are not alike, and hold no numbers or names to look for
 SUBJECTS = (

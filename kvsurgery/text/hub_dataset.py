@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvsurgery import hub
 from kvsurgery.errors import TextError
+from kvsurgery.repo_id import is_repo_id
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:
     """Dataset and configuration that `owner/name` or `owner/name:configuration` stands for; None: it is neither."""
     dataset, colon, config = source.partition(":")
-    if not hub.is_repo_id(dataset) or (colon and not re.fullmatch(r"[^/\\:]+", config)):
+    if not is_repo_id(dataset) or (colon and not re.fullmatch(r"[^/\\:]+", config)):
         return None
     return dataset, config or None
 

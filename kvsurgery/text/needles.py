@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import first_tokens, special_ids, token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEYS = ("answer", "needle", "real_needle", "question")
 KINDS = ("retrieval", "reasoning")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kvsurgery.cli.profile import profile
 from kvsurgery.cli.profile.importing import headkv
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers import HEADKV_METHODS
+from kvsurgery.profile.importers.headkv import METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.hub_server import Blob, serve
 
@@ -41,7 +41,7 @@ class TestImport:
 
     def test_methods_are_those_of_the_library(self):
         [option] = [option for option in headkv.params if option.name == "method"]
-        assert tuple(option.type.choices) == HEADKV_METHODS
+        assert tuple(option.type.choices) == METHODS
 
     def test_config_json_stands_for_its_folder(self, here):
         run("import", "duo", "gates", "--model", "llama/config.json", "-o", "one")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery.evaluate.needle import NeedleTask
-from kvsurgery.evaluate.passkey import PasskeyTask
-from kvsurgery.evaluate.perplexity import PerplexityTask
 from kvsurgery.evaluate.sample import Task
+from kvsurgery.evaluate.tasks.needle import NeedleTask
+from kvsurgery.evaluate.tasks.passkey import PasskeyTask
+from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.surgery import convert_folder
 from tests.tiny_recall import FOLDER, task

@@ -2,9 +2,9 @@
 
 from functools import cache
 
-from kvsurgery.evaluate.ruler import TASKS, RulerTask
-from kvsurgery.evaluate.ruler_puzzles import WORDS
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.ruler.puzzles import WORDS
+from kvsurgery.evaluate.tasks.ruler.task import TASKS, RulerTask
 from kvsurgery.text.haystack import Haystack
 from tests.vocabularies import tokenizer
 

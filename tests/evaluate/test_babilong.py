@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.babilong import ASKED, BabilongTask
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.babilong import ASKED, BabilongTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
 from tests.vocabularies import TURN, tokenizer

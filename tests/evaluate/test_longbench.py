@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.errors import KVSurgeryError, TextError
-from kvsurgery.evaluate.longbench import DATASETS, EXTENDED, LongBenchTask
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.longbench import DATASETS, EXTENDED, LongBenchTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
 from tests.vocabularies import KINDS, TURN, tokenizer

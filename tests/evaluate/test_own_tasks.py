@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.checkpoint import reader_of
-from kvsurgery.evaluate.needle import NeedleTask
-from kvsurgery.evaluate.passkey import PasskeyTask
-from kvsurgery.evaluate.perplexity import PerplexityTask
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.measure.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.evaluate.tasks.needle import NeedleTask
+from kvsurgery.evaluate.tasks.passkey import PasskeyTask
+from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.text import haystack
 from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needle_sets import read_set
 from kvsurgery.text.needles import CHAT, PLAIN
+from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 from tests.evaluate.recall import MODEL, tasks
 from tests.vocabularies import KINDS, TURN, tokenizer
 

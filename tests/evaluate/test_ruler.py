@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate import ruler
-from kvsurgery.evaluate.ruler import NIAH, RulerTask
-from kvsurgery.evaluate.ruler_puzzles import NOISE, WORDS, frequent_words
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.ruler import task as ruler
+from kvsurgery.evaluate.tasks.ruler.puzzles import NOISE, WORDS, frequent_words
+from kvsurgery.evaluate.tasks.ruler.task import NIAH, RulerTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
 from tests.evaluate.ruler_samples import MADE, MANY, reader, samples, texts

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.ruler import TASKS, RulerTask
-from kvsurgery.evaluate.ruler_puzzles import WORDS, question
-from kvsurgery.evaluate.ruler_questions import read_hotpot, read_squad
+from kvsurgery.evaluate.tasks.ruler.puzzles import WORDS, question
+from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
+from kvsurgery.evaluate.tasks.ruler.task import TASKS, RulerTask
 from tests.evaluate.ruler_samples import MADE, reader, samples, texts
 
 

@@ -16,11 +16,11 @@ from matplotlib import image
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError, PolicyError
 from kvsurgery.evaluate import runner
 from kvsurgery.evaluate import sweep as sweeping
-from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.results import Interval, TaskResult
 from kvsurgery.evaluate.runner import Options
 from kvsurgery.evaluate.sweep import Grid, sweep
 from kvsurgery.evaluate.sweep_results import Point, Sweep
+from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of

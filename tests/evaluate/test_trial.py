@@ -9,8 +9,8 @@ import pytest
 
 from kvsurgery.errors import OutputError, TextError
 from kvsurgery.evaluate import trial
-from kvsurgery.evaluate.needle import NeedleTask
 from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
+from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.text import needle_sets
 from kvsurgery.text.needle_sets import AUTO
 from tests.evaluate.recall import MODEL, tasks

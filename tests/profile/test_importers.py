@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +13,19 @@ from hypothesis import strategies as st
 from kvsurgery import __version__
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile import importers
-from kvsurgery.profile.importers import import_duo, import_headkv, import_reform
+from kvsurgery.policy.policy import usual_rest
+from kvsurgery.profile.importers import files
+from kvsurgery.profile.importers.duo import import_duo
+from kvsurgery.profile.importers.flexicache import import_flexicache
+from kvsurgery.profile.importers.headkv import import_headkv
+from kvsurgery.profile.importers.kvzip import import_kvzip
+from kvsurgery.profile.importers.reform import import_reform
+from kvsurgery.profile.importers.rlkv import import_rlkv
+from kvsurgery.profile.importers.wg_kv import import_wg_kv
+from kvsurgery.profile.measured import Measured
 
 GQA = ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8)
+MODEL = Measured("org/model", GQA)
 GATES = [[0.5, 1.0], [-0.0014, 1.005], [0.25, 0.0]]
 
 
@@ -36,7 +46,7 @@ def dump(path, content):
 
 class TestDuo:
     def test_scores_are_clipped(self, tmp_path):
-        made = import_duo(tsv(tmp_path / "gates.tsv"), GQA, "org/model", "abc")
+        made = import_duo(tsv(tmp_path / "gates.tsv"), Measured("org/model", GQA, "abc"))
         assert made.scores.tolist() == [[0.5, 1], [0, 1], [0.25, 0]]
         assert (made.method, made.granularity, made.model) == ("duo", "kv", GQA)
         assert (made.base_model, made.base_revision) == ("org/model", "abc")
@@ -46,9 +56,9 @@ class TestDuo:
         table = tsv(tmp_path / "full_attention_heads.tsv")
         config = {"sink_size": 128, "recent_size": 256, "num_steps": 2000, "lr": 0.02, "output_dir": "/home/someone"}
         dump(tmp_path / "config.json", config)
-        made = import_duo(tmp_path, GQA, "org/model")
+        made = import_duo(tmp_path, MODEL)
         assert (made.sink, made.recent) == (128, 256)
-        assert made == import_duo(table, GQA, "org/model")
+        assert made == import_duo(table, MODEL)
         assert made.provenance == {
             "source": "full_attention_heads.tsv",
             "blake3": blake3(table.read_bytes()).hexdigest(),
@@ -61,12 +71,15 @@ class TestDuo:
         for name in ("one", "other"):
             (tmp_path / name).mkdir()
             tsv(tmp_path / name / "full_attention_heads.tsv")
-        assert import_duo(tmp_path / "one", GQA, "m").hash == import_duo(tmp_path / "other", GQA, "m").hash
+        assert (
+            import_duo(tmp_path / "one", Measured("m", GQA)).hash
+            == import_duo(tmp_path / "other", Measured("m", GQA)).hash
+        )
 
     def test_a_model_s_config_beside_it_says_nothing(self, tmp_path):
         tsv(tmp_path / "full_attention_heads.tsv")
         dump(tmp_path / "config.json", {"model_type": "llama"})
-        assert import_duo(tmp_path, GQA, "org/model").sink is None
+        assert import_duo(tmp_path, MODEL).sink is None
 
     @pytest.mark.parametrize(
         ("rows", "message"),
@@ -84,7 +97,7 @@ class TestDuo:
     )
     def test_bad_tables(self, tmp_path, rows, message):
         with pytest.raises(ProfileError, match=message) as raised:
-            import_duo(tsv(tmp_path / "gates.tsv", rows), GQA, "org/model")
+            import_duo(tsv(tmp_path / "gates.tsv", rows), MODEL)
         assert str(tmp_path / "gates.tsv") in str(raised.value)
 
     @pytest.mark.parametrize(
@@ -94,7 +107,7 @@ class TestDuo:
         path = tmp_path / "gates.tsv"
         path.write_bytes(content)
         with pytest.raises(ProfileError, match=r"gates.tsv, line \d: .* is not a number"):
-            import_duo(path, GQA, "org/model")
+            import_duo(path, MODEL)
 
     @pytest.mark.parametrize(
         ("config", "message"),
@@ -114,26 +127,26 @@ class TestDuo:
         tsv(tmp_path / "full_attention_heads.tsv")
         dump(tmp_path / "config.json", config)
         with pytest.raises(ProfileError, match=message):
-            import_duo(tmp_path, GQA, "org/model")
+            import_duo(tmp_path, MODEL)
 
     def test_nothing_there(self, tmp_path):
         with pytest.raises(ProfileError, match=r"cannot read .*full_attention_heads.tsv: No such file"):
-            import_duo(tmp_path, GQA, "org/model")
+            import_duo(tmp_path, MODEL)
         with pytest.raises(ProfileError, match=r"cannot read .*gates.tsv: No such file"):
-            import_duo(tmp_path / "gates.tsv", GQA, "org/model")
+            import_duo(tmp_path / "gates.tsv", MODEL)
 
     def test_a_file_far_too_large(self, tmp_path):
         with open(tmp_path / "gates.tsv", "wb") as file:
-            file.truncate(importers.LARGEST_FILE + 1)
+            file.truncate(files.LARGEST_FILE + 1)
         with pytest.raises(ProfileError, match="over 1 GiB; this is no file of head scores"):
-            import_duo(tmp_path / "gates.tsv", GQA, "org/model")
+            import_duo(tmp_path / "gates.tsv", MODEL)
 
 
 class TestHeadKV:
     def test_by_key_whatever_the_order(self, tmp_path):
         shuffled = list(trials().items())
         random.Random(0).shuffle(shuffled)
-        made = import_headkv(dump(tmp_path / "R.json", dict(shuffled)), GQA, "org/model", "abc")
+        made = import_headkv(dump(tmp_path / "R.json", dict(shuffled)), Measured("org/model", GQA, "abc"))
         assert made.scores.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
         assert (made.method, made.granularity, made.model) == ("headkv-r", "query", GQA)
         assert (made.base_model, made.base_revision) == ("org/model", "abc")
@@ -141,14 +154,14 @@ class TestHeadKV:
     @given(st.lists(st.lists(st.floats(0, 2), min_size=1, max_size=9), min_size=12, max_size=12))
     def test_mean_over_trials(self, tmp_path_factory, lists):
         path = dump(tmp_path_factory.mktemp("headkv") / "R.json", dict(zip(trials(), lists, strict=True)))
-        made = import_headkv(path, GQA, "org/model")
+        made = import_headkv(path, MODEL)
         means = np.array([np.mean(np.array(values, np.float64)) for values in lists]).reshape(3, 4)
         np.testing.assert_allclose(made.scores, means, rtol=2e-7, atol=1e-45)
         assert made.provenance["trials"] == [min(map(len, lists)), max(map(len, lists))]
 
     def test_provenance(self, tmp_path):
         path = dump(tmp_path / "R.json", trials())
-        assert import_headkv(path, GQA, "org/model").provenance == {
+        assert import_headkv(path, MODEL).provenance == {
             "source": "R.json",
             "blake3": blake3(path.read_bytes()).hexdigest(),
             "origin": "HeadKV",
@@ -158,10 +171,10 @@ class TestHeadKV:
 
     def test_method_is_said_not_guessed(self, tmp_path):
         path = dump(tmp_path / "model_R2.json", trials())
-        assert import_headkv(path, GQA, "org/model").method == "headkv-r"
-        assert import_headkv(path, GQA, "org/model", method="headkv-r2").method == "headkv-r2"
+        assert import_headkv(path, MODEL).method == "headkv-r"
+        assert import_headkv(path, MODEL, method="headkv-r2").method == "headkv-r2"
         with pytest.raises(ProfileError, match="unknown HeadKV method 'duo'; known: headkv-r, headkv-er, headkv-r2"):
-            import_headkv(path, GQA, "org/model", method="duo")
+            import_headkv(path, MODEL, method="duo")
 
     @pytest.mark.parametrize(
         ("rename", "message"),
@@ -176,26 +189,26 @@ class TestHeadKV:
     def test_heads_that_do_not_fit(self, tmp_path, rename, message):
         content = {rename.get(key, key): value for key, value in trials().items() if rename.get(key, key) is not None}
         with pytest.raises(ProfileError, match=message):
-            import_headkv(dump(tmp_path / "R.json", content), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", content), MODEL)
 
     def test_one_head_too_many(self, tmp_path):
         with pytest.raises(ProfileError, match="holds 13 heads, but org/model has 3 layers of 4 query heads"):
-            import_headkv(dump(tmp_path / "R.json", {**trials(), "3-0": [1]}), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "3-0": [1]}), MODEL)
 
     def test_a_head_given_twice(self, tmp_path):
         text = json.dumps(trials()).replace('"0-1"', '"0-0"')
         with pytest.raises(ProfileError, match=r"R.json is not JSON: a key is given twice"):
-            import_headkv(dump(tmp_path / "R.json", text), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", text), MODEL)
 
     @pytest.mark.parametrize("value", [[], 0.5, None, {}, "0.5"], ids=repr)
     def test_a_head_without_trials_has_no_score(self, tmp_path, value):
         with pytest.raises(ProfileError, match="head 1-2 has no list of trials, so no score; measure it again"):
-            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": value}), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": value}), MODEL)
 
     @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), 10**400, "1", None, True, [1]], ids=range(8))
     def test_a_trial_that_is_no_score(self, tmp_path, value):
         with pytest.raises(ProfileError, match=r"head 1-2 has the trial .{1,40}; scores are numbers from 0 up"):
-            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": [1, value]}), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", {**trials(), "1-2": [1, value]}), MODEL)
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -212,17 +225,17 @@ class TestHeadKV:
     )
     def test_not_such_a_file(self, tmp_path, content, message):
         with pytest.raises(ProfileError, match=rf"R.json {message}"):
-            import_headkv(dump(tmp_path / "R.json", content), GQA, "org/model")
+            import_headkv(dump(tmp_path / "R.json", content), MODEL)
 
     def test_a_model_of_absurd_dimensions(self, tmp_path):
         absurd = ModelDimensions(1 << 20, 1 << 20, 1, 8)
         with pytest.raises(ProfileError, match="holds 12 heads, but org/model has 1048576 layers"):
-            import_headkv(dump(tmp_path / "R.json", trials()), absurd, "org/model")
+            import_headkv(dump(tmp_path / "R.json", trials()), Measured("org/model", absurd))
 
     def test_nothing_there(self, tmp_path):
         for path in (tmp_path, tmp_path / "R.json"):
             with pytest.raises(ProfileError, match="cannot read"):
-                import_headkv(path, GQA, "org/model")
+                import_headkv(path, MODEL)
 
 
 class TestReform:
@@ -256,3 +269,107 @@ class TestReform:
             ProfileError, match=r"chose no heads for 'Qwen/Qwen3-8B'; it did for mistralai/Mistral-Nemo"
         ):
             import_reform("Qwen/Qwen3-8B")
+
+
+class TestRlkv:
+    def test_gates_beyond_the_unit_interval(self, tmp_path):
+        made = import_rlkv(tsv(tmp_path / "adapter_weights.tsv", [[-0.0106, 1.008], [0.5, 0], [1, 0.25]]).parent, MODEL)
+        assert made.scores.tolist() == [[0, 1], [0.5, 0], [1, 0.25]]
+        assert (made.method, made.granularity, made.sink, made.recent) == ("rlkv", "kv", 128, 256)
+
+    def test_other_tables(self, tmp_path):
+        with pytest.raises(ProfileError, match=r"line 2: 1.05 is outside \[0, 1\]; this is no RLKV gate"):
+            import_rlkv(tsv(tmp_path / "x.tsv", [[1, 1], [1, 1.05], [1, 1]]), MODEL)
+        with pytest.raises(ProfileError, match="holds 2 x 2 scores, but org/model has 3 layers of 2 KV heads"):
+            import_rlkv(tsv(tmp_path / "y.tsv", [[1, 1], [1, 1]]), MODEL)
+
+
+class TestWgKv:
+    def test_shares_become_budgets(self, tmp_path):
+        made = import_wg_kv(tsv(tmp_path / "0.5_retain_ratio.tsv", [[0.1, 0.9], [0.5, 0.5], [1, 0]]), MODEL)
+        assert made.scores.tolist() == np.float32([[0.1, 0.9], [0.5, 0.5], [1, 0]]).tolist()
+        assert usual_rest(made) == "budgeted"
+
+    def test_shares_lie_in_the_unit_interval(self, tmp_path):
+        with pytest.raises(ProfileError, match=r"line 1: 1.001 is outside \[0, 1\]; this is no share of kept tokens"):
+            import_wg_kv(tsv(tmp_path / "x.tsv", [[1.001, 0.9], [0.5, 0.5], [1, 0]]), MODEL)
+
+
+class TestKvzip:
+    SCORES = ((0.25, 1.5), (0.5, 0.0), (0.125, 2.0))
+
+    @pytest.mark.parametrize("shape", [(3, 2), (3, 1, 2), (1, 3, 2)])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_axes_of_one_and_every_dtype(self, tmp_path, shape, dtype):
+        torch.save(torch.tensor(self.SCORES, dtype=dtype).reshape(shape), tmp_path / "llama-qa.pt")
+        made = import_kvzip([tmp_path / "llama-qa.pt"], MODEL)
+        assert made.scores.tolist() == [list(row) for row in self.SCORES]
+        assert (made.method, made.granularity, usual_rest(made)) == ("kvzip", "kv", "streaming")
+
+    def test_a_head_gets_its_largest_score(self, tmp_path):
+        one = torch.tensor(self.SCORES)
+        torch.save(one, tmp_path / "a.pt")
+        torch.save(one.flip(1), tmp_path / "b.pt")
+        made = import_kvzip([tmp_path / "a.pt", tmp_path / "b.pt"], MODEL)
+        assert made.scores.tolist() == torch.maximum(one, one.flip(1)).tolist()
+        assert [file["source"] for file in made.provenance["files"]] == ["a.pt", "b.pt"]
+
+    def test_one_kv_head(self, tmp_path):
+        torch.save(torch.tensor([[0.5], [0.25], [1.0]]), tmp_path / "a.pt")
+        model = Measured("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=1, head_dim=8))
+        assert import_kvzip([tmp_path / "a.pt"], model).scores.tolist() == [[0.5], [0.25], [1.0]]
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (torch.zeros(2, 3), "holds 2 x 3 scores, but org/model has 3 layers of 2 KV heads"),
+            (torch.zeros(3, 2, dtype=torch.int64), "holds no tensor of scores"),
+            ({"scores": torch.zeros(3, 2)}, "holds no tensor of scores"),
+            (torch.full((3, 2), float("nan")), "measure it again"),
+            (Measured, "is no tensor that torch loads without running code"),
+        ],
+        ids=["shape", "integers", "a dict", "nan", "code"],
+    )
+    def test_other_contents(self, tmp_path, content, message):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.raises(ProfileError, match=message):
+            import_kvzip([tmp_path / "a.pt"], MODEL)
+
+    @pytest.mark.parametrize(
+        "raw", [b"", b"PK\x03\x04", b"0.5\t0.5\n", b"\x80\x02}."], ids=["empty", "zip", "tsv", "old"]
+    )
+    def test_no_tensor(self, tmp_path, raw):
+        (tmp_path / "a.pt").write_bytes(raw)
+        with pytest.raises(ProfileError, match=r"a\.pt"):
+            import_kvzip([tmp_path / "a.pt"], MODEL)
+
+
+HEAD_LISTS = {"Llama": {"mixed": [[0, 1], [2, 0]], "code": [[1, 1]]}, "Qwen": {"mixed": []}}
+
+
+class TestFlexicache:
+    def test_listed_heads_are_full(self, tmp_path):
+        path = dump(tmp_path / "heads.json", HEAD_LISTS)
+        made = import_flexicache(path, MODEL, "Llama", "mixed")
+        assert made.scores.tolist() == [[0, 1], [0, 0], [1, 0]]
+        assert (made.provenance["entry"], made.provenance["heads"]) == ("Llama", "mixed")
+        assert import_flexicache(dump(tmp_path / "one.json", {"Qwen": {"all": [[0, 0]]}}), MODEL).scores.sum() == 1
+
+    @pytest.mark.parametrize(
+        ("content", "chosen", "message"),
+        [
+            (HEAD_LISTS, (), "has the model: Llama, Qwen; say which"),
+            (HEAD_LISTS, ("Gemma",), "has the model: Llama, Qwen; not Gemma"),
+            (HEAD_LISTS, ("Llama",), "has the list of Llama: mixed, code; say which"),
+            ({}, (), "holds no model"),
+            ({"a": [1]}, (), "holds no list of a"),
+            ({"a": {"b": 3}}, (), "b of a is no list of heads"),
+            ({"a": {"b": [[3, 0]]}}, (), "names head 0 of layer 3, but org/model has 3 layers of 2 KV heads"),
+            ({"a": {"b": [[0, -1]]}}, (), "names head -1 of layer 0"),
+            ({"a": {"b": [[0, 1.0]]}}, (), r"\[0, 1.0\] is no head; a head is \[layer, KV head\]"),
+            ({"a": {"b": [7]}}, (), "7 is no head"),
+        ],
+    )
+    def test_other_contents(self, tmp_path, content, chosen, message):
+        with pytest.raises(ProfileError, match=message):
+            import_flexicache(dump(tmp_path / "heads.json", content), MODEL, *chosen)

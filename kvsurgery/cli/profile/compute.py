@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import NEEDLES as NEEDLES_HELP
 from kvsurgery.cli.options import Several, Tokens
 from kvsurgery.cli.running import (
     CHUNK,
-    DEPTHS,
-    PASSKEY_TOKENS,
-    PASSKEYS,
     POSITIVE,
-    TEXT,
     chosen_dtype,
     device_option,
     dtype_option,
     revision_option,
     seed_option,
 )
+from kvsurgery.text import help as says
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +53,7 @@ OPTIONS = {
 @click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="What is measured.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
 @revision_option
-@click.option("--text", help=TEXT[0].upper() + TEXT[1:])
+@click.option("--text", help=f"{says.TEXT.capitalize()}.  [default: (generated)]")
 @seed_option
 @device_option
 @dtype_option
@@ -67,13 +63,13 @@ OPTIONS = {
 @click.option(
     "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: (32000, or the model's maximum)]"
 )
-@click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {PASSKEYS}")
+@click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {says.PASSKEYS}.")
 @click.option(
     "--passkey-tokens",
     type=click.IntRange(min=2),
     default=32,
     show_default=True,
-    help=f"duo, attention: {PASSKEY_TOKENS}",
+    help=f"duo, attention: {says.PASSKEY_TOKENS}.",
 )
 @click.option(
     "--loss",
@@ -91,9 +87,9 @@ OPTIONS = {
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: where to keep the training's state.")
 @click.option("--resume", is_flag=True, help="duo: go on from --checkpoint.")
 @click.option("--curve", type=click.Path(path_type=Path), help="duo: write loss and gates over the steps as a PNG.")
-@click.option("--needles", default="auto", show_default=True, help=f"headkv: {NEEDLES_HELP}")
+@click.option("--needles", default="auto", show_default=True, help=f"headkv: {says.NEEDLES}.")
 @click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: (five up to 32000)]")
-@click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {DEPTHS}")
+@click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {says.DEPTHS}.  [default: (ten)]")
 @click.option(
     "--samples", type=POSITIVE, default=50, show_default=True, help="attention, reform: prompts that are measured."
 )
@@ -233,8 +229,9 @@ def _attention(
 def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
     from kvsurgery import console
     from kvsurgery.measure.needle_trial import choose_needles
-    from kvsurgery.measure.retrieval import DEPTHS, Trials, default_lengths, retrieval_scores
+    from kvsurgery.measure.retrieval import Trials, retrieval_scores
     from kvsurgery.text.haystack import Haystack
+    from kvsurgery.text.lengths import DEPTHS, default_lengths
     from kvsurgery.text.needle_sets import AUTO, read_set
 
     lengths = options["lengths"] or default_lengths(subject.max_context)

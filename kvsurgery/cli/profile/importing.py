@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from kvsurgery.profile.head_profile import HeadProfile
+    from kvsurgery.profile.measured import Measured
 
 
 @click.group("import")
@@ -15,11 +20,13 @@ def import_group() -> None:
     \b
     kvsurgery profile import duo ./full_attention_heads.tsv --model ./llama3 -o duo.safetensors
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R.json --model ./llama3 -o r.safetensors
+    kvsurgery profile import kvzip ./llama3.1-8b-*.pt --model ./llama3 -o kvzip.safetensors
     kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
     """
 
 
 def _import_options(command: Any) -> Any:
+    """Add the options that say of which model the scores are, and where the profile goes."""
     for option in (
         click.option("--revision", help="Branch, tag or commit of the model; for a Hub id its commit is recorded."),
         click.option("--base-model", help="Model name to record; `convert` starts from it.  [default: (SRC)]"),
@@ -36,11 +43,22 @@ def _import_options(command: Any) -> Any:
     return command
 
 
+def _save(read: Callable[[Measured], HeadProfile], options: dict[str, Any]) -> None:
+    """Read scores as `read` does for the model that the options name, and write them as a profile."""
+    from dataclasses import replace
+
+    from kvsurgery.cli.profile.saving import save
+    from kvsurgery.profile.measured import Measured
+
+    model = Measured.read(options["source"], options["revision"])
+    save(read(replace(model, name=options["base_model"] or model.name)), options["out"])
+
+
 @import_group.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @_import_options
-def duo(path: Path, source: str, out: Path, base_model: str | None, revision: str | None) -> None:
-    """DuoAttention gates, one per KV head.
+def duo(path: Path, **options: Any) -> None:
+    """DuoAttention's gates, one per KV head.
 
     PATH is full_attention_heads.tsv or its folder: a line per layer, and on it a gate per KV head, tab-separated. The
     sink and recent sizes they were trained with are read from the config.json beside it. Scores are clipped to [0, 1].
@@ -49,12 +67,27 @@ def duo(path: Path, source: str, out: Path, base_model: str | None, revision: st
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
         --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
     """
-    from kvsurgery.cli.profile.measured import Measured
-    from kvsurgery.cli.profile.saving import save
-    from kvsurgery.profile.importers import import_duo
+    from kvsurgery.profile.importers.duo import import_duo
 
-    model = Measured.read(source, revision)
-    save(import_duo(path, model.dimensions, base_model or model.name, model.revision, model.windows), out)
+    _save(lambda model: import_duo(path, model), options)
+
+
+@import_group.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@_import_options
+def rlkv(path: Path, **options: Any) -> None:
+    """RLKV's gates for reasoning models, one per KV head.
+
+    PATH is adapter_weights.tsv or its folder: a line per layer, and on it a gate per KV head, tab-separated. Scores are
+    clipped to [0, 1]. The recorded sink and recent sizes, 128 and 256, are those of RLKV's training.
+
+    \b
+    kvsurgery profile import rlkv ./head_dist/rlkv/Llama-3.1-8B-R1/.../adapter_weights.tsv \\
+        --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B -o rlkv.safetensors
+    """
+    from kvsurgery.profile.importers.rlkv import import_rlkv
+
+    _save(lambda model: import_rlkv(path, model), options)
 
 
 @import_group.command()
@@ -68,8 +101,8 @@ def duo(path: Path, source: str, out: Path, base_model: str | None, revision: st
     "enhanced retrieval, or retrieval-reasoning scores (*_R2.json).",
 )
 @_import_options
-def headkv(path: Path, method: str, source: str, out: Path, base_model: str | None, revision: str | None) -> None:
-    """HeadKV or Retrieval_Head scores, one per query head.
+def headkv(path: Path, method: str, **options: Any) -> None:
+    """HeadKV's or Retrieval_Head's scores, one per query head.
 
     PATH is JSON, {"layer-head": [score of each trial, ...]}; a head's score is the mean over its trials. Heads keep
     their own scores; `convert --group-reduce` says how those of a group become one.
@@ -78,13 +111,62 @@ def headkv(path: Path, method: str, source: str, out: Path, base_model: str | No
     kvsurgery profile import headkv ./Llama-3-8B-Instruct_R2.json \\
         --method headkv-r2 --model ./llama3 -o r2.safetensors
     """
-    from kvsurgery.cli.profile.measured import Measured
-    from kvsurgery.cli.profile.saving import save
-    from kvsurgery.profile.importers import import_headkv
+    from kvsurgery.profile.importers.headkv import import_headkv
 
-    model = Measured.read(source, revision)
-    name = base_model or model.name
-    save(import_headkv(path, model.dimensions, name, model.revision, method, model.windows), out)
+    _save(lambda model: import_headkv(path, model, method), options)
+
+
+@import_group.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_import_options
+def kvzip(paths: tuple[Path, ...], **options: Any) -> None:
+    """KVzip's head scores, one per KV head.
+
+    Each PATH is a .pt file with a tensor of layers x KV heads. Of several files, each measured on another text, a head
+    gets its largest score, as in KVzip.
+
+    \b
+    kvsurgery profile import kvzip ./utils/head_score/llama3.1-8b-*.pt --model ./llama3.1 -o kvzip.safetensors
+    """
+    from kvsurgery.profile.importers.kvzip import import_kvzip
+
+    _save(lambda model: import_kvzip(paths, model), options)
+
+
+@import_group.command("wg-kv")
+@click.argument("path", type=click.Path(path_type=Path))
+@_import_options
+def wg_kv(path: Path, **options: Any) -> None:
+    """WG-KV's shares of kept tokens, one per KV head.
+
+    PATH is a *_retain_ratio.tsv: a line per layer, and on it a share per KV head, tab-separated.
+
+    \b
+    kvsurgery profile import wg-kv ./patterns/Llama-3.1-8B-Instruct/0.5_retain_ratio.tsv \\
+        --model ./llama3.1 -o wg-kv.safetensors
+    """
+    from kvsurgery.profile.importers.wg_kv import import_wg_kv
+
+    _save(lambda model: import_wg_kv(path, model), options)
+
+
+@import_group.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--entry", help="The model in the file.  [default: (the only one)]")
+@click.option("--heads", help="The list of heads in the file.  [default: (the only one)]")
+@_import_options
+def flexicache(path: Path, entry: str | None, heads: str | None, **options: Any) -> None:
+    """FlexiCache's unstable heads, which get the score 1; all other KV heads get 0.
+
+    PATH is JSON, {model: {name of a list: [[layer, KV head], ...]}}.
+
+    \b
+    kvsurgery profile import flexicache ./model_unstable_heads_data.json --entry Llama-3.1-8B \\
+        --model ./llama3.1 -o flexicache.safetensors
+    """
+    from kvsurgery.profile.importers.flexicache import import_flexicache
+
+    _save(lambda model: import_flexicache(path, model, entry, heads), options)
 
 
 @import_group.command()
@@ -100,6 +182,6 @@ def reform(name: str, out: Path) -> None:
     kvsurgery profile import reform Qwen/Qwen2.5-7B-Instruct -o reform.safetensors
     """
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.profile.importers import import_reform
+    from kvsurgery.profile.importers.reform import import_reform
 
     save(import_reform(name), out)

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 def save(profile: HeadProfile, out: Path) -> None:
     """Write a profile, describe it, and say what to do with it."""
     from kvsurgery import console
+    from kvsurgery.profile.methods import METHODS
     from kvsurgery.profile.summary import describe
 
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
-    budget = " --budget 120" if profile.method.startswith("headkv") else ""
+    budgeted = profile.scores is not None and METHODS[profile.method].rest == "budgeted"
+    budget = " --budget 120" if budgeted else ""
     console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)

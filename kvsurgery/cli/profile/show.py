@@ -64,8 +64,8 @@ def _with_windows(profile: HeadProfile, source: str) -> HeadProfile:
     """The profile with the sliding windows of a model's config."""
     from dataclasses import replace
 
-    from kvsurgery.cli.profile.measured import Measured
     from kvsurgery.errors import ProfileError
+    from kvsurgery.profile.measured import Measured
 
     model = Measured.read(source)
     if model.dimensions != profile.model:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
 
-from kvsurgery.evaluate.ruler_questions import Questions
+from kvsurgery.evaluate.tasks.ruler.questions import Questions
 
-_FILE = tomllib.loads(Path(__file__).with_name("ruler_words.toml").read_text(encoding="utf-8"))
+_FILE = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 WORDS = {kind: words.split() for kind, words in _FILE.items()}
 NOISE = "Rain taps on the roof. A dog is asleep. The kettle hums. Somebody walks past. It is quiet again."
 DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent of the sentences, where needles lie

@@ -10,16 +10,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, product
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.measure.passkeys import ASKED, END, HIDDEN, OPENING, ORDINALS
-from kvsurgery.measure.retrieval import default_lengths
+from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.text import help as says
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
+from kvsurgery.text.haystack import Haystack, check_text, first_tokens, special_ids, token_ids
+from kvsurgery.text.lengths import default_lengths
+from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY, CUE, ORDINAL = "{key}", "{cue}", "{ordinal}"
 WORDS = (HIDDEN.format(ORDINAL) + KEY + END, ASKED.format(ORDINAL, ORDINAL))
@@ -42,13 +47,40 @@ class PasskeyTask:
             them.
     """
 
-    lengths: tuple[int, ...] | None = None
-    count: int = 10
-    size: int = 32
-    prompts: int = 5
-    text: str | None = None
-    hidden: str | None = None
-    asked: str | None = None
+    lengths: tuple[int, ...] | None = setting(
+        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
+    )
+    count: int = setting(10, "passkeys", says.PASSKEYS)
+    size: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS)
+    prompts: int = setting(5, "samples", SAMPLES)
+    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")
+    asked: str | None = setting(
+        None, "passkey_asked", "the question; one that ends in {cue} gives the passkey's first token"
+    )
+
+    def check(self) -> None:
+        """Check numbers and words, and that the text can be read.
+
+        Raises:
+            KVSurgeryError: a number is out of range, words lack a place for the passkey, or the text cannot be read.
+        """
+        check_text(self.text)
+        if not 1 <= self.count <= len(ORDINALS) or self.size < 2 or self.prompts < 1:
+            raise TextError(
+                f"passkeys are 1 to {len(ORDINALS)} of 2 tokens or more, in 1 prompt or more; got {self.count} of "
+                f"{self.size} in {self.prompts}"
+            )
+        if self.lengths and min(self.lengths) <= (least := self.count * self.size):
+            raise TextError(
+                f"{self.count} passkeys of {self.size} tokens take more than {least} tokens, and a prompt has "
+                f"{min(self.lengths)}; give longer `lengths`, or fewer or shorter passkeys"
+            )
+        hidden, asked = self.hidden or WORDS[0], self.asked or WORDS[1]
+        if hidden.count(KEY) != 1 or asked.count(CUE) > 1 or KEY in asked or CUE in hidden:
+            raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
+        if CUE in asked and not asked.endswith(CUE):
+            raise TextError(f"`asked` ends in {CUE}, since the answer goes on from there")
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Prompt by prompt, of all lengths each; of these, passkey by passkey.
@@ -57,11 +89,7 @@ class PasskeyTask:
             TextError: a number is out of range, the words or the text are unknown to the tokenizer, or a length does
                 not hold the passkeys.
         """
-        if not 1 <= self.count <= len(ORDINALS) or self.size < 2 or self.prompts < 1:
-            raise TextError(
-                f"passkeys are 1 to {len(ORDINALS)} of 2 tokens or more, in 1 prompt or more; got {self.count} of "
-                f"{self.size} in {self.prompts}"
-            )
+        self.check()
         words, lengths = self._words(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
         needed = max(lengths) * (TEXTS if self.text is None else 1)
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
@@ -107,10 +135,6 @@ class PasskeyTask:
     def _words(self, tokenizer: PreTrainedTokenizerBase) -> _Words:
         if self.hidden is not None or self.asked is not None:
             hidden, asked = self.hidden or WORDS[0], self.asked or WORDS[1]
-            if hidden.count(KEY) != 1 or asked.count(CUE) > 1 or KEY in asked or CUE in hidden:
-                raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
-            if CUE in asked and not asked.endswith(CUE):
-                raise TextError(f"`asked` ends in {CUE}, since the answer goes on from there")
             return _Words.of(tokenizer, self.count, "", hidden, asked)
         try:
             return _Words.of(tokenizer, self.count, OPENING, *WORDS)
@@ -187,3 +211,6 @@ def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:
     known = np.array([token for token in range(min(len(tokenizer), reader.vocabulary)) if token not in special])
     foreign = np.setdiff1d(known, haystack.tokens)
     return foreign if 2 * len(foreign) >= len(known) else known
+
+
+TASK = PasskeyTask

@@ -15,7 +15,9 @@ from itertools import islice, product
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.ruler_puzzles import (
+from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.evaluate.tasks.ruler.puzzles import (
     Niah,
     Puzzle,
     common_words,
@@ -23,10 +25,11 @@ from kvsurgery.evaluate.ruler_puzzles import (
     question,
     variable_tracking,
 )
-from kvsurgery.evaluate.ruler_questions import read_hotpot, read_squad
-from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
+from kvsurgery.files import check_readable
+from kvsurgery.text import help as says
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack
+from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
 
 NIAH = {
     "niah_single_1": Niah("noise", "words", "numbers"),
@@ -60,12 +63,14 @@ class RulerTask:
         squad, hotpot: files of questions for qa_1 and qa_2, as SQuAD and HotpotQA publish them.
     """
 
-    lengths: tuple[int, ...] = (4096,)
-    tasks: tuple[str, ...] | None = None
-    count: int = 20
-    text: str | None = None
-    squad: str | None = None
-    hotpot: str | None = None
+    lengths: tuple[int, ...] = setting((4096,), "lengths", "tokens of prompts", tokens=True)
+    tasks: tuple[str, ...] | None = setting(
+        None, "ruler_tasks", "such as niah_single_1,vt", default="all that can be made"
+    )
+    count: int = setting(20, "samples", SAMPLES)
+    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    squad: str | None = setting(None, "squad", "a file of SQuAD, for qa_1")
+    hotpot: str | None = setting(None, "hotpot", "a file of HotpotQA, for qa_2")
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -77,6 +82,21 @@ class RulerTask:
             if path is None
         }
 
+    def check(self) -> None:
+        """Check the tasks' names, and that texts and files of questions can be read.
+
+        Raises:
+            KVSurgeryError: a task is unknown or cannot be made, or a file cannot be read.
+        """
+        check_text(self.text)
+        for path in filter(None, (self.squad, self.hotpot)):
+            check_readable(path)
+        for task in self.tasks or ():
+            if task not in TASKS:
+                raise TextError(f"RULER has no {task}; it has {', '.join(TASKS)}")
+            if task in self.left_out:
+                raise TextError(f"RULER's {task} cannot be made: {self.left_out[task]}")
+
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, of each the first sample of every length, then the second.
 
@@ -84,6 +104,7 @@ class RulerTask:
             TextError: a task is unknown, or a file for it is missing or of another layout; a length is too short for a
                 task, or beyond the model; the text is too short, or unknown to the tokenizer.
         """
+        self.check()
         for length in self.lengths:
             if length > reader.max_context:
                 raise TextError(
@@ -108,13 +129,7 @@ class RulerTask:
 
     def _draws(self, reader: Reader) -> dict[str, Draw]:
         """What makes the puzzles of each task."""
-        left_out = self.left_out
-        for task in self.tasks or ():
-            if task not in TASKS:
-                raise TextError(f"RULER has no {task}; it has {', '.join(TASKS)}")
-            if task in left_out:
-                raise TextError(f"RULER's {task} cannot be made: {left_out[task]}")
-        tasks = self.tasks or [task for task in TASKS if task not in left_out]
+        tasks = self.tasks or [task for task in TASKS if task not in self.left_out]
         essay: list[str] = []
         if any(task in NIAH and NIAH[task].haystack == "essay" for task in tasks):
             haystack = Haystack.read(self.text, reader.tokenizer, max(self.lengths, default=1), reader.seed)

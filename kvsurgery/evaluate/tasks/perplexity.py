@@ -5,7 +5,7 @@ One forward over all tokens would see no eviction, no budget and no quantized st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -13,8 +13,10 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.measure.retrieval import default_lengths
-from kvsurgery.text.haystack import Haystack, first_tokens
+from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.text import help as says
+from kvsurgery.text.haystack import Haystack, check_text, first_tokens
+from kvsurgery.text.lengths import default_lengths
 
 TEXTS = 8  # of text without end, how many pieces are drawn from
 
@@ -30,10 +32,28 @@ class PerplexityTask:
         text: a file, a dataset's id such as WikiText's or PG-19's, or None for generated text.
     """
 
-    lengths: tuple[int, ...] | None = None
-    continuation: int = 256
-    pieces: int = 10
-    text: str | None = None
+    lengths: tuple[int, ...] | None = setting(
+        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
+    )
+    continuation: int = setting(
+        256, "continuation", "last tokens of a prompt that are read one by one and measured", tokens=True
+    )
+    pieces: int = setting(10, "samples", SAMPLES)
+    text: str | None = setting(None, "text", says.TEXT, default="generated")
+
+    def check(self) -> None:
+        """Check numbers, and that the text can be read.
+
+        Raises:
+            KVSurgeryError: a number is out of range, or the text cannot be read.
+        """
+        check_text(self.text)
+        if self.continuation < 1 or self.pieces < 1:
+            raise TextError(
+                f"perplexity is of 1 token or more, in 1 piece or more; got {self.continuation} in {self.pieces}"
+            )
+        if self.lengths:
+            self._check_lengths(self.lengths)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Piece by piece, of all lengths each; those of one number end at the same token, so that lengths compare.
@@ -42,15 +62,8 @@ class PerplexityTask:
             TextError: a number is out of range, or the text is unknown to the tokenizer or too short.
         """
         start, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
-        if self.continuation < 1 or self.pieces < 1:
-            raise TextError(
-                f"perplexity is of 1 token or more, in 1 piece or more; got {self.continuation} in {self.pieces}"
-            )
-        if min(lengths) <= self.continuation + len(start):
-            raise TextError(
-                f"a piece of {min(lengths)} tokens has none before the {self.continuation} that are measured; "
-                "give longer `lengths`, or a shorter `continuation`"
-            )
+        self.check()
+        self._check_lengths(lengths, len(start))
         longest = max(lengths)
         needed = longest * (TEXTS if self.text is None else 1)
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
@@ -64,3 +77,14 @@ class PerplexityTask:
                 continuation=self.continuation,
                 facts={"tokens": length},
             )
+
+    def _check_lengths(self, lengths: Sequence[int], first: int = 0) -> None:
+        """Check that each piece has tokens before those that are measured, besides the `first` ones of any text."""
+        if min(lengths) <= self.continuation + first:
+            raise TextError(
+                f"a piece of {min(lengths)} tokens has none before the {self.continuation} that are measured; "
+                "give longer `lengths`, or a shorter `continuation`"
+            )
+
+
+TASK = PerplexityTask

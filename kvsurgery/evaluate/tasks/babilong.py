@@ -10,8 +10,9 @@ from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import in_folder, read_rows
+from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_tokens
 
 ASKED = tomllib.loads(Path(__file__).with_name("babilong.toml").read_text(encoding="utf-8"))
@@ -47,9 +48,17 @@ class BabilongTask:
             those that the model has positions for.
     """
 
-    source: str = "RMT-team/babilong"
-    tasks: tuple[str, ...] | None = None
-    lengths: tuple[str, ...] | None = None
+    source: str = setting("RMT-team/babilong", "babilong", SOURCE)
+    tasks: tuple[str, ...] | None = setting(None, "babilong_tasks", "such as qa1,qa2", default=THERE)
+    lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "such as 0k,4k", default=THERE)
+
+    def check(self) -> None:
+        """Check that the source can be read.
+
+        Raises:
+            KVSurgeryError: it cannot, or the package `datasets` is not installed.
+        """
+        check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, of each the first row of every length, then the second.
@@ -112,3 +121,6 @@ class BabilongTask:
 def _tokens(length: str) -> int:
     """Of a context that is called so, about."""
     return int(length[:-1]) * {"k": 1_000, "M": 1_000_000}[length[-1]]
+
+
+TASK = BabilongTask

@@ -14,12 +14,13 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.measure.retrieval import default_lengths
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.evaluate.setting import setting
+from kvsurgery.text import help as says
+from kvsurgery.text.haystack import Haystack, check_text, token_ids
+from kvsurgery.text.lengths import DEPTHS, default_lengths
 from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
 from kvsurgery.text.needles import Needle, Prompt, needle_place
 
-DEPTHS = tuple(round(depth, 2) for depth in np.linspace(0, 1, 10).tolist())
 ANSWER = 2  # tokens to generate for one of the right answer
 STOPS = ("\n",)
 
@@ -36,11 +37,23 @@ class NeedleTask:
         choice: what a trial chose; an `Evaluation` fills it in.
     """
 
-    lengths: tuple[int, ...] | None = None
-    depths: tuple[float, ...] = DEPTHS
-    text: str | None = None
-    needles: str = AUTO
+    lengths: tuple[int, ...] | None = setting(
+        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
+    )
+    depths: tuple[float, ...] = setting(DEPTHS, "depths", says.DEPTHS, default="ten")
+    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    needles: str = setting(AUTO, "needles", says.NEEDLES)
     choice: NeedleChoice | None = None
+
+    def check(self) -> None:
+        """Check that texts and needles can be read.
+
+        Raises:
+            KVSurgeryError: one cannot.
+        """
+        check_text(self.text)
+        if self.needles != AUTO:
+            read_set(self.needles)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """The grid, needle by needle.
@@ -107,3 +120,6 @@ class _Grid:
             facts={"tokens": length, "depth": depth},
             stops=STOPS,
         )
+
+
+TASK = NeedleTask

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import ENDINGS, check_source, in_folder, read_json, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import token_ids
 from kvsurgery.text.metrics import chinese_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DATASETS = tomllib.loads(Path(__file__).with_name("longbench.toml").read_text(encoding="utf-8"))
 FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}
@@ -42,11 +45,13 @@ class LongBenchTask:
         prompts: a file such as LongBench's `dataset2prompt.json`, by dataset a text with {context} and maybe {input}.
     """
 
-    source: str = "THUDM/LongBench"
-    datasets: tuple[str, ...] | None = None
-    extended: bool = False
+    source: str = setting("THUDM/LongBench", "longbench", SOURCE)
+    datasets: tuple[str, ...] | None = setting(None, "longbench_datasets", "such as hotpotqa", default=THERE)
+    extended: bool = setting(False, "longbench_extended", "LongBench-E, whose scores are shown by length too")
     longest: int | None = None
-    prompts: str | None = None
+    prompts: str | None = setting(
+        None, "longbench_prompts", "a file such as LongBench's dataset2prompt.json", default="shipped"
+    )
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them.
@@ -160,3 +165,6 @@ def _prompts(path: str | None) -> dict[str, str]:
                 f"{path}: the prompt for {dataset} must have {{context}}, and no field but that and {{input}}"
             )
     return prompts
+
+
+TASK = LongBenchTask

@@ -9,6 +9,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError
+from kvsurgery.repo_id import is_repo_id
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,13 @@ class Measured:
     Attributes:
         name, revision: Hub id or folder, and the commit where known.
         dimensions: of attention.
-        windows: per layer, its own sliding window in tokens, or None for full attention.
+        windows: per layer, its own sliding window in tokens, or None for full attention; None as a whole if unknown.
     """
 
     name: str
-    revision: str | None
     dimensions: ModelDimensions
-    windows: tuple[int | None, ...]
+    revision: str | None = None
+    windows: tuple[int | None, ...] | None = None
 
     @classmethod
     def read(cls, source: str, revision: str | None = None) -> Measured:
@@ -41,9 +42,9 @@ class Measured:
         elif not folder.is_dir():
             from kvsurgery import hub
 
-            if not hub.is_repo_id(source):
+            if not is_repo_id(source):
                 raise CheckpointError(f"{source} is no model folder, no config.json and no Hub id")
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         family = Family.of(config)
-        return cls(name, revision, family.dimensions(config), family.windows(config))
+        return cls(name, family.dimensions(config), revision, family.windows(config))

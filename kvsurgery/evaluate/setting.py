@@ -1,0 +1,39 @@
+"""`setting`: a field of a task that commands offer as an option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# words that several tasks' settings share
+SAMPLES = "prompts of each length, and of each of RULER's tasks"
+SOURCE = "a file, a folder or the Hub id of a dataset"
+THERE = "all that the source has"
+_KEY = "setting"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a command says of a task's field; its type and default are the field's.
+
+    Attributes:
+        option: the option's name without dashes: "passkey_tokens". Tasks may share an option.
+        help: what the option sets.
+        default: describes the default where the field's default is None.
+        tokens: whether integers are numbers of tokens, which people write as 4K.
+    """
+
+    option: str
+    help: str
+    default: str | None = None
+    tokens: bool = False
+
+
+def setting(value: Any, option: str, text: str, *, default: str | None = None, tokens: bool = False) -> Any:
+    """A dataclass field with the default `value` that commands offer as an option: see `Setting`."""
+    return field(default=value, metadata={_KEY: Setting(option, text, default, tokens)})
+
+
+def settings_of(task: type) -> dict[str, Setting]:
+    """The settings of a task's class by the names of their fields."""
+    return {entry.name: entry.metadata[_KEY] for entry in fields(task) if _KEY in entry.metadata}

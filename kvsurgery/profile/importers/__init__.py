@@ -1,0 +1,1 @@
+"""What others published, as a `HeadProfile`: one module for each format."""

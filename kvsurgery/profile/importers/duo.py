@@ -1,0 +1,65 @@
+"""DuoAttention's gates (Xiao et al. 2024, arXiv 2410.10819)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers.files import check_kv_heads, is_number, origin, parse_object, parse_shares, read
+from kvsurgery.profile.measured import Measured
+
+FILE = "full_attention_heads.tsv"
+# how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
+SLACK = 0.01
+# facts worth keeping from DuoAttention's dump of its training arguments: the numbers, never its paths
+FACTS = ("num_steps", "lr", "reg_weight", "context_length_min", "context_length_max", "num_passkeys", "seed")
+
+
+def import_duo(path: str | Path, model: Measured) -> HeadProfile:
+    """Read DuoAttention's gates: a table of layers x KV heads, clipped to [0, 1].
+
+    Args:
+        path: the TSV file, or the folder that holds it as `full_attention_heads.tsv`. The sink and recent sizes of the
+            training run come from the `config.json` beside the table, where there is one.
+        model: that was measured.
+
+    Raises:
+        ProfileError: the file is unreadable, not such a table, or of another shape.
+    """
+    path = Path(path)
+    if os.path.isdir(path):
+        path /= FILE
+    raw = read(path)
+    scores = parse_shares(path, raw, SLACK, "DuoAttention gate")
+    check_kv_heads(path, scores, model)
+    options = _options(path.with_name("config.json"))
+    return HeadProfile(
+        scores=scores,
+        method="duo",
+        granularity="kv",
+        base_model=model.name,
+        base_revision=model.revision,
+        model=model.dimensions,
+        sink=_whole(options, "sink_size", 0),
+        recent=_whole(options, "recent_size", 1),
+        provenance={
+            **origin("DuoAttention", path, raw),
+            "training": {name: options[name] for name in FACTS if is_number(options.get(name))},
+        },
+        windows=model.windows,
+    )
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """DuoAttention's training arguments; empty without the file."""
+    return parse_object(path, read(path)) if os.path.exists(path) else {}
+
+
+def _whole(options: dict[str, Any], name: str, least: int) -> int | None:
+    value = options.get(name)
+    if value is not None and (type(value) is not int or value < least):
+        raise ProfileError(f"config.json beside the gates: {name} must be a whole number >= {least}, got {value!r}")
+    return value

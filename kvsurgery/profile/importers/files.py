@@ -1,0 +1,109 @@
+"""Reading published files: sizes, JSON and tables are checked, and where they came from is recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from kvsurgery import __version__
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile.measured import Measured
+
+# 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
+LARGEST_FILE = 1 << 30
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        ProfileError: it cannot be read, or is too large for head scores.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ProfileError(f"{path} is over 1 GiB; this is no file of head scores")
+        return path.read_bytes()
+    except OSError as error:
+        raise ProfileError(f"cannot read {path}: {error.strerror}") from error
+
+
+def origin(tool: str, path: Path, raw: bytes) -> dict[str, str]:
+    """What a profile's provenance says of the file that it was read from."""
+    return {"source": path.name, "blake3": blake3(raw).hexdigest(), "origin": tool, "tool": f"kvsurgery {__version__}"}
+
+
+def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
+    """A JSON object whose keys are given once.
+
+    Raises:
+        ProfileError: it is no such JSON.
+    """
+    try:
+        value = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ProfileError(f"{path} holds no JSON object")
+    return value
+
+
+def parse_shares(path: Path, raw: bytes, slack: float, what: str) -> np.ndarray:
+    """float64 [lines, columns] of tab-separated numbers from 0 to 1, clipped.
+
+    Args:
+        slack: how far outside of [0, 1] a number may be.
+        what: names what a number further outside cannot be: "DuoAttention gate".
+
+    Raises:
+        ProfileError: a cell is no such number, or lines differ in length.
+    """
+    lines = raw.decode("ascii", "replace").splitlines()
+    rows = [_row(path, number, line, slack, what) for number, line in enumerate(lines, 1)]
+    columns = len(rows[0]) if rows else 0
+    for number, row in enumerate(rows, 1):
+        if len(row) != columns:
+            raise ProfileError(f"{path}, line {number}: {len(row)} scores, but {columns} in line 1")
+    return np.clip(np.array(rows).reshape(len(rows), columns), 0, 1)
+
+
+def check_kv_heads(path: Path, scores: np.ndarray, model: Measured) -> None:
+    """Check that there is a score for every KV head of a model.
+
+    Raises:
+        ProfileError: there is not.
+    """
+    dimensions = model.dimensions
+    if scores.shape != (dimensions.layers, dimensions.kv_heads):
+        raise ProfileError(
+            f"{path} holds {' x '.join(map(str, scores.shape))} scores, but {model.name} has {dimensions.layers} "
+            f"layers of {dimensions.kv_heads} KV heads; was another model measured?"
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number within float32: not NaN, infinity or a whole number of a thousand digits."""
+    return type(value) in (int, float) and abs(value) < 1e38
+
+
+def _row(path: Path, number: int, line: str, slack: float, what: str) -> list[float]:
+    row = []
+    for cell in line.split("\t"):
+        try:
+            score = float(cell)
+        except ValueError:
+            raise ProfileError(f"{path}, line {number}: {cell[:40]!r} is not a number") from None
+        if not -slack <= score <= 1 + slack:
+            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is no {what}")
+        row.append(score)
+    return row
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is given twice")
+    return result

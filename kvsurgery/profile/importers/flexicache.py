@@ -1,0 +1,74 @@
+"""FlexiCache's unstable heads: KV heads whose important tokens change from step to step, so they keep everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers.files import origin, parse_object, read
+from kvsurgery.profile.measured import Measured
+
+
+def import_flexicache(
+    path: str | Path, model: Measured, entry: str | None = None, heads: str | None = None
+) -> HeadProfile:
+    """Read FlexiCache's lists of heads: an unstable head has the score 1, every other KV head 0.
+
+    Args:
+        path: JSON of `{model: {name of a list: [[layer, KV head], ...]}}`.
+        model: that was measured.
+        entry, heads: the model and the list in the file; None where it has one.
+
+    Raises:
+        ProfileError: the file is unreadable or of another layout, it has several models or lists and none was chosen,
+            or the model does not have a head.
+    """
+    path = Path(path)
+    raw = read(path)
+    lists, entry = _chosen(path, parse_object(path, raw), entry, "model")
+    pairs, heads = _chosen(path, lists, heads, f"list of {entry}")
+    if not isinstance(pairs, list):
+        raise ProfileError(f"{path}: {heads} of {entry} is no list of heads")
+    dimensions = model.dimensions
+    scores = np.zeros((dimensions.layers, dimensions.kv_heads))
+    for pair in pairs:
+        scores[_head(path, pair, model)] = 1
+    return HeadProfile(
+        scores=scores,
+        method="flexicache",
+        granularity="kv",
+        base_model=model.name,
+        base_revision=model.revision,
+        model=dimensions,
+        provenance={**origin("FlexiCache", path, raw), "entry": entry, "heads": heads},
+        windows=model.windows,
+    )
+
+
+def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any, str]:
+    """One value of an object, and its name."""
+    if not isinstance(content, Mapping) or not content:
+        raise ProfileError(f"{path} holds no {what}")
+    if name is None and len(content) == 1:
+        [name] = content
+    if name not in content:
+        listed = ", ".join(list(content)[:20])
+        raise ProfileError(f"{path} has the {what}: {listed}; " + (f"not {name}" if name else "say which"))
+    return content[name], name
+
+
+def _head(path: Path, pair: Any, model: Measured) -> tuple[int, int]:
+    sizes = model.dimensions.layers, model.dimensions.kv_heads
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
+        raise ProfileError(f"{path}: {str(pair)[:40]} is no head; a head is [layer, KV head]")
+    if not all(0 <= number < size for number, size in zip(pair, sizes, strict=True)):
+        raise ProfileError(
+            f"{path} names head {pair[1]} of layer {pair[0]}, but {model.name} has {sizes[0]} layers of {sizes[1]} KV "
+            "heads; was another model measured?"
+        )
+    return pair[0], pair[1]

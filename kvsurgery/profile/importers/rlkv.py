@@ -1,0 +1,46 @@
+"""RLKV's gates for reasoning models (Du et al. 2025, arXiv 2510.08525)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers.files import check_kv_heads, origin, parse_shares, read
+from kvsurgery.profile.measured import Measured
+
+FILE = "adapter_weights.tsv"
+# published gates reach from -0.0106 to 1.008
+SLACK = 0.02
+# of the streaming heads that published gates were trained beside; no file says so
+SINK, RECENT = 128, 256
+
+
+def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
+    """Read RLKV's gates: a table of layers x KV heads, clipped to [0, 1].
+
+    Args:
+        path: the TSV file, or the folder that holds it as `adapter_weights.tsv`.
+        model: that was measured.
+
+    Raises:
+        ProfileError: the file is unreadable, not such a table, or of another shape.
+    """
+    path = Path(path)
+    if os.path.isdir(path):
+        path /= FILE
+    raw = read(path)
+    scores = parse_shares(path, raw, SLACK, "RLKV gate")
+    check_kv_heads(path, scores, model)
+    return HeadProfile(
+        scores=scores,
+        method="rlkv",
+        granularity="kv",
+        base_model=model.name,
+        base_revision=model.revision,
+        model=model.dimensions,
+        sink=SINK,
+        recent=RECENT,
+        provenance=origin("RLKV", path, raw),
+        windows=model.windows,
+    )
