@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -155,7 +155,7 @@ def _percentiles(seconds: Any) -> tuple[float, float]:
 
 
 @contextmanager
-def engines(folders: dict[str, Path], load: Load) -> Iterator[dict[str, Connection]]:
+def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connection]]:
     """A process for each folder, started one after the other."""
     context, pipes, processes = get_context("spawn"), {}, []
     for name, folder in folders.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ class Processes:
     device: str = "cpu"
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self) -> Generator[None]:
         """A block that the first process runs before the others do."""
         if self.world > 1 and self.rank > 0:
             dist.barrier()
@@ -44,7 +44,7 @@ class Processes:
             dist.barrier()
 
     @contextmanager
-    def in_turns(self) -> Iterator[None]:
+    def in_turns(self) -> Generator[None]:
         """A block that the processes of a machine run one after the other."""
         for turn in range(self.local_world):
             if turn == self.local:
@@ -126,7 +126,7 @@ def usable_device(name: str | None) -> str:
 
 
 @contextmanager
-def started_processes(device: str | None = None) -> Iterator[Processes]:
+def started_processes(device: str | None = None) -> Generator[Processes]:
     """The processes that a launcher started, by the environment that it left; NCCL on CUDA, else gloo.
 
     Args:

@@ -4,7 +4,7 @@ REFORM (Song et al. 2025): the similarity of every token's embedding to the ques
 order, and one pass of those through the whole model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -256,7 +256,7 @@ def _unit(scores: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _progress(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int], None]]:
+def _progress(progress: bool | Callable[[int, int], None], total: int) -> Generator[Callable[[int], None]]:
     """What to call with the number of tokens that a chunk had."""
     if not progress:
         yield lambda tokens: None

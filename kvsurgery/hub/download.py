@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
 
 
 @contextmanager
-def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
+def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckpoint]:
     """Fetch all of a checkpoint but its weights; the folder is gone afterwards.
 
     Errors raised inside the block name the repository in place of the temporary folder.

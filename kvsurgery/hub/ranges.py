@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -72,7 +72,7 @@ class RemoteFile:
                     raise
 
     @contextmanager
-    def _answer(self, start: int, end: int) -> Iterator[Iterator[bytes]]:
+    def _answer(self, start: int, end: int) -> Generator[Iterator[bytes]]:
         """The body of one request, its headers checked."""
         url = hf_hub_url(self.repo_id, self.name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
