@@ -101,8 +101,10 @@ def tensor_parallel(device: str, tp: int, fsdp: int = 1, tail: Sequence[str] = (
         return {"tp_plan": "auto"}
     from transformers.distributed import DistributedConfig
 
-    plan = {"fsdp_size": fsdp, "fsdp_plan": dict.fromkeys(tail, "free_full_weight")} if fsdp > 1 else {}
-    return {"distributed_config": DistributedConfig(tp_size=tp, **plan)}
+    if fsdp == 1:
+        return {"distributed_config": DistributedConfig(tp_size=tp)}
+    plan = dict.fromkeys(tail, "free_full_weight")
+    return {"distributed_config": DistributedConfig(tp_size=tp, fsdp_size=fsdp, fsdp_plan=plan)}
 
 
 def is_first() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.profile.comparison import Comparison
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, full_heads
 
 MOST_DIFFERENT = 5
@@ -32,7 +32,7 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def _score_facts(profile: HeadProfile) -> dict[str, Any]:
-    scores = profile.scores
+    scores = profile.head_scores
     return {
         "shape": list(scores.shape),
         "score_min": float(scores.min()),
@@ -90,6 +90,6 @@ def describe_comparison(comparison: Comparison) -> str:
     )
 
 
-def kind_of_head(granularity: str) -> str:
+def kind_of_head(granularity: Granularity | None) -> str:
     """`KV head` or `query head`."""
     return "KV head" if granularity == "kv" else "query head"
