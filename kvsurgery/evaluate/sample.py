@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -82,6 +82,8 @@ class Sample:
 
 class Task(Protocol):
     """What is asked: a frozen dataclass whose fields are its settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Its questions, the same for equal readers; those that come first are representative.

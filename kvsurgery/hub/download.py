@@ -93,7 +93,7 @@ def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckp
     with tempfile.TemporaryDirectory(prefix="kvsurgery-") as temporary:
         folder = Path(temporary)
         with explained(repo_id, revision):
-            files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings)
+            files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings or ())
             shards = _fetch_headers(repo_id, commit, files, folder)
         try:
             yield RemoteCheckpoint(folder, commit, files, shards)
@@ -154,6 +154,7 @@ def _fetch_header(shard: RemoteFile, path: Path) -> None:
     """Write a shard's header by ranged requests, and a hole as large as its tensors."""
     content = b"".join(shard.chunks(0, 8))
     length = int.from_bytes(content, "little")
+    assert shard.size is not None  # which the first request tells
     # an impossible length is left to whoever reads the file
     if 0 < length <= min(MAX_HEADER_BYTES, shard.size - 8):
         content += b"".join(shard.chunks(8, 8 + length))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import first_tokens, special_ids, token_ids
+from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
 
 KEYS = ("answer", "needle", "real_needle", "question")
 KINDS = ("retrieval", "reasoning")
@@ -195,7 +195,7 @@ def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerB
 
 
 def _decode(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    return text_of(tokenizer, tokens, clean_up_tokenization_spaces=False)
 
 
 def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
