@@ -109,7 +109,7 @@ class MeasuredModel:
             revision,
             dimensions,
             family.windows(config),
-            converted and converted.permutation,
+            converted.permutation if converted else None,
             family.replicated,
         )
 

@@ -33,10 +33,10 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack, text_of, token_ids
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
-from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place
+from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
-METHODS = {
+METHODS: dict[str, tuple[Kind, str, Callable[[str, str], float], str]] = {
     "headkv-r": ("retrieval", "ROUGE-1 recall", rouge1_recall, "real_needle"),
     "headkv-er": ("retrieval", "QA-F1", qa_f1, "answer"),
     "headkv-r2": ("reasoning", "QA-F1", qa_f1, "answer"),

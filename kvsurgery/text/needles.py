@@ -17,6 +17,7 @@ from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
 
 KEYS = ("answer", "needle", "real_needle", "question")
+Kind = Literal["retrieval", "reasoning"]
 KINDS = ("retrieval", "reasoning")
 LARGEST_FILE = 1 << 24
 
@@ -53,7 +54,7 @@ class Needle:
     real_needle: str
     question: str
     answer: str
-    kind: Literal["retrieval", "reasoning"] | None = None
+    kind: Kind | None = None
     cue: str = ""
 
     def __post_init__(self) -> None:
