@@ -90,6 +90,7 @@ class Report:
 def _text(spec: str) -> str:
     """The format of a column's name: as wide as its values."""
     width = re.match(r"([<>]?)(\d+)", spec)
+    assert width is not None  # which every column has
     return f"{width[1] or '>'}{width[2]}"
 
 
