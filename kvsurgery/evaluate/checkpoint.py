@@ -118,7 +118,7 @@ def fingerprint(folder: str | Path) -> str:
 def _tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert tokenizer is not None  # as its type would have it
+        assert tokenizer is not None  # its type in transformers allows None
         return tokenizer
     except Exception as error:  # what transformers raises where there is none differs by family and version
         raise UnsupportedModel(

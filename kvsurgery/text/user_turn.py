@@ -20,7 +20,7 @@ def user_marker(folder: Path) -> tuple[int, ...]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert tokenizer is not None  # as its type would have it
+        assert tokenizer is not None  # its type in transformers allows None
         if not tokenizer.chat_template:
             return ()
         texts = (("user", FIRST), ("assistant", REPLY), ("user", SECOND))
