@@ -71,6 +71,7 @@ coverage: .venv/ready
 lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	.venv/bin/ty check
 
 format: .venv/ready
 	.venv/bin/ruff format .

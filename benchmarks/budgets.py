@@ -46,6 +46,8 @@ SEED = 1234
 def load_task() -> ModuleType:
     """The module that lies beside the model."""
     spec = importlib.util.spec_from_file_location("tiny_recall_task", HERE / "task.py")
+    assert spec is not None  # as the name ends in .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -58,7 +58,9 @@ def build() -> LlamaForCausalLM:
             max_position_embeddings=4096,
             rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
             tie_word_embeddings=False,
-            **{f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos"))},
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     )
 

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from synthetic import build, cache_bytes, emitted, empty_cache, fill, quantization
+from synthetic import build, dimensions, emitted, empty_cache, fill, quantization
 from transformers import LlamaForCausalLM
 
+from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_layout import KVLayout
 
 SPARSITIES = (0.0, 0.5, 0.75)
@@ -45,15 +46,15 @@ class Variant(NamedTuple):
             token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
             return batch * (length + steps) * token
         layout = KVLayout.from_config(config)
-        if self.bits < 16:
-            layout = layout.quantized(quantization(self.bits))
+        if how := quantization(self.bits):
+            layout = layout.quantized(how)
         return layout.kv_bytes(batch, length, steps, itemsize=itemsize)
 
 
 def variants(bits: list[int]) -> list[Variant]:
     """The stock model, and emitted ones that share its weights, for every sparsity and width."""
     stock = build("cpu", "cpu", torch.float32)
-    heads = stock.config.num_key_value_heads
+    heads, _ = dimensions(stock.config)
     models = {sparsity: emitted(stock, heads - round(sparsity * heads)) for sparsity in SPARSITIES}
     return [
         Variant("stock", 16, stock),

@@ -59,13 +59,14 @@ def main() -> None:
     gc.freeze()  # what is imported need not be searched every time that memory is freed
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
-    facts = {"device": "tiny models on a CPU", "torch": torch.__version__, "transformers": transformers.__version__}
+    device = torch.cuda.get_device_name() if on_gpu else "tiny models on a CPU"
+    facts: dict[str, str | float] = {"device": device}
+    facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
     if on_gpu:
         import triton
 
-        bandwidth = gpu_kernels.read_bandwidth()
-        facts |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "read_bandwidth": bandwidth}
-    report = Report(arguments.out / f"gpu-{facts['device'].lower().replace(' ', '-')}", facts)
+        facts |= {"triton": triton.__version__, "read_bandwidth": gpu_kernels.read_bandwidth()}
+    report = Report(arguments.out / f"gpu-{device.lower().replace(' ', '-')}", facts)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     work = {
         "kernels": lambda: gpu_kernels.decode_section(report, arguments.lengths, arguments.batches),

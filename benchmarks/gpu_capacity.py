@@ -12,11 +12,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from gpu_report import Report, free_memory
-from synthetic import SHAPES, build, emitted, occupy, quantization
+from synthetic import SHAPES, build, dimensions, emitted, occupy
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 SHAPE, FULL, BITS = "Llama-3-8B", 0.5, 4
 LIMIT = 80_000_000_000  # bytes
@@ -28,6 +29,9 @@ ROWS = 2048  # of a weight that are dequantized at once
 
 class Int8Linear(nn.Module):
     """A linear layer without bias whose weight is int8 with a scale per row."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -41,7 +45,7 @@ class Int8Linear(nn.Module):
         return torch.cat([F.linear(states, weight.to(states.dtype)) * scale for weight, scale in blocks], -1)
 
 
-def with_int8_weights(model: nn.Module) -> nn.Module:
+def with_int8_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Replace every linear layer, one after the other; embeddings and norms stay."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -51,15 +55,15 @@ def with_int8_weights(model: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def try_tokens(model: nn.Module, tokens: int) -> dict | None:
+def try_tokens(model: PreTrainedModel, tokens: int) -> dict | None:
     """Fill a cache with so many tokens and decode one more; None where memory does not suffice."""
     config = model.config
     like = torch.empty(1, config.num_key_value_heads, 0, config.head_dim, dtype=model.dtype, device=model.device)
-    layout = KVLayout.from_config(config).quantized(quantization(BITS))
+    layout = KVLayout.from_config(config).quantized(Quantization(BITS))
     free_memory()
     torch.cuda.reset_peak_memory_stats()
     try:
-        cache = KVSurgeryCache(config, tokens + 1, quantization(BITS))
+        cache = KVSurgeryCache(config, tokens + 1, Quantization(BITS))
         occupy(cache, like, tokens)
         token = torch.ones(1, 1, dtype=torch.long, device=model.device)
         assert model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits.isfinite().all()
@@ -107,11 +111,11 @@ def section(report: Report) -> None:
     try:
         stock = build(SHAPE, "cuda", torch.bfloat16)
         dense = dense_tokens(sum(weight.nbytes for weight in stock.parameters()))
-        model = with_int8_weights(emitted(stock, round(FULL * stock.config.num_key_value_heads)))
+        model = with_int8_weights(emitted(stock, round(FULL * dimensions(stock.config)[0])))
         del stock
         free_memory()
         weights = torch.cuda.memory_allocated()
-        layout = KVLayout.from_config(model.config).quantized(quantization(BITS))
+        layout = KVLayout.from_config(model.config).quantized(Quantization(BITS))
         per_token = (layout.kv_bytes(1, 1 << 21) - layout.kv_bytes(1, 1 << 20)) / (1 << 20)
         guess = int((LIMIT - outside - weights - WORKSPACE) / per_token) // STEP * STEP
         facts = {"weights GB": weights / 1e9, "outside GB": outside / 1e9, "dense tokens, by formula": dense}

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from gpu_report import Report, free_memory, milliseconds, synchronize
-from synthetic import build, cache_bytes, emitted, empty_cache, fill
+from synthetic import build, dimensions, emitted, empty_cache, fill
 from torch.autograd import DeviceType
 from transformers import LlamaForCausalLM
 
+from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 
@@ -53,7 +54,7 @@ class Variant(NamedTuple):
 def variants(shape: str, full: float, device: str, dtype: torch.dtype) -> list[Variant]:
     """What takes part; all of it shares the parameters of one stock model."""
     stock = build(shape, device, dtype)
-    heads = stock.config.num_key_value_heads
+    heads, _ = dimensions(stock.config)
     some = emitted(stock, round(full * heads))
     result = [Variant("stock, SDPA", stock)]
     if device == "cuda" and importlib.util.find_spec("flash_attn"):
@@ -213,12 +214,12 @@ def order(chunks: int) -> list[int]:
     return known
 
 
-def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
+def prefill_section(report: Report, case: Case, plan: tuple[int, int, float | None], parts: list[Variant]) -> None:
     """A prompt in chunks: as many of them as there is time for, each after a random past; the rest interpolated.
 
     What a chunk takes grows linearly with its past.
     """
-    whole, tokens, target = case.prefill
+    whole, tokens, target = plan
     parts = [variant for variant in parts if variant.bits == 16]
     report.table(
         "prefill chunks", {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "peak GB": "7.1f"}
@@ -269,7 +270,8 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
 
 def _at(known: dict[int, float], chunk: int) -> float:
     """A chunk's seconds: measured, or on the line between its neighbours."""
-    return float(np.interp(chunk, *zip(*sorted(known.items()), strict=True)))
+    there = sorted(known)
+    return float(np.interp(chunk, there, [known[place] for place in there]))
 
 
 def section(report: Report, device: str) -> None:
@@ -282,6 +284,6 @@ def section(report: Report, device: str) -> None:
             decode_section(report, case, parts)
             report.write()
             if case.prefill:
-                prefill_section(report, case, parts)
+                prefill_section(report, case, case.prefill, parts)
             report.write()
         del parts

@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Report:
         return self.left >= seconds
 
     @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
+    def attempt(self, what: str) -> Generator[None]:
         """Try to measure something: whatever keeps it from working is noted, and the rest goes on."""
         try:
             yield
@@ -90,6 +90,7 @@ class Report:
 def _text(spec: str) -> str:
     """The format of a column's name: as wide as its values."""
     width = re.match(r"([<>]?)(\d+)", spec)
+    assert width is not None  # which every column has
     return f"{width[1] or '>'}{width[2]}"
 
 

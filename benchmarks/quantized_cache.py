@@ -174,6 +174,7 @@ def main() -> None:
     logging.disable_progress_bar()
     text, dtype = split(arguments.text)[1], getattr(torch, arguments.dtype)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    assert tokenizer is not None  # its type in transformers allows None
     tokens = torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
     length = arguments.prompt + arguments.new + 1
     starts = torch.linspace(0, tokens.shape[1] - length, arguments.prompts).long().tolist()

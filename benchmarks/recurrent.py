@@ -35,13 +35,13 @@ import transformers
 from budgets import HERE
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
 from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, verdicts
-from synthetic import emitted
+from synthetic import dimensions, emitted
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvsurgery import console
 from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.memory import peak_memory
-from kvsurgery.templates.kv_encode import Encoder
+from kvsurgery.templates.kv_encode import Encoder, EncodingLayer
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 
@@ -50,7 +50,7 @@ import embedding
 import task
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-SETTINGS = Reform((), **{name.replace("-", "_"): size for name, size in embedding.SETTINGS.items()})
+SETTINGS = replace(Reform(()), **{name.replace("-", "_"): size for name, size in embedding.SETTINGS.items()})
 LONG = 8192  # tokens
 RANKED = 1024  # tokens of the prompts that heads are ranked by
 SEED = 1234
@@ -79,7 +79,7 @@ class Figures:
 def recall_model() -> PreTrainedModel:
     """The bundled model, converted with every head full."""
     stock = LlamaForCausalLM.from_pretrained(HERE / "model", dtype=torch.float32)
-    return emitted(stock, stock.config.num_key_value_heads)
+    return emitted(stock, dimensions(stock.config)[0])
 
 
 @torch.no_grad()
@@ -101,8 +101,9 @@ def answer(method: Method, prompt: torch.Tensor, figures: Figures | None = None)
 
 def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
     """All embedding heads of the bundled model, the best at the recall task first."""
-    profile = embedding.measure(SEED + 1, count, length)
-    return [(head.layer, head.state, head.head) for head in profile.ranking.best("pattern")]
+    ranking = embedding.measure(SEED + 1, count, length).ranking
+    assert ranking is not None  # of a profile that was measured
+    return [(head.layer, head.state, head.head) for head in ranking.best("pattern")]
 
 
 def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
@@ -167,10 +168,10 @@ def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
     model, settings = recall_model(), method.settings
     encoder = Encoder(model.model, KVLayout.from_config(model.config), settings)
     embeddings = encoder.read(input_ids=task.prompts(SEED, 1, length).tokens)
-    layers = [layer for layer in encoder.cache.layers if layer.is_initialized]
-    states = [embeddings, *(part for layer in layers for part in (layer.keys, layer.values))]
+    layers = [layer for layer in encoder.cache.layers if isinstance(layer, EncodingLayer)]
+    kept = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
     predicted = settings.encode_bytes(length, model.config.num_key_value_heads, model.config.head_dim, 4)
-    return sum(part.untyped_storage().nbytes() for part in states if part.numel()), predicted
+    return sum(part.untyped_storage().nbytes() for part in (embeddings, *kept) if part.numel()), predicted
 
 
 def process_bytes(compared: list[Method], length: int) -> list[int]:

@@ -42,7 +42,8 @@ class Session(Protocol):
 class Method(Protocol):
     """A way to read long prompts."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
         """Read a prompt [1, tokens], before so many new ones; returns the session and what to give it first."""
@@ -167,6 +168,8 @@ class Recurrent:
 class DistillingLayer(EncodingLayer):
     """A layer that keeps what surprised the model, and what a catalyst prompt attends to."""
 
+    encoder: InfiniPot
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         super().lazy_initialization(key_states, value_states)
         self.novelty = key_states.new_zeros(key_states.shape[1], 0)  # [kv_heads, kept]
@@ -211,6 +214,8 @@ class BlockLayer(EncodingLayer):
     A block is known by the keys of its tokens that the queries after them, in their chunk, ask for most.
     """
 
+    encoder: InfLLM
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         shape = (*key_states.shape[:2], self.encoder.capacity, key_states.shape[3])
         self.keys, self.values = key_states.new_empty(shape), key_states.new_empty(shape)
@@ -219,6 +224,8 @@ class BlockLayer(EncodingLayer):
         self.is_initialized = True
 
     def attend(self, query, keys, values, path, scoring) -> torch.Tensor:
+        assert self.keys is not None  # as `update` was called
+        assert self.values is not None
         past, tokens, seen = self.encoder.past, query.shape[2], self.encoder.seen
         own = self.encoder.rotation.at(past, tokens)
         stop = seen + tokens
@@ -227,20 +234,20 @@ class BlockLayer(EncodingLayer):
         self.keys[:, :, seen:stop], self.values[:, :, seen:stop] = plain_keys, values
         following = plain_query.flip(2).cumsum(2).flip(2) - plain_query
         self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / torch.arange(tokens, 0, -1)
-        places = self.places(plain_query.mean(2)[0])
+        places = self.places(plain_query.mean(2)[0], self.keys)
         before = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
         return path.causal(
             query, torch.cat([before, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, scoring
         )
 
-    def places(self, query: torch.Tensor) -> torch.Tensor:
-        """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim]."""
+    def places(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim], and by all keys."""
         encoder, first = self.encoder, self.encoder.reform.keep
         size, blocks = encoder.size, encoder.blocks
         for block in range(self.leading.shape[1], blocks):
             start = first + block * size
             best = start + self.asked[start : start + size].topk(encoder.leaders).indices
-            self.leading = torch.cat([self.leading, self.keys[0, :, best].sum(1, keepdim=True)], 1)
+            self.leading = torch.cat([self.leading, keys[0, :, best].sum(1, keepdim=True)], 1)
         chosen = torch.zeros(encoder.seen, dtype=torch.bool)
         chosen[:first] = chosen[first + blocks * size :] = True
         score = (self.leading * query[:, None]).sum((0, 2))

@@ -133,8 +133,8 @@ def plot(results: list[Row], path: Path) -> None:
         "MiB that tensors hold at most": lambda row: row["peak_bytes"] / 2**20,
     }
     names = list(dict.fromkeys(row["method"] for row in results))
-    colours = iter(colormaps["tab20"].colors)
-    styles = {}
+    colours = map(colormaps["tab20"], range(20))
+    styles: dict[str, dict[str, Any]] = {}
     for name in names:
         if name.startswith(RANDOM):
             styles[name] = {"color": "0.75", "linestyle": ":", "marker": "."}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,11 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
     model, scores = shape.attention, kv_scores(profile, "mean")
     rows = []
     for sparsity in (0.0, *SPARSITIES):
-        options = {"sparsity": sparsity, "sink": SINK, "recent": RECENT}
+        recipe = Recipe(sparsity=sparsity, sink=SINK, recent=RECENT)
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
             asked, strict = (
-                decide(profile, [None] * model.layers, Recipe(**options, tp=blocks, tp_uneven=uneven))
+                decide(profile, [None] * model.layers, replace(recipe, tp=blocks, tp_uneven=uneven))
                 for uneven in (True, False)
             )
             best, kept = (score(scores, policy) for policy in (asked, strict))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -15,9 +16,10 @@ from kvsurgery.templates.kv_layout import TILE, Quantization
 from tests.emitted import emitted_class
 
 EmittedLlama = emitted_class("llama")
+assert issubclass(EmittedLlama, LlamaForCausalLM)
 
 SINK, RECENT = 64, 256
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -64,6 +66,12 @@ def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
+def dimensions(config: LlamaConfig) -> tuple[int, int]:
+    """KV heads of a layer and their size, either of which a config may leave to its other numbers."""
+    heads = config.num_attention_heads
+    return config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
+
+
 def quantization(bits: int) -> Quantization | None:
     """Codes of so many bits; at 16 the cache has the model's dtype."""
     return Quantization(bits) if bits < 16 else None
@@ -75,10 +83,11 @@ def section(layers: int, heads: int, full: int, head_dim: int) -> dict:
     return {"version": 1, "head_dim": head_dim, "layers": [layer] * layers}
 
 
-def emitted(stock: LlamaForCausalLM, full: int) -> EmittedLlama:
+def emitted(stock: LlamaForCausalLM, full: int) -> LlamaForCausalLM:
     """The emitted model with the very parameters of a stock one; what heads they belong to is all the same here."""
     config = copy.deepcopy(stock.config)
-    config.kv_surgery = section(config.num_hidden_layers, config.num_key_value_heads, full, config.head_dim)
+    heads, head_dim = dimensions(config)
+    config.kv_surgery = section(config.num_hidden_layers, heads, full, head_dim)
     with torch.device("meta"):
         model = EmittedLlama._from_config(config, dtype=stock.dtype)
     model.load_state_dict(stock.state_dict(), assign=True)
@@ -100,13 +109,14 @@ def fill(
     """Append random states to an empty cache, as a forward of `tokens` would; every cache of a shape gets the same."""
     if isinstance(cache, KVSurgeryCache):
         cache.begin(None, batch, tokens)
-    shape = 2, batch, config.num_key_value_heads, tokens, config.head_dim
+    heads, head_dim = dimensions(config)
+    shape = 2, batch, heads, tokens, head_dim
     for index in range(config.num_hidden_layers):
         generator = torch.Generator(device).manual_seed(index)
         keys, values = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-        handle, _ = cache.update(keys, values, index)
+        cache.update(keys, values, index)
         if isinstance(cache, KVSurgeryCache):
-            handle.layer.append(keys, values)
+            cache.layers[index].append(keys, values)
 
 
 @torch.inference_mode()
@@ -120,21 +130,16 @@ def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
     for layer in cache.layers:
         layer.lazy_initialization(like)
         layer.make_room(tokens)
-        layer.keys.normal_()
-        layer.values.normal_()
+        for states in (layer.keys, layer.values):
+            assert states is not None  # as there is room
+            states.normal_()
         for group in layer.quantized:
             group.packed = [TILE * group.quantization.tiles(tokens)] * like.shape[0]
-        if layer.tiles is not None:
+        how = layer.layout.quantization
+        if layer.tiles is not None and how is not None:
             key_codes, key_scales, value_codes, value_scales = layer.tiles
             for codes, scales in ((key_codes, key_scales), (value_codes, value_scales)):
                 codes.random_(0, 256)  # of states between about -2 and 2
-                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**layer.layout.quantization.bits - 1))
+                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**how.bits - 1))
                 scales[:, :, 1].uniform_(-2.5, -1.5)
         layer.advance(tokens)
-
-
-def cache_bytes(cache: DynamicCache | KVSurgeryCache) -> int:
-    """Bytes of keys and values that a cache holds."""
-    if isinstance(cache, KVSurgeryCache):
-        return cache.allocated_bytes()
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

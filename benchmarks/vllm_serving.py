@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvsurgery.convert.convert import convert
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
+from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.groups import Groups
 
@@ -151,11 +152,12 @@ def _preemptions(engine: Any) -> int:
 
 def _percentiles(seconds: Any) -> tuple[float, float]:
     """The median and the 95th percentile."""
-    return tuple(float(value) for value in np.percentile([*seconds], (50, 95)))
+    median, late = np.percentile([*seconds], (50, 95))
+    return float(median), float(late)
 
 
 @contextmanager
-def engines(folders: dict[str, Path], load: Load) -> Iterator[dict[str, Connection]]:
+def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connection]]:
     """A process for each folder, started one after the other."""
     context, pipes, processes = get_context("spawn"), {}, []
     for name, folder in folders.items():
@@ -183,8 +185,8 @@ def conversions(source: Path, out: Path, shares: list[float], options: argparse.
     folders = {"dense": source}
     for share in shares:
         folder = out / f"{share}"
-        policy = {"sparsity": 1 - share, "sink": options.sink, "recent": options.recent}
-        prepared = PreparedConversion.prepare(source, profile, **policy)
+        recipe = Recipe(sparsity=1 - share, sink=options.sink, recent=options.recent)
+        prepared = PreparedConversion.prepare(source, profile, recipe)
         convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
         folders[f"{share:.0%} full"] = folder
     return folders

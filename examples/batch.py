@@ -18,7 +18,7 @@ def main() -> None:
         kvsurgery("convert", MODEL, *DUO, "--out", "tiny-duo")
         tokenizer = AutoTokenizer.from_pretrained("tiny-duo", padding_side="left")  # so that all end together
         prompts = [task.prompts(seed=length, count=1, length=length) for length in LENGTHS]
-        documents = [tokenizer.decode(prompt.tokens[0, 1:]) for prompt in prompts]
+        documents = [tokenizer.batch_decode(prompt.tokens[:, 1:])[0] for prompt in prompts]
         batch = tokenizer(documents, padding=True, return_tensors="pt", return_token_type_ids=False)
         print(f"{len(documents)} documents, padded to {batch.input_ids.shape[1]:,} tokens")
 
@@ -31,7 +31,7 @@ def main() -> None:
         model = load("tiny-duo")
         converted, after = answers(model)
         for document, first, second, prompt in zip(documents, original, converted, prompts, strict=True):
-            right = second.startswith(tokenizer.decode(prompt.answers[0]))
+            right = second.startswith(tokenizer.batch_decode(prompt.answers)[0])
             print(
                 f"{len(document.split()) + 1:5,} tokens  {document[-11:]}  {second}  "
                 f"{'right' if right else 'wrong'}, {'as' if first == second else 'not as'} the original"

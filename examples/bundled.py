@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ DUO = ("--profile", PROFILE, "--full-heads", 4, "--sink", 4, "--recent", 32)
 
 
 @contextmanager
-def scratch() -> Iterator[None]:
+def scratch() -> Generator[None]:
     """Work in a folder of its own, on one thread, without the progress bars of transformers."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -68,7 +68,7 @@ def main() -> None:
 
     source, profile = HERE / "model", HERE / "profile.safetensors"
     measured = HeadProfile.load(profile)
-    scores = np.random.default_rng(1).random(measured.scores.shape)
+    scores = np.random.default_rng(1).random(measured.head_scores.shape)
     HeadProfile(scores, "ablation", "kv", "random scores", measured.model).save(out / "random.safetensors")
 
     run("profile", "show", profile)

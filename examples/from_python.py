@@ -18,6 +18,6 @@ recipe.save(folder / "recipe.toml")
 converted = convert(here / "model", folder / "converted", profile, recipe)
 print(f"{converted.moved} of {converted.tensors} tensors moved")
 surgery = inspect(folder / "converted").surgery
-print(f"{sum(surgery.full_heads)} heads are full, {surgery.streaming} stream")
+print(f"{sum(filter(None, surgery.full_heads))} heads are full, {surgery.streaming} stream")
 print(f"{verify(folder / 'converted').tensors} tensors are as they were written")
 print(f"{revert(folder / 'converted', folder / 'original').files} other files are given back")

@@ -27,7 +27,8 @@ def main() -> None:
             print(f"{name:9}  {answer}  KV cache {kv_bytes(output.past_key_values):,} bytes")
 
         # the checkpoint's own arithmetic, from its config alone
-        layout = get_class_from_dynamic_module("kv_layout.KVLayout", "tiny-duo").from_config(model.config)
+        emitted = get_class_from_dynamic_module("kv_layout.KVLayout", "tiny-duo")
+        layout = emitted.from_config(model.config)  # ty: ignore[missing-attribute]  # the checkpoint's class
         for tokens in (1024, 131_072):
             after, before = layout.kv_bytes(1, tokens, NEW, itemsize=4), layout.dense_bytes(1, tokens, NEW, itemsize=4)
             print(f"predicted for {tokens:,} tokens: {after:,} bytes, {after / before:.0%} of the original's")

@@ -34,7 +34,7 @@ def main() -> None:
         profile, history = train_gates(load_subject(), prompt, OPTIONS, data=data)
         profile.save("quick.safetensors")
         print(f"gates after {len(history)} steps, KV heads of each layer in a row:")
-        for layer in profile.scores:
+        for layer in profile.head_scores:
             print("  ", *(f"{score:.1f}" for score in layer))
 
         comparison = compare(profile, HeadProfile.load(PROFILE))  # `kvsurgery profile compare` prints more of it

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def repository() -> Iterator[str]:
+def repository() -> Generator[str]:
     """The repository that was asked for, or one of a Hub on the loopback."""
     if len(sys.argv) > 1:
         yield sys.argv[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
 @contextmanager
 def byte_progress(
     what: str, total: int, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int], None]]:
+) -> Generator[Callable[[int], None]]:
     """Progress on stderr, with rate and time left: a bar, or lines where stderr is no terminal. It appears with the
     first byte: a refusal stands alone.
 
@@ -80,7 +80,7 @@ def byte_progress(
 
 
 @contextmanager
-def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[..., None]]:
+def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Generator[Callable[..., None]]:
     """The same of steps, with a note on how it goes. Long work has an estimate of the whole after its first step.
 
     Yields:
@@ -115,7 +115,7 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _lines(lines: ProgressLines) -> Iterator[ProgressLines]:
+def _lines(lines: ProgressLines) -> Generator[ProgressLines]:
     try:
         yield lines
     finally:
@@ -123,7 +123,7 @@ def _lines(lines: ProgressLines) -> Iterator[ProgressLines]:
 
 
 @contextmanager
-def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[tuple[Progress, TaskID]]:
+def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Progress, TaskID]]:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

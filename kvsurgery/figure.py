@@ -70,7 +70,8 @@ def inline_svg(figure: Figure, name: str, alt: str, colours: Mapping[str, str]) 
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(file.getvalue())
     # rules for every element of the page
-    root.remove(root.find(f"{{{SVG}}}defs/{{{SVG}}}style/.."))
+    if (rules := root.find(f"{{{SVG}}}defs/{{{SVG}}}style/..")) is not None:
+        root.remove(rules)
     for element in root.iter():
         for key, value in element.attrib.items():
             if key == "id":

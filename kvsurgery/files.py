@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def document(path: Path, kind: tuple[str, int], command: str) -> Iterator[dict[str, Any]]:
+def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[str, Any]]:
     """Read a JSON document, and make of it what it stands for inside.
 
     Args:

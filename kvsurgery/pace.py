@@ -29,10 +29,11 @@ class Pace:
         now = self.clock()
         if total is None:
             self.start, self.base = now, None
-        elif self.base is None:
+            return None
+        if self.base is None:
             self.base = 0 if done == 1 else done
             self.start = self.start if done == 1 else now
-        if total is None or done <= self.base:
+        if done <= self.base:
             return None
         each = (now - self.start) / (done - self.base)
         return each * (total - self.base), each * (total - done)
@@ -71,20 +72,19 @@ class ProgressLines:
             if done == total:  # `close` says so
                 return
             if self.announce and estimate and (text := whole_time(estimate[0])):
-                self.say(f"{self._line()}, {text}")
+                self.say(f"{self._line(*self.last)}, {text}")
                 self.said = now
             elif now - self.said >= EVERY:
-                self.say(f"{self._line()}{f', {duration(estimate[1])} left' if estimate else ''}")
+                self.say(f"{self._line(*self.last)}{f', {duration(estimate[1])} left' if estimate else ''}")
                 self.said = now
             self.announce = self.announce and not estimate
 
     def close(self) -> None:
         """Say how far the work came, if it began."""
         if self.last is not None:
-            self.say(self._line())
+            self.say(self._line(*self.last))
 
-    def _line(self) -> str:
-        done, total, note = self.last
+    def _line(self, done: int, total: int | None, note: str) -> str:
         counts = self.count(done) if total is None else f"{self.count(done)}/{self.count(total)}"
         return f"{self.what} {counts}{note and ', '}{note}"
 

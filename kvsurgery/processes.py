@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ class Processes:
     device: str = "cpu"
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self) -> Generator[None]:
         """A block that the first process runs before the others do."""
         if self.world > 1 and self.rank > 0:
             dist.barrier()
@@ -44,7 +44,7 @@ class Processes:
             dist.barrier()
 
     @contextmanager
-    def in_turns(self) -> Iterator[None]:
+    def in_turns(self) -> Generator[None]:
         """A block that the processes of a machine run one after the other."""
         for turn in range(self.local_world):
             if turn == self.local:
@@ -101,8 +101,10 @@ def tensor_parallel(device: str, tp: int, fsdp: int = 1, tail: Sequence[str] = (
         return {"tp_plan": "auto"}
     from transformers.distributed import DistributedConfig
 
-    plan = {"fsdp_size": fsdp, "fsdp_plan": dict.fromkeys(tail, "free_full_weight")} if fsdp > 1 else {}
-    return {"distributed_config": DistributedConfig(tp_size=tp, **plan)}
+    if fsdp == 1:
+        return {"distributed_config": DistributedConfig(tp_size=tp)}
+    plan = dict.fromkeys(tail, "free_full_weight")
+    return {"distributed_config": DistributedConfig(tp_size=tp, fsdp_size=fsdp, fsdp_plan=plan)}
 
 
 def is_first() -> bool:
@@ -126,7 +128,7 @@ def usable_device(name: str | None) -> str:
 
 
 @contextmanager
-def started_processes(device: str | None = None) -> Iterator[Processes]:
+def started_processes(device: str | None = None) -> Generator[Processes]:
     """The processes that a launcher started, by the environment that it left; NCCL on CUDA, else gloo.
 
     Args:

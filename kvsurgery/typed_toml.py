@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvsurgery.errors import PolicyError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def read_table(kind: type, table: Mapping[str, Any], prefix: str = "") -> Any:
+Table = TypeVar("Table", bound="DataclassInstance")
+
+
+def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") -> Table:
     """Make a dataclass of a table of TOML; a field that is a dataclass itself is a table in it.
 
     Raises:

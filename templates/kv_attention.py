@@ -10,12 +10,14 @@ blocks. Where it gets several, its full heads are brought together before attent
 """
 
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
+from .kv_budget import BudgetedHeads
 from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
 from .kv_heads import HeadGroup
@@ -30,6 +32,12 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
+
+
+class AttentionModule(Protocol):
+    """A stock attention module, which got the layout of its heads, those of all processes."""
+
+    kv_layout: LayerLayout
 
 
 def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=None, cache_position=None, **kwargs):
@@ -49,7 +57,7 @@ def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=Non
 
 
 def attention(
-    module: torch.nn.Module,
+    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor | Handle,
     value: torch.Tensor | Handle,
@@ -62,7 +70,7 @@ def attention(
     """The attention function that stock attention modules call.
 
     Args:
-        module: the attention module, whose `kv_layout` is its `LayerLayout`, of the heads of all processes.
+        module: the attention module.
         query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
         key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim].
         attention_mask: left padding of each row, int64 [batch]; read without a cache only.
@@ -80,7 +88,7 @@ def attention(
     if isinstance(key, Handle):
         layer, key, value = key
         layout = layer.layout
-    elif key.shape[2] != query.shape[2]:
+    elif isinstance(value, Handle) or key.shape[2] != query.shape[2]:
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
     elif attention_mask is not None and attention_mask.ndim != 1:
         raise TypeError("attention masks must be two-dimensional padding masks")
@@ -98,8 +106,8 @@ def attention(
         output = _without_cache(query, key, value, attention_mask, own, path, scoring)
     else:
         layer.make_room(query.shape[2])
-        if query.shape[2] == 1 and layer.ready and path is not kv_torch and kv_cuda.has_room(layer):
-            output = kv_cuda.decode(query, key, value, layer, scoring).transpose(1, 2)
+        if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
+            output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
         else:
             output = _with_cache(query, key, value, layer, path, scoring)
     if own.scattered:
@@ -139,8 +147,8 @@ def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, scorin
     for states, group in zip(parts, (layer.full, layer.streaming), strict=True):
         if group.heads:
             outputs.append(_of_group(*states, group, layer, layer.seen, path, scoring))
-    if layout.budgets:
-        outputs.append(_of_budgeted(*budgeted, layer, path, scoring))
+    if layer.budgeted is not None:
+        outputs.append(_of_budgeted(*budgeted, layer.budgeted, layer, path, scoring))
     layer.advance(query.shape[2])
     return torch.cat(outputs, 1)
 
@@ -185,7 +193,7 @@ def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
     """
     *states, skipped = kv_torch.near(key, value, group, past)
-    if not max(group.packed):
+    if not isinstance(group, QuantizedGroup) or not max(group.packed):
         return path.causal(query, *states, skipped, scoring)
     output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
     output = output.float()  # rounded once, not at every block
@@ -195,12 +203,14 @@ def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType
     return output.to(query.dtype)
 
 
-def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, scoring: Scoring) -> torch.Tensor:
+def _of_budgeted(
+    query, key, value, heads: BudgetedHeads, layer: KVLayerCache, path: ModuleType, scoring: Scoring
+) -> torch.Tensor:
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only.
     """
-    heads, past, tokens = layer.budgeted, layer.seen, query.shape[2]
+    past, tokens = layer.seen, query.shape[2]
     cut = 0 if heads.selected else min(heads.prompt - past, tokens)
     outputs = []
     if cut:
@@ -225,7 +235,7 @@ def _of_budgeted(query, key, value, layer: KVLayerCache, path: ModuleType, scori
     return torch.cat(outputs, 2)
 
 
-def own_layout(layout: LayerLayout, heads: int, module: torch.nn.Module) -> LayerLayout:
+def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> LayerLayout:
     """The layout of the heads that this process holds of a layer, told by how many its keys have.
 
     Where processes hold different ones, the device mesh of the attention module's weights says which process this is.

@@ -21,6 +21,7 @@ class BudgetedHeads:
 
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
         """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of so many columns."""
+        assert layout.selection is not None  # as there are budgets
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
         self.groups = [head_group(states, 1, layout.quantization) for _ in self.budgets]
@@ -64,6 +65,7 @@ class BudgetedHeads:
         Returns:
             The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
         """
+        assert self.observed is not None  # the prompt has been asked
         rows, device = pads or [0] * len(keys), keys.device
         counts = [[max(min(budget, self.start - pad), 0) for budget in self.budgets] for pad in rows]
         padding = on_device(rows, device)[:, None, None]

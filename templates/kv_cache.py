@@ -57,10 +57,21 @@ class HandingLayer(CacheLayerMixin):
     """A layer that stores nothing when it is updated: it hands the new states to the attention function."""
 
     is_sliding = False
+    layout: LayerLayout
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+    def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
+        """Store only a part of the heads, which this process has: begin anew with heads like `states`."""
+        raise NotImplementedError
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path, scoring) -> torch.Tensor:
+        """Attention of a layer that reads a long prompt."""
+        raise NotImplementedError
+
+    def update(  # ty: ignore[incompatible-method-override]  # stock layers return tensors
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[Handle, Handle]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states)
+            self.lazy_initialization(key_states, value_states)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -115,7 +126,6 @@ class KVLayerCache(HandingLayer):
         self.is_initialized = True
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
-        """Store only a part of the heads, which this process has: begin anew with heads like `states`."""
         if self.seen:
             raise RuntimeError("the cache was filled by a model whose heads are split over other processes")
         self.layout = layout
@@ -221,10 +231,12 @@ class KVLayerCache(HandingLayer):
                     skips.append(group.skips)
                     packed.append(group.packed)
                     offset, tile = offset + slots, tile + tiles
-            (*kinds, first_tiles, counts), skipped, packed = (
+            (offsets, sinks, rings, recents, first_tiles, counts), skipped, packed = (
                 on_device(list(zip(*part, strict=True)), self.device, torch.int32) for part in (heads, skips, packed)
             )
-            self.table = HeadTable(self.keys, self.values, *kinds, skipped)
+            assert self.keys is not None  # as `make_room` was called
+            assert self.values is not None
+            self.table = HeadTable(self.keys, self.values, offsets, sinks, rings, recents, skipped)
             if self.tiles is not None:
                 self.table = self.table._replace(
                     tiles=self.tiles,
@@ -261,7 +273,7 @@ class KVLayerCache(HandingLayer):
 
     def _bind(self) -> None:
         """Let the groups be views of the layer's buffers."""
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             bind(self.groups, self.slots, (self.keys, self.values))
         if self.tiles is not None:
             bind_tiles(self.quantized, self.counts, self.tiles)
@@ -269,7 +281,7 @@ class KVLayerCache(HandingLayer):
     @torch.inference_mode(False)
     def take_rows(self, rows: Rows) -> None:
         """Reorder, repeat or drop rows; the cache's padding has followed already."""
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = rows(self.keys), rows(self.values)
         if self.tiles is not None:
             self.tiles = self.tiles.map(rows)
@@ -290,6 +302,8 @@ class KVSurgeryCache(Cache):
         capacity: tokens to allocate for; without it storage grows by a quarter whenever it is full.
         quantization: how full and budgeted heads are stored, in place of what the config says.
     """
+
+    layers: list[KVLayerCache]
 
     def __init__(self, config, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
@@ -344,7 +358,7 @@ class KVSurgeryCache(Cache):
         self.columns.record_past = True
         self.confirm(self.get_seq_length())
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens: int) -> None:  # ty: ignore[lost-keyword-for-regular-parameter]  # versions name it differently
         """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
 
         Raises:

@@ -65,7 +65,7 @@ class Columns:
         pads = self.pads
         if not seen or (mask is not None and tokens > 1):
             padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
-            pads = leading_padding(mask).tolist() if padded_left else []
+            pads = leading_padding(mask).tolist() if mask is not None and padded_left else []
             known, stated = ([min(pad, seen) for pad in some or [0] * rows] for some in (self.pads, pads))
             if known != stated:
                 raise ValueError("the attention mask pads other tokens than it did in an earlier call")

@@ -10,7 +10,7 @@ from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
-from .kv_prefill import Span, Window, prefill
+from .kv_prefill import Span, Window, prefill, prefill_with_lse
 from .kv_torch import Scoring
 
 try:
@@ -56,7 +56,7 @@ def pack(layer: KVLayerCache) -> None:
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
     """As `kv_torch.compact`."""
     if layer.tiles is not None:
-        for group in layer.budgeted.groups:
+        for group in layer.quantized[-kept.shape[1] :]:  # budgeted heads are the last ones, with a group each
             group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
     kv_store.compact(layer.head_table().last(kept.shape[1]), keys, values, kept)
 
@@ -64,16 +64,20 @@ def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer:
 def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = False):
     """As `kv_torch.causal`: flash attention if it is installed, SDPA where nothing is padded, the kernel otherwise."""
     past = keys.shape[2] - query.shape[2]
-    if torch.is_tensor(skipped) or skipped or with_lse:
-        return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring, with_lse=with_lse)
+    if with_lse:
+        return prefill_with_lse(query, keys, values, Span(past, _padding(skipped, query)), scoring)
+    if torch.is_tensor(skipped) or skipped:
+        return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring)
     if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16):
         states = (part.transpose(1, 2) for part in (query, keys, values))
         softcap = {"softcap": scoring.softcap} if scoring.softcap else {}
         return flash_attn_func(*states, softmax_scale=scoring.scale, causal=True, **softcap).transpose(1, 2)
     if scoring.softcap is not None or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
         return prefill(query, keys, values, Span(past), scoring)
-    mask = {"attn_mask": causal_lower_right(query.shape[2], keys.shape[2])} if past else {"is_causal": True}
-    return F.scaled_dot_product_attention(query, keys, values, **mask, scale=scoring.scale, enable_gqa=True)
+    mask = causal_lower_right(query.shape[2], keys.shape[2]) if past else None
+    return F.scaled_dot_product_attention(
+        query, keys, values, mask, is_causal=not past, scale=scoring.scale, enable_gqa=True
+    )
 
 
 def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor:
@@ -91,7 +95,7 @@ def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
         part = slice(row, row + 1) if counts else slice(None)
         if count:
             block, span = (keys[part, :, :count], values[part, :, :count]), Span(count, first=None, limit=count)
-            yield part, prefill(query[part], *block, span, scoring, with_lse=True)
+            yield part, prefill_with_lse(query[part], *block, span, scoring)
 
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
@@ -102,9 +106,9 @@ def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scor
 
 def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.streaming`."""
-    columns = (torch.cat(states, 2) for states in zip(window, own, strict=True))
+    keys, values = (torch.cat(states, 2) for states in zip(window, own, strict=True))
     span = Span(past, _padding(skipped, query), first=past - window[0].shape[2])
-    return prefill(query, *columns, span, scoring, Window(layout.sink, layout.recent, sinks))
+    return prefill(query, keys, values, span, scoring, Window(layout.sink, layout.recent, sinks))
 
 
 def _padding(skipped: int | torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:

@@ -270,7 +270,7 @@ def decode(
     tokens = min(max(TILE_BYTES // (padded * query.element_size()), 16), 64)
     most = batch * (table.keys.shape[1] // tokens + heads)  # units there can be
     segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
-    if table.tiles is not None:
+    if table.tiles is not None and table.quantization is not None:
         segments, options = 2, _packed_options(head_dim, members, table.quantization)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1

@@ -77,6 +77,8 @@ class EncodingLayer(HandingLayer):
         Raises:
             Exit: nothing that follows is needed.
         """
+        assert self.keys is not None  # as `update` was called
+        assert self.values is not None
         past, tokens = self.encoder.past, query.shape[2]
         kept = self.keys.shape[2]  # less than `past` in a layer with a sliding window of its own
         earlier, own = self.encoder.rotation.at(past - kept, kept), self.encoder.rotation.at(past, tokens)
@@ -137,12 +139,12 @@ class ChunkEncoder:
     """
 
     layer = EncodingLayer
+    rotation: Rotation  # of the layer that runs, at the positions of earlier chunks and the chunk's
 
     def __init__(self, model: torch.nn.Module, layout: KVLayout, reform: Reform):
         self.model, self.reform = model, reform
         self.cache = Cache(layers=[self.layer(index, layer, self) for index, layer in enumerate(layout.layers)])
         self.past = 0  # positions that earlier chunks take
-        self.rotation: Rotation | None = None  # of the layer that runs, at those positions and the chunk's
 
     def read_chunk(self, **inputs: torch.Tensor):
         """What the model returns for the next tokens, as `Encoder.read` takes them; None if it was left by `Exit`."""
@@ -150,8 +152,9 @@ class ChunkEncoder:
         positions = torch.arange(self.past + states.shape[1], device=states.device)[None]
         output = None
         with ExitStack() as hooks, suppress(Exit):
-            for layer in self.model.layers:
-                hooks.callback(layer.self_attn.register_forward_pre_hook(self.position, with_kwargs=True).remove)
+            for layer in self.model.get_submodule("layers").children():
+                attention = layer.get_submodule("self_attn")
+                hooks.callback(attention.register_forward_pre_hook(self.position, with_kwargs=True).remove)
             output = self.model(**inputs, position_ids=positions, past_key_values=self.cache, use_cache=True)
         self.past = min(positions.shape[1], self.reform.encode_budget)
         return output
@@ -180,13 +183,13 @@ class Encoder(ChunkEncoder):
             inputs: input_ids [1, tokens] or inputs_embeds [1, tokens, hidden].
         """
         [(name, whole)] = inputs.items()
-        embeddings = None
+        embeddings = torch.empty(0)  # until the first chunk says how large they are
         for start in range(0, whole.shape[1], self.reform.chunk):
             part = whole[:, start : start + self.reform.chunk]
-            self.parts = [None] * len(self.reform.heads)
+            self.parts: dict[int, torch.Tensor] = {}  # by place in `reform.heads`
             self.read_chunk(**{name: part})
-            own = torch.cat(self.parts, -1)
-            if embeddings is None:
+            own = torch.cat([self.parts[place] for place in range(len(self.reform.heads))], -1)
+            if not start:
                 embeddings = own.new_empty(whole.shape[1], own.shape[1])
             embeddings[start : start + len(own)] = own
             if progress is not None:

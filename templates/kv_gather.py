@@ -4,7 +4,7 @@ REFORM (Song et al. 2025): the similarity of every token's embedding to the ques
 order, and one pass of those through the whole model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -72,11 +72,12 @@ def question_start(
     length, marker = len(tokens), reform.query_marker
     if query_length is not None and query_start is not None:
         raise ValueError("query_length and query_start exclude each other; give one")
-    if query_length is not None or query_start is not None:
-        start = length - query_length if query_start is None else query_start
-        if not 0 <= start < length:
-            raise ValueError(f"the question would begin at token {start} of a prompt of {length}")
-        return start
+    if query_length is not None:
+        query_start = length - query_length
+    if query_start is not None:
+        if not 0 <= query_start < length:
+            raise ValueError(f"the question would begin at token {query_start} of a prompt of {length}")
+        return query_start
     if tokens.ndim == 1 and marker and length > len(marker):
         found = (tokens.unfold(0, len(marker), 1) == torch.tensor(marker, device=tokens.device)).all(-1).nonzero()
         if len(found) and 0 < length - (start := int(found[-1]) + len(marker)) <= reform.recompute_budget // 2:
@@ -121,7 +122,9 @@ class LongPrompts:
         Raises:
             ValueError: an option contradicts the prompt or the checkpoint.
         """
-        reform = Reform.from_config(self.config).with_budget(recompute_budget)
+        reform = Reform.from_config(self.config)
+        assert reform is not None  # checkpoints without it have another model class
+        reform = reform.with_budget(recompute_budget)
         ids = kwargs.get("input_ids") if inputs is None else inputs
         # stock code takes both: embeddings are what it reads, ids what it returns
         prompt = {"input_ids": ids, "inputs_embeds": kwargs.get("inputs_embeds")}
@@ -256,7 +259,7 @@ def _unit(scores: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _progress(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int], None]]:
+def _progress(progress: bool | Callable[[int, int], None], total: int) -> Generator[Callable[[int], None]]:
     """What to call with the number of tokens that a chunk had."""
     if not progress:
         yield lambda tokens: None

@@ -63,18 +63,20 @@ class DecodeGraph:
         if positions is None:
             positions = torch.full((1, 1), cache.columns.expected - 1, device=ids.device)
         positions = positions.expand(len(ids), 1)
-        if self.graph is None:
+        graph = self.graph
+        if graph is None:
             self.steps += 1
             if self.steps <= EAGER_STEPS or cache.columns.reserved - cache.columns.expected < WORTHWHILE:
                 return None
             self._pack(cache)
-            if not self._capture(forward, model, ids, positions, cache):
+            graph = self._capture(forward, model, ids, positions, cache)
+            if graph is None:
                 return None
         else:
             self._pack(cache)
             self.ids.copy_(ids)
             self.positions.copy_(positions)
-        self.graph.replay()
+        graph.replay()
         for layer in cache.layers:
             layer.advance(1)
         return self.kind(logits=self.logits.clone(), past_key_values=cache)
@@ -91,10 +93,13 @@ class DecodeGraph:
 
     @staticmethod
     def _pack(cache) -> None:
+        assert kv_cuda is not None  # its kernels have run
         for layer in cache.layers:
             kv_cuda.pack(layer)
 
-    def _capture(self, forward, model, ids: torch.Tensor, positions: torch.Tensor, cache) -> bool:
+    def _capture(
+        self, forward, model, ids: torch.Tensor, positions: torch.Tensor, cache
+    ) -> torch.cuda.CUDAGraph | None:
         with torch.inference_mode(False):  # later steps may be outside of an inference mode
             self.ids, self.positions = ids.clone(), positions.clone()
         seen = [layer.seen for layer in cache.layers]
@@ -111,7 +116,7 @@ class DecodeGraph:
             UNFIT.add(model)
         for layer, columns in zip(cache.layers, seen, strict=True):
             layer.seen = columns  # capturing computes nothing
-        return model not in UNFIT
+        return None if model in UNFIT else self.graph
 
 
 def fits(model: torch.nn.Module, given: dict) -> bool:

@@ -13,7 +13,7 @@ def block_elements(states: torch.Tensor) -> int:
     return CUDA_BLOCK if states.is_cuda else BLOCK
 
 
-def on_device(values: list, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def on_device(values: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor of what the host knows, made without waiting for the device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -102,7 +102,7 @@ class HeadGroup:
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
         """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
-        if seen - self.least > self.sink + self.ring:
+        if self.sink is not None and seen - self.least > self.sink + self.ring:
             ring = self.recent + margin
             positions = self.positions(self.lengths(seen), min(capacity - self.least, self.sink + ring), ring)
             # positions that the old ring has dropped yield other tokens, outside of every window that can come
@@ -168,7 +168,7 @@ def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.T
     batch, _, _, head_dim = old[0][0].shape
     rows = sum(keys.shape[1] * count for (keys, _), count in zip(old, slots, strict=True))
     # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
-    buffers = tuple(old[0][0].new_zeros(batch, rows, head_dim) for _ in range(2))
+    buffers = old[0][0].new_zeros(batch, rows, head_dim), old[0][0].new_zeros(batch, rows, head_dim)
     bind(groups, slots, buffers)
     for group, (keys, values) in zip(groups, old, strict=True):
         group.keys[:, :, : keys.shape[2]], group.values[:, :, : keys.shape[2]] = keys, values

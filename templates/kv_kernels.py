@@ -303,7 +303,7 @@ def _tiles(table: HeadTable, word: torch.dtype) -> dict:
     """Arguments of every kernel that works on packed tiles, whose codes it takes in such words."""
     pointers = "k_codes_ptr", "k_scales_ptr", "v_codes_ptr", "v_scales_ptr", "packed_ptr", "first_ptr"
     strides = "codes_batch", "k_scales_batch", "v_scales_batch", "packed_batch", "packed_head"
-    if table.tiles is None:
+    if table.tiles is None or table.packed is None:
         return dict.fromkeys(pointers) | dict.fromkeys(strides, 0)
     key_codes, key_scales, value_codes, value_scales = table.tiles
     assert key_codes.stride() == value_codes.stride()

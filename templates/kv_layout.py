@@ -204,7 +204,7 @@ class LayerLayout:
         token = 2 * head_dim * itemsize
         total = prompt + new
         tokens = [total] * self.full
-        if self.budgets:
+        if self.selection is not None:
             window = min(self.selection.window, prompt)
             tokens += [min(budget, prompt - window) + window + new for budget in self.budgets]
         streaming = self.streaming * self.streaming_slots(total, margin) * token

@@ -170,8 +170,8 @@ def prefill(
     span: Span,
     scoring: Scoring,
     window: Window | None = None,
-    with_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of many queries per row, over heads of one kind; linear in the tokens for streaming heads.
 
     Floor: 4 * head_dim operations for each visible pair of a query and a key, over the rate of the matrix units.
@@ -181,11 +181,10 @@ def prefill(
             adjacent. Queries in the padding get zero.
         keys, values: [batch, kv_heads, n, head_dim], at columns first, ..., past + tokens - 1; or by position.
         window: of streaming heads; None: full heads.
-        with_lse: return the log-sum-exp of the scores too, by which the results over several blocks are merged.
+        lse: takes the log-sum-exp of the scores, as `prefill_with_lse` returns it.
 
     Returns:
-        [batch, query_heads, tokens, head_dim], the transpose of a contiguous [batch, tokens, query_heads, head_dim];
-        with_lse: and float32 [batch, query_heads, tokens], -inf where a query saw nothing.
+        [batch, query_heads, tokens, head_dim], the transpose of a contiguous [batch, tokens, query_heads, head_dim].
     """
     batch, query_heads, tokens, head_dim = query.shape
     heads, first = keys.shape[1], span.first
@@ -196,13 +195,12 @@ def prefill(
     assert first is None or first + keys.shape[2] == span.past + tokens
     assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
-    lse = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=query.device) if with_lse else None
     padded = _padded(head_dim)
     row_bytes = padded * query.element_size()
     most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     rows = 16 if tokens * group <= 16 else most
     states = {"q": query, "k": keys, "v": values, "sink_k": sink_keys, "sink_v": sink_values, "out": out}
-    arguments = {f"{name}_ptr": part for name, part in states.items()}
+    arguments: dict[str, torch.Tensor | int] = {f"{name}_ptr": part for name, part in states.items()}
     for name, part in states.items():
         arguments |= _strides(part, f"{name}_batch", f"{name}_head", f"{name}_token")
     with torch.cuda.device_of(query):
@@ -228,8 +226,20 @@ def prefill(
             STREAMING=window is not None,
             SINKS_APART=sinks is not None,
             LIMITED=span.limit is not None,
-            LSE=with_lse,
+            LSE=lse is not None,
             num_warps=8 if rows == most else 4,
             num_stages=2,
         )
-    return (out, lse) if with_lse else out
+    return out
+
+
+def prefill_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prefill` of full heads, and the log-sum-exp of the scores, by which results over several blocks are merged.
+
+    Returns:
+        As `prefill`; and float32 [batch, query_heads, tokens], -inf where a query saw nothing.
+    """
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    return prefill(query, keys, values, span, scoring, lse=lse), lse

@@ -5,6 +5,7 @@ every token, say which tokens the question needs; those alone go through the who
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .kv_layout import setting, text_config
 
@@ -55,7 +56,8 @@ class Reform:
             return None
         try:
             heads = tuple((layer, state, head) for layer, state, head in section["heads"])
-            reform = cls(**{**section, "heads": heads, "query_marker": tuple(section.get("query_marker", ()))})
+            parsed: dict[str, Any] = {"heads": heads, "query_marker": tuple(section.get("query_marker", ()))}
+            reform = cls(**{**section, **parsed})
             sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
             reform.check(*(setting(text_config(config), name) for name in sizes))
         except (KeyError, TypeError, ValueError) as error:

@@ -217,6 +217,7 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
     Args:
         confirmed: int [batch, heads], tokens that are stored and will not be taken back.
     """
+    assert table.quantization is not None  # as there are tiles
     with torch.cuda.device_of(confirmed):
         _flush_kernel[(confirmed.shape[0] * confirmed.shape[1],)](
             **_slots(table),
@@ -355,7 +356,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
 
 def _pack_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel packs tiles: the groups that have scales, the tokens that it takes at once, and powers of two."""
-    if table.tiles is None:
+    if table.quantization is None:
         return dict.fromkeys(PACK_OPTIONS)
     head_dim, quantization = table.keys.shape[2], table.quantization
     key_groups, (_, columns) = quantization.key_groups(head_dim), quantization.value_groups(head_dim)

@@ -96,6 +96,8 @@ class QuantizedGroup(HeadGroup):
     go round a ring as well.
     """
 
+    sink: int
+
     def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int = 0, span: int = EVERY):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
         super().__init__(states, heads, sink, quantization.residual + TILE)
@@ -172,7 +174,8 @@ class QuantizedGroup(HeadGroup):
         place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
         dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.bits))
         parts = zip(dequantized, stored, strict=True)
-        return tuple(torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
+        keys, values = (torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
+        return keys, values
 
     def _tiles_at_once(self, rows: int) -> int:
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))

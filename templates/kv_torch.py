@@ -41,39 +41,55 @@ def attend(
     values: torch.Tensor,
     allowed: torch.Tensor | None,
     scoring: Scoring,
-    with_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Softmax attention with grouped heads, keys and values never repeated.
 
     Args:
         query: [batch, kv_heads * group, tokens, head_dim].
         keys, values: [batch, kv_heads, n, head_dim].
         allowed: bool [1 or batch, 1 or tokens, n], or None where every query sees every key.
-        with_lse: return the log-sum-exp of the scores too, to `merge` with other keys; a query may then see nothing.
 
     Returns:
-        [batch, kv_heads * group, tokens, head_dim], and with `with_lse` float32 [batch, kv_heads * group, tokens].
+        [batch, kv_heads * group, tokens, head_dim].
     """
-    batch, kv_heads, _, head_dim = keys.shape
-    tokens = query.shape[2]
-    group = query.shape[1] // kv_heads
-    # a group's query heads become further queries of their KV head
-    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
-    mask = None if allowed is None else allowed[:, None]
-    if mask is not None and mask.shape[2] > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    if scoring.softcap is None and not with_lse:
-        if mask is not None:
-            mask = mask.expand(-1, -1, group * tokens, -1)
-        output = F.scaled_dot_product_attention(folded, keys, values, mask, scoring.dropout, scale=scoring.scale)
-        return output.view(batch, kv_heads * group, tokens, head_dim)
+    if scoring.softcap is not None:
+        return attend_with_lse(query, keys, values, allowed, scoring)[0]
+    folded, mask = _folded(query, keys, allowed)
+    if mask is not None:
+        mask = mask.expand(-1, -1, folded.shape[2], -1)
+    output = F.scaled_dot_product_attention(folded, keys, values, mask, scoring.dropout, scale=scoring.scale)
+    return output.view(query.shape)
+
+
+def attend_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by explicit scores, and their log-sum-exp, to `merge` with other keys; a query may see nothing.
+
+    Returns:
+        As `attend`; and float32 [batch, kv_heads * group, tokens].
+    """
+    folded, mask = _folded(query, keys, allowed)
     scores = scoring.scores((folded @ keys.mT).float())
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)
     weights = F.dropout((scores - lse.clamp(min=LOWEST)).exp().to(values.dtype), scoring.dropout)
-    output = (weights @ values).view(batch, kv_heads * group, tokens, head_dim)
-    return (output, lse.view(batch, -1, tokens)) if with_lse else output
+    return (weights @ values).view(query.shape), lse.view(query.shape[:3])
+
+
+def _folded(
+    query: torch.Tensor, keys: torch.Tensor, allowed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A group's query heads as further queries of their KV head, and the mask of these."""
+    batch, query_heads, tokens, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    group = query_heads // kv_heads
+    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
+    mask = None if allowed is None else allowed[:, None]
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    return folded, mask
 
 
 def merge(
@@ -81,15 +97,15 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over two sets of keys from that over each: outputs [..., head_dim] and log-sum-exps [...]."""
     lse = torch.logaddexp(one[1], other[1])
-    output = sum(part.float() * (own - lse).exp()[..., None] for part, own in (one, other))
-    return output, lse
+    first, second = (part.float() * (own - lse).exp()[..., None] for part, own in (one, other))
+    return first + second, lse
 
 
 def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
     slots = max(1, min(seen - min(group.skips), group.slots))
-    quantized = isinstance(group, QuantizedGroup)
-    tiles, allowed = quantized and max(group.packed) > 0, None
+    quantized = group if isinstance(group, QuantizedGroup) else None
+    tiles, allowed = quantized is not None and max(group.packed) > 0, None
     if torch.is_tensor(group.skipped) or group.margin or tiles:
         lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
@@ -100,12 +116,12 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -
             allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
         allowed = allowed[:, None]
     stored = group.keys[:, :, :slots], group.values[:, :, :slots]
-    if not tiles:
+    if quantized is None or not tiles:
         return attend(query, *stored, allowed, scoring)
-    result = attend(query, *stored, allowed, scoring, with_lse=True)
-    for keys, values, counts in group.blocks():
+    result = attend_with_lse(query, *stored, allowed, scoring)
+    for keys, values, counts in quantized.blocks():
         own = first_tokens(counts, keys)
-        result = merge(result, attend(query, keys, values, own, scoring, with_lse=True))
+        result = merge(result, attend_with_lse(query, keys, values, own, scoring))
     return result[0].to(query.dtype)
 
 
@@ -176,7 +192,7 @@ def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
     own = first_tokens(counts, keys)
     for queries in query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
         part = slice(None), slice(None), queries
-        yield part, attend(query[part], keys, values, own, scoring, with_lse=True)
+        yield part, attend_with_lse(query[part], keys, values, own, scoring)
 
 
 def near(
@@ -191,7 +207,8 @@ def near(
     states = (torch.cat(parts, 2) for parts in zip(group.window(past, before), (keys, values), strict=True))
     skips = [first - (past - before) for first in firsts]
     alike = len(set(skips)) == 1
-    return *states, skips[0] if alike else on_device(skips, keys.device)
+    keys, values = states
+    return keys, values, skips[0] if alike else on_device(skips, keys.device)
 
 
 def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:
@@ -220,10 +237,12 @@ def blocks(query, keys, values, past: int, allowed, scoring: Scoring, with_lse: 
         queries = torch.arange(past + rows.start, past + rows.stop, device=query.device)[None, :, None]
         columns = torch.arange(min(past + rows.stop, keys.shape[2]), device=query.device)[None, None]
         part = (states[:, :, : past + rows.stop] for states in (keys, values))
-        outputs.append(attend(query[:, :, rows], *part, allowed(queries, columns), scoring, with_lse=with_lse))
-    if with_lse:
-        return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
-    return torch.cat(outputs, 2)
+        if with_lse:
+            outputs.append(attend_with_lse(query[:, :, rows], *part, allowed(queries, columns), scoring))
+        else:
+            outputs.append((attend(query[:, :, rows], *part, allowed(queries, columns), scoring),))
+    joined = tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+    return joined if with_lse else joined[0]
 
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
@@ -257,7 +276,7 @@ def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
         first = max(start - layout.recent + 1, -before)
-        parts = (
+        keys, values = (
             torch.cat(
                 [still, old[:, :, before + first :] if first < 0 else old[:, :, :0], new[:, :, max(first, 0) : stop]], 2
             )
@@ -268,5 +287,5 @@ def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout
         in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
         in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
         allowed = torch.cat([(sink <= position).expand(len(in_window), -1, -1), in_window], 2)
-        outputs.append(attend(query[:, :, start:stop], *parts, allowed, scoring))
+        outputs.append(attend(query[:, :, start:stop], keys, values, allowed, scoring))
     return torch.cat(outputs, 2)

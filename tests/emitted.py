@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 import torch
+from transformers import PreTrainedModel
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.emit.modeling import modeling_code
@@ -13,7 +14,7 @@ from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.families import stock
 
 
-def emitted_class(name: str, reform: bool = False) -> type[torch.nn.Module]:
+def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
     """The emitted class that generates, of a family: its modeling file as a module beside the templates."""
     family = Family.of({"model_type": name})
     module = ModuleType(f"kvsurgery.templates.{family.module}")

@@ -13,7 +13,7 @@ from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_kernels import EVERY
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization, Selection
-from kvsurgery.templates.kv_prefill import Span, Window, prefill
+from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_store import append, flush
 from kvsurgery.templates.kv_tiles import empty_tiles, quantize
 from kvsurgery.templates.kv_torch import Scoring
@@ -399,8 +399,8 @@ def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: 
         Scoring(head_dim**-0.5),
     )
     block, after = span._replace(first=None, limit=limit), span._replace(past=past - limit, first=None)
-    old, old_lse = prefill(states[0], *(part[:, :, :limit] for part in by_position), block, scoring, with_lse=True)
-    out, lse = prefill(states[0], *(part[:, :, limit:] for part in by_position), after, scoring, with_lse=True)
+    old, old_lse = prefill_with_lse(states[0], *(part[:, :, :limit] for part in by_position), block, scoring)
+    out, lse = prefill_with_lse(states[0], *(part[:, :, limit:] for part in by_position), after, scoring)
     whole = torch.logaddexp(old_lse, lse)
     merged = old.float() * (old_lse - whole).exp()[..., None] + out.float() * (lse - whole).exp()[..., None]
     merged = merged.where(whole[..., None] > -torch.inf, 0)

@@ -79,7 +79,8 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     found = measured(report)
     series = list(dict.fromkeys(contender.series for contender, _ in found if contender != STOCK))
     converted = {contender.series for contender, _ in found if contender.kind == "converted"}
-    colours = dict(zip(series, colormaps["tab10"].colors + colormaps["Dark2"].colors, strict=False))
+    palette = [*map(colormaps["tab10"], range(10)), *map(colormaps["Dark2"], range(8))]
+    colours = dict(zip(series, palette, strict=False))
     figure = new_figure(14, 4.5)
     grid = figure.subplots(1, len(PANELS))
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):

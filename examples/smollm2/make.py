@@ -104,6 +104,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.generation_config = read.generation_config
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source, model_max_length=config.max_position_embeddings)
+    assert tokenizer is not None  # its type in transformers allows None
     restore_digits(tokenizer)
     tokenizer.save_pretrained(folder)
 

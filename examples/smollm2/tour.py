@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import torch
 from make import HERE, NO_DOWNLOAD
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 from transformers.utils import logging
 
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
@@ -88,9 +88,10 @@ class Tour:
         self.say(f"\n$ {' '.join(Path(word).name if word == sys.executable else word for word in words)}")
         # commands of kvsurgery draw no bar into a pipe; libraries' bars would
         environment = {**os.environ, "TQDM_DISABLE": "1"}
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(words, env=environment, **pipe) as process:
-            for line in process.stdout:
+        with subprocess.Popen(
+            words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            for line in process.stdout or ():
                 self.say(line.rstrip("\n"))
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, words)
@@ -149,6 +150,7 @@ def check_answer(tour: Tour, folder: Path) -> None:
     )
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert isinstance(inputs, BatchEncoding)
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     tour.say(f"{folder.name} says: {answer}")

@@ -36,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     subject = load()
     profile = measure(subject)
-    show_scores("Rise of the recall cross-entropy, nats", profile.scores)
+    show_scores("Rise of the recall cross-entropy, nats", profile.head_scores)
     comparison = compare(HeadProfile.load(PROFILE), profile)
     print(f"rank correlation (Spearman) with the bundled profile: {comparison.spearman:.3f}\n")
     show_recall(subject, profile)

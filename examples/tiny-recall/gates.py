@@ -58,7 +58,7 @@ def main() -> None:
     profile.save(arguments.out)
     if arguments.curve:
         plot_training(history, arguments.curve)
-    show_scores("Gates", profile.scores)
+    show_scores("Gates", profile.head_scores)
     show_recall(subject, profile)
     show_random_recall(subject, profile)
 

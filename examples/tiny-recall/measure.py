@@ -30,14 +30,14 @@ def load() -> MeasuredModel:
 
 def best(profile: HeadProfile, count: int) -> np.ndarray:
     """bool [layers, kv_heads]: as many heads, by a profile."""
-    return full_heads(profile, 1 - count / profile.scores.size)
+    return full_heads(profile, 1 - count / profile.head_scores.size)
 
 
 def random_choice(profile: HeadProfile, count: int, seed: int) -> np.ndarray:
     """The same by chance."""
-    chosen = np.zeros(profile.scores.size, dtype=bool)
+    chosen = np.zeros(profile.head_scores.size, dtype=bool)
     chosen[np.random.default_rng(seed).choice(chosen.size, count, replace=False)] = True
-    return chosen.reshape(profile.scores.shape)
+    return chosen.reshape(profile.head_scores.shape)
 
 
 def kept_recall(subject: MeasuredModel, full: np.ndarray, questions: Prompts) -> float:
@@ -55,7 +55,7 @@ def show_scores(title: str, scores: np.ndarray) -> None:
 def show_recall(subject: MeasuredModel, profile: HeadProfile) -> None:
     """A table of the recall with the profile's best heads full: 200 queries."""
     questions = prompts(QUESTIONS_SEED, 200, LENGTH)
-    rows = [("all", f"{exact_match(subject.model, questions):.3f}")]
+    rows: list[tuple[str | int, str]] = [("all", f"{exact_match(subject.model, questions):.3f}")]
     rows += [(count, f"{kept_recall(subject, best(profile, count), questions):.3f}") for count in (*FULL[::-1], 0)]
     title = f"Recall over {LENGTH:,} tokens by full heads, as the {profile.method} profile has them"
     console.stdout.print(console.table(title, ["full heads", "exact match"], rows))

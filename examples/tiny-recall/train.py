@@ -16,6 +16,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from task import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvsurgery.measure.ablation import restricted
 
@@ -54,7 +56,7 @@ STREAMING[1, [0, 2]] = True
 SINK, RECENT = 4, 32
 STREAMING_LENGTH = 512
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": len(vocabulary()),
@@ -99,10 +101,11 @@ def initialise(model: LlamaForCausalLM) -> None:
     model.model.embed_tokens.weight.data += math.sqrt(config.hidden_size) * constant
     seen = math.sqrt(config.hidden_size / 2)  # of the constant, after RMSNorm
 
-    attention, dim = model.model.layers[0].self_attn, config.head_dim
-    group = config.num_attention_heads // config.num_key_value_heads
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention, LlamaAttention)
+    dim, group = CONFIG["head_dim"], CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
     fast = torch.arange(3)  # the fastest rotations tell neighbouring tokens apart
-    angle = config.rope_parameters["rope_theta"] ** (-2 * fast / dim)
+    angle = CONFIG["rope_theta"] ** (-2 * fast / dim)
     amplitude = math.sqrt(PRIOR * math.sqrt(dim) / len(fast)) / seen
     for head, offset in enumerate((1, 2, 4)):
         query, key = torch.zeros(dim), torch.zeros(dim)

@@ -112,7 +112,8 @@ def load_models(
         weights *= 2
     device = torch.device(processes.device)
     # processes share the memory of a machine, and have a GPU each
-    scale = 1 if dtype == "auto" else getattr(torch, dtype).itemsize / getattr(torch, stored_dtype(folder)).itemsize
+    stored = None if dtype == "auto" else stored_dtype(folder)
+    scale = getattr(torch, dtype).itemsize / getattr(torch, stored).itemsize if stored else 1
     needed, free = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
     if needed > free:
         once = source and not several
@@ -134,7 +135,11 @@ def _stock(config: dict[str, Any]) -> dict[str, Any]:
 
 def sharing(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
     """The stock model of a config over the parameters and buffers of a converted one."""
-    stock = next(base for base in type(converted).__mro__ if base.__module__.startswith("transformers."))
+    stock = next(
+        base
+        for base in type(converted).__mro__
+        if issubclass(base, PreTrainedModel) and base.__module__.startswith("transformers.")
+    )
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     with torch.device("meta"):
         model = stock._from_config(config, dtype=converted.dtype, attn_implementation=attention)

@@ -204,19 +204,20 @@ class Turns:
         options = {"max_new_tokens": new, "return_dict_in_generate": True, "attention_mask": torch.ones_like(self.ids)}
         if self.contender.name != CONVERTED:  # which makes its own
             options["past_key_values"] = self.contender.make(self.tokens, new)
-        return self.contender.model.generate(self.ids, **options).past_key_values
+        model = self.contender.model
+        return model.generate(self.ids, **options).past_key_values  # ty: ignore[not-callable]  # it is GenerationMixin's
 
     def row(self, bandwidth: float) -> Row:
         """What was found."""
-        about = {"contender": self.contender.name, "tokens": self.tokens, "batch": self.batch}
-        if self.skipped:
-            return Row(**about, skipped=self.skipped)
+        row = Row(self.contender.name, self.tokens, self.batch, skipped=self.skipped)
+        if row.skipped:
+            return row
         phases = {
             name: Phase(*quartiles(seconds), count=len(seconds), peak_bytes=self.peaks[name])
             for name, seconds in self.seconds.items()
         }
-        return Row(
-            **about,
+        return replace(
+            row,
             **phases,
             kv_bytes=self.held[-1],
             predicted=self.contender.predicted(self.batch, self.tokens, self.work.new),

@@ -29,13 +29,13 @@ class LiveBytes(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if FakeTensor in types:  # shapes without memory, by which distributed tensors are planned
-            return function(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of several others: its own operations on those come here
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        result = function(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -89,7 +89,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return min(_machine_bytes(), _container_bytes())
+    return int(min(_machine_bytes(), _container_bytes()))
 
 
 def _machine_bytes() -> int:

@@ -161,7 +161,7 @@ class Family:
             return (None,) * layers
         enabled = "enabled_by" not in self.window or self._value(config, self.window["enabled_by"])
         size = self._value(config, "sliding_window") if enabled else None
-        sliding = self._sliding_layers(config, layers, size)
+        sliding = self._sliding_layers(config, self.window, layers, size)
         if not any(sliding):
             return (None,) * layers
         if type(size) is not int or size < 1:
@@ -214,8 +214,10 @@ class Family:
             text=self.text,
         )
 
-    def _sliding_layers(self, config: Mapping[str, Any], layers: int, size: Any) -> list[bool]:
-        types = config.get("layer_types") if self.window.get("layer_types") else None
+    def _sliding_layers(
+        self, config: Mapping[str, Any], window: Mapping[str, Any], layers: int, size: Any
+    ) -> list[bool]:
+        types = config.get("layer_types") if window.get("layer_types") else None
         if types is not None:
             known = ("full_attention", "sliding_attention")
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
@@ -223,12 +225,12 @@ class Family:
             return [item == "sliding_attention" for item in types]
         if size is None:
             return [False] * layers
-        first = self._value(config, self.window["from_layer"]) if "from_layer" in self.window else 0
-        every = self.window.get("full_every")
+        first = self._value(config, window["from_layer"]) if "from_layer" in window else 0
+        every = window.get("full_every")
         if isinstance(every, str):
             every = self._number(config, every)
         if type(first) is not int:
-            raise UnsupportedModel(f"config.json: {self.window['from_layer']} is {first!r}, not a number of layers")
+            raise UnsupportedModel(f"config.json: {window['from_layer']} is {first!r}, not a number of layers")
         return [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
 
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
@@ -265,7 +267,7 @@ def _load(name: str) -> Family:
     return Family(
         name=name,
         classes=patch["classes"],
-        modeling=Modeling(**{"module": name, **patch["modeling"]}),
+        modeling=Modeling(**({"module": name} | patch["modeling"])),
         defaults=patch.get("defaults", {}),
         refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
         window=patch.get("windows"),

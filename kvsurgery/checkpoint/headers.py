@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ class Shard:
         """Let go of whatever bytes are waited for; the run has failed."""
 
     @contextmanager
-    def open(self, start: int, end: int) -> Iterator[Read]:
+    def open(self, start: int, end: int) -> Generator[Read]:
         """Open the bytes from `start` to `end`, which are best read in order.
 
         Raises:

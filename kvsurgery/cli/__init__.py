@@ -33,10 +33,10 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
             return None
-        module = COMMANDS[name][0]
+        module = COMMANDS[cmd_name][0]
         return getattr(importlib.import_module(f"kvsurgery.cli.{module}"), module)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

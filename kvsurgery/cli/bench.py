@@ -17,6 +17,8 @@ from kvsurgery.cli.running import CHUNK, chosen_dtype, device_option, dtype_opti
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
 
+    Columns = dict[str, Callable[[Row], str]]  # by its title, what a column shows
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -119,7 +121,7 @@ def _show(found: Bench) -> None:
     """Time and memory as tables, what was left out, and how to measure more."""
     from kvsurgery import console
 
-    times = {
+    times: Columns = {
         "prefill": lambda row: _milliseconds(row.prefill),
         "in chunks": lambda row: _milliseconds(row.chunked),
         "first token": lambda row: _milliseconds(row.first_token),
@@ -130,8 +132,8 @@ def _show(found: Bench) -> None:
     }
     bandwidth, weights = console.size(found.bandwidth), console.size(found.weights)
     _print(found, f"Milliseconds on {found.versions['device']}, which reads {bandwidth} a second", times)
-    memory = {
-        "KV bytes": lambda row: console.size(row.kv_bytes),
+    memory: Columns = {
+        "KV bytes": lambda row: console.size(row.kv_bytes) if row.kv_bytes else "-",
         "predicted": lambda row: console.size(row.predicted) if row.predicted else "-",
         "prefill": lambda row: _peak(row.prefill),
         "in chunks": lambda row: _peak(row.chunked),
@@ -145,7 +147,7 @@ def _show(found: Bench) -> None:
         console.stderr.print(line, markup=False)
 
 
-def _print(found: Bench, title: str, columns: dict[str, Callable[[Row], str]]) -> None:
+def _print(found: Bench, title: str, columns: Columns) -> None:
     """A table of the rows that were measured."""
     from kvsurgery import console
 

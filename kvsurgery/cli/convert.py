@@ -94,16 +94,16 @@ def convert(
     from kvsurgery.files import check_folder
 
     recipe = recipe_of(options)
-    if out is None and not dry_run:
-        raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     if out is not None:
         check_folder(out)
+    elif not dry_run:
+        raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     request = request_of(source, revision, recipe)
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
     if options["method"] == "reform" and request.profile is not request.reform:
         raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
-    if dry_run:
+    if dry_run or out is None:
         prepared = request.prepare(weights=False)
         warn(prepared)
         facts = plan.plan_facts(prepared, request.profile)
@@ -129,7 +129,7 @@ def convert(
     else:
         plan.print_policy(facts)
         plan.print_kv_bytes(facts["kv_bytes"])
-        plan.print_ranks(facts["ranks"], facts["replicated"] and facts["family"])
+        plan.print_ranks(facts["ranks"], facts["family"] if facts["replicated"] else None)
         plan.print_result(result)
     _save(prepared, save_recipe)
     if result["left_out"]:

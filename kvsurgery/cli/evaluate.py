@@ -60,6 +60,7 @@ def evaluate(
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.evaluate.checkpoint import is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
+    from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
@@ -92,7 +93,8 @@ def evaluate(
         )
     if not is_first():
         return
-    if (ruler := tasks.get("ruler")) is not None and ruler.tasks is None:
+    ruler = tasks.get("ruler")
+    if isinstance(ruler, RulerTask) and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
             console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}", markup=False)
     page = write_report(out)

@@ -96,9 +96,10 @@ def fit(
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     prepared = request.prepare(weights=False)
     warn(prepared)
-    name, recipe = prepared.checkpoint.name, prepared.policy.recipe
+    name, recipe, found = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
+    assert found is not None  # as the recipe has a demand
     if picture is not None:
-        _plot(prepared.fit, name, picture)
+        _plot(found, name, picture)
         console.stderr.print(f"wrote {picture}", markup=False)
     if save_recipe is not None:
         recipe.save(save_recipe)
@@ -109,11 +110,11 @@ def fit(
     command = shlex.join(["kvsurgery", "convert", *words])
     facts = plan.plan_facts(prepared, request.profile)
     if as_json:
-        pareto = [_facts(candidate, prepared.fit) for candidate in prepared.fit.pareto]
+        pareto = [_facts(candidate, found) for candidate in found.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
         return
     plan.print_policy(facts)
-    _print_table(prepared.fit)
+    _print_table(found)
     console.stdout.print(command, markup=False)
 
 

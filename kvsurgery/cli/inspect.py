@@ -91,13 +91,13 @@ def _brief(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _show_surgery(surgery: Surgery, family: str) -> None:
+def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes, print_ranks
 
     print_kv_bytes(surgery.kv_bytes)
-    print_ranks(surgery.ranks, surgery.replicated and family)
-    if surgery.revertible:
+    print_ranks(surgery.ranks, family if surgery.replicated else None)
+    if surgery.revertible and surgery.options is not None:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
         how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
         lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {how}"]

@@ -91,7 +91,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
     print_kv_bytes(facts["kv_bytes"])
-    print_ranks(facts["ranks"], facts["replicated"] and facts["family"])
+    print_ranks(facts["ranks"], facts["family"] if facts["replicated"] else None)
     tensors = facts["tensors"]
     console.stdout.print(
         f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
@@ -170,10 +170,10 @@ def print_result(result: Mapping[str, Any]) -> None:
     console.stdout.print(line, markup=False)
 
 
-def print_ranks(ranks: Iterable[Mapping[str, Any]], replicated: str | bool) -> None:
+def print_ranks(ranks: Iterable[Mapping[str, Any]], replicated: str | None) -> None:
     """A table of what each process of tensor parallelism holds; nothing where heads are laid out for one.
 
-    `replicated` is the family of which every process has all heads, or False.
+    `replicated` is the family of which every process has all heads, or None.
     """
     rows = [(rank["processes"], *(console.size(of(rank["kv_bytes"])) for of in (min, max))) for rank in ranks]
     if not rows:

@@ -52,7 +52,7 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
     if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
         return dtype
     folder = _config_folder(source, revision)
-    stored = folder and stored_dtype(folder)
+    stored = stored_dtype(folder) if folder else None
     if not slow_on_cpu(stored):
         return dtype
     if is_first():

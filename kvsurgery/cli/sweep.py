@@ -168,7 +168,7 @@ def _show(found: Sweep) -> None:
     rows = [whole]
     for point in found.points:
         row = [point.options[name] for name in telling]
-        if point.skipped:
+        if point.kv_bytes is None:  # it is skipped
             rows.append([*row, *["-"] * (len(columns) - len(row))])
             continue
         row += [console.size(point.kv_bytes), f"{point.kv_bytes / found.dense_bytes:.1%}"]

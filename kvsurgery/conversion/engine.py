@@ -153,15 +153,15 @@ def _windows(
         origin, destination = (scattered, straight) if inverse else (straight, scattered)
         window, spare = buffers[0][:length], buffers[1][:length]
         for place, offset, count in origin:
-            read(memoryview(window[offset : offset + count]), tensor.start + place)
+            read(window[offset : offset + count].data, tensor.start + place)
         if columns is not None and inverse:
             window = _shuffle(window, spare, columns.block, np.argsort(columns.order))
-        hasher.update(window)
+        hasher.update(window.data)
         if target is not None:
             if columns is not None and not inverse:
                 window = _shuffle(window, spare, columns.block, np.asarray(columns.order))
             for place, offset, count in destination:
-                _write(target, memoryview(window[offset : offset + count]), tensor.start + place)
+                _write(target, window[offset : offset + count].data, tensor.start + place)
         yield length
 
 

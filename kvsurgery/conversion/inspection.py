@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -209,19 +209,20 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
     heads = tuple(layer.kinds for layer in layout.layers)
-    facts = {
-        "full_heads": tuple(None if layer.native else layer.full for layer in layout.layers),
-        "streaming": layout.counts[STREAMING],
-        "budgeted": layout.counts[BUDGETED],
-        "quantization": layout.quantization and asdict(layout.quantization),
-        "reform": reform and asdict(reform),
-        "kv_bytes": tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
-        "ranks": tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
-        "replicated": replicated,
-        "vllm": _serving(name, config),
-    }
+    surgery = Surgery(
+        full_heads=tuple(None if layer.native else layer.full for layer in layout.layers),
+        heads=heads,
+        streaming=layout.counts[STREAMING],
+        budgeted=layout.counts[BUDGETED],
+        quantization=asdict(layout.quantization) if layout.quantization else None,
+        reform=asdict(reform) if reform else None,
+        kv_bytes=tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
+        ranks=tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
+        replicated=replicated,
+        vllm=_serving(name, config),
+    )
     if not (folder / PROVENANCE).exists():
-        return Surgery(**facts, heads=heads)
+        return surgery
     origin = Provenance.read(folder)
     try:
         heads = tuple(
@@ -230,8 +231,8 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         )
     except ValueError as error:
         raise CheckpointError(f"{folder}: {PROVENANCE} and config.json are not of the same layers and heads") from error
-    return Surgery(
-        **facts,
+    return replace(
+        surgery,
         heads=heads,
         base_model=origin.source,
         base_revision=origin.revision,

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -148,7 +148,7 @@ class Output:
             ) from error
 
     @contextmanager
-    def _file(self, name: str, keep: bool = False) -> Iterator[BinaryIO]:
+    def _file(self, name: str, keep: bool = False) -> Generator[BinaryIO]:
         """A file that gets its name once it is on disk; its mode is left to the umask.
 
         On an error it is removed, or with `keep` stays, and the next run opens it as it is.

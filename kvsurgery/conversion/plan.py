@@ -118,11 +118,11 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
-        if role.axis is None:
+        if role.layer is None or role.axis is None:
             moves[tensor.name] = unmoved(tensor)
         else:
             _check_shape(tensor, role, model, hidden)
-            moves[tensor.name] = _permute(tensor, role, model, tuple(orders[role.layer]))
+            moves[tensor.name] = _permute(tensor, role.axis, role.shape[role.axis], model, tuple(orders[role.layer]))
     for layer in range(model.layers):
         for part in family.permute:
             if (layer, part) not in parts:
@@ -147,14 +147,13 @@ def _heads(letter: str, model: ModelDimensions) -> int:
     return model.query_heads if letter == "q" else model.kv_heads
 
 
-def _permute(tensor: Tensor, role: Role, model: ModelDimensions, order: tuple[int, ...]) -> Move:
+def _permute(tensor: Tensor, axis: int, letters: str, model: ModelDimensions, order: tuple[int, ...]) -> Move:
     if order == tuple(range(model.kv_heads)):
         return unmoved(tensor)
-    symbol = role.shape[role.axis]
     # bytes of one head: head_dim rows, or head_dim elements of every row
-    head = tensor.size // math.prod(tensor.shape[: role.axis + 1]) * model.head_dim
-    blocks = [head * _heads(letter, model) // model.kv_heads for letter in symbol]
-    if role.axis == 1:
+    head = tensor.size // math.prod(tensor.shape[: axis + 1]) * model.head_dim
+    blocks = [head * _heads(letter, model) // model.kv_heads for letter in letters]
+    if axis == 1:
         return Move((Run(0, 0, tensor.size),), Columns(blocks[0], order))
     runs: list[Run] = []
     base = 0

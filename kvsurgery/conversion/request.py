@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +93,7 @@ class Request:
         return folder, {"name": self.place, "revision": commit}
 
     @contextmanager
-    def streamed(self) -> Iterator[tuple[PreparedConversion, Streamed]]:
+    def streamed(self) -> Generator[tuple[PreparedConversion, Streamed]]:
         """Plan the conversion of a Hub id whose weights are fetched while they are converted, inside the block."""
         from kvsurgery import hub
 
@@ -104,7 +104,7 @@ class Request:
             yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
 
     @contextmanager
-    def _hub_id(self) -> Iterator[None]:
+    def _hub_id(self) -> Generator[None]:
         """Refuse what cannot be a Hub id, and say what else a name that the Hub does not know may be."""
         place = self.place
         if not is_repo_id(place):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import decoding
 from kvsurgery.evaluate.sample import Sample
+from kvsurgery.text.haystack import text_of
 from kvsurgery.text.metrics import METRICS
 
 TOKEN_ACCURACY = "token_accuracy"
@@ -90,10 +91,10 @@ class Respondent:
         said = decoding.answers(self.model, self.tokenizer, rows, limit, stops=first.stops, chunk=self.chunk)
         return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
 
-    def _answered(self, sample: Sample, tokens: Sequence[int]) -> dict[str, Any]:
+    def _answered(self, sample: Sample, tokens: list[int]) -> dict[str, Any]:
         """An answer, cut at the sample's own limit and before what stops it, and its scores."""
         tokens = tokens[: sample.limit]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True).lstrip("\n")
+        text = text_of(self.tokenizer, tokens, skip_special_tokens=True).lstrip("\n")
         ends = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
         text = text[: min(ends, default=len(text))].rstrip()
         scores = {metric: score(metric, sample, text, tokens) for metric in sample.metrics}
@@ -103,6 +104,7 @@ class Respondent:
 def score(metric: str, sample: Sample, text: str, tokens: Sequence[int]) -> float:
     """How right an answer is, 0 to 1."""
     if metric == TOKEN_ACCURACY:
+        assert sample.answer_tokens is not None  # samples of this metric have them
         right = sample.answer_tokens.tolist()
         return sum(said == token for said, token in zip(tokens, right, strict=False)) / len(right)
     return float(METRICS[metric](text, sample.answers, sample.choices))

@@ -117,7 +117,9 @@ def fingerprint(folder: str | Path) -> str:
 
 def _tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer is not None  # its type in transformers allows None
+        return tokenizer
     except Exception as error:  # what transformers raises where there is none differs by family and version
         raise UnsupportedModel(
             f"{folder} has no tokenizer that can be loaded; put the original's tokenizer files into it"

@@ -83,10 +83,9 @@ def answers(
         chunk: tokens of a prompt that are read at once. Default: all.
     """
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-    gathered = recompute_budget(model) is not None and longest > recompute_budget(model)
-    if gathered:
+    budget, begun = recompute_budget(model), {}
+    if budget is not None and longest > budget:
         ids, mask = left_padded(prompts, model)
-        begun = {}
     else:
         reading = Reading(model, prompts, longest, longest + limit)
         ids, mask = reading.ids, reading.mask
@@ -98,7 +97,9 @@ def answers(
         begun = {"past_key_values": reading.cache}
     stopping = StopsAtText(tokenizer, stops)
     criteria = StoppingCriteriaList([stopping] if stops else [])
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=limit, stopping_criteria=criteria, **begun)
+    output = model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
+        ids, attention_mask=mask, max_new_tokens=limit, stopping_criteria=criteria, **begun
+    )
     ends = set(model.generation_config.eos_token_id or ())
     # what follows in a row that has ended is padding
     said = (row[: stopping.lengths.get(number)] for number, row in enumerate(output[:, longest:].tolist()))

@@ -70,14 +70,12 @@ class TaskResult:
             TypeError, KeyError, AttributeError: it is something else.
         """
         difference = fields["difference"]
-        return cls(
-            **{
-                **fields,
-                "scores": {name: Interval(**interval) for name, interval in fields["scores"].items()},
-                "difference": difference and Interval(**difference),
-                "cells": tuple(Cell(**cell) for cell in fields["cells"]),
-            }
-        )
+        parsed: dict[str, Any] = {
+            "scores": {name: Interval(**interval) for name, interval in fields["scores"].items()},
+            "difference": difference and Interval(**difference),
+            "cells": tuple(Cell(**cell) for cell in fields["cells"]),
+        }
+        return cls(**{**fields, **parsed})
 
 
 @dataclass(frozen=True)

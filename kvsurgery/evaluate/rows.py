@@ -16,7 +16,7 @@ from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 ENDINGS = (".jsonl", ".json")
 LONGEST_LINE = 1 << 26  # characters
 LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
-KINDS = {str: "text", int: "a whole number", list: "a list of texts"}
+KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
 Fields = Mapping[str, type]  # str, int or list (of texts) by name
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import Field, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -84,6 +84,8 @@ class Sample:
 
 class Task(Protocol):
     """What is asked: a frozen dataclass whose fields are its settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def check(self) -> None:
         """Check settings and inputs as far as that needs neither a tokenizer nor a model.

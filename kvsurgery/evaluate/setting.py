@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsurgery.evaluate.sample import Task
 
 # words that several tasks' settings share
 SAMPLES = "prompts of each length, and of each of RULER's tasks"
@@ -34,6 +37,6 @@ def setting(value: Any, option: str, text: str, *, default: str | None = None, t
     return field(default=value, metadata={_KEY: Setting(option, text, default, tokens)})
 
 
-def settings_of(task: type) -> dict[str, Setting]:
+def settings_of(task: type[Task]) -> dict[str, Setting]:
     """The settings of a task's class by the names of their fields."""
     return {entry.name: entry.metadata[_KEY] for entry in fields(task) if _KEY in entry.metadata}

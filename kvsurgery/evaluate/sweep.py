@@ -34,11 +34,10 @@ SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitt
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination of the axes' values: the conversion that it decides, or why there is none."""
+    """One combination of the axes' values, and the conversion that it decides."""
 
     options: Mapping[str, Any]
-    prepared: PreparedConversion | None = None
-    skipped: str | None = None
+    prepared: PreparedConversion
 
     @property
     def answers(self) -> str:
@@ -49,6 +48,14 @@ class Setting:
     def layout(self) -> KVLayout:
         """Which KV head keeps what."""
         return KVLayout.from_config(json.loads(self.prepared.files["config.json"]))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One combination of the axes' values that decides no conversion, and why."""
+
+    options: Mapping[str, Any]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Grid:
     name: str | None = None
     revision: str | None = None
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Setting | Refused]:
         """Every combination, the first axis outermost. Only headers are read.
 
         Raises:
@@ -79,8 +86,9 @@ class Grid:
         """
         values = [dict.fromkeys(values) for values in self.axes.values()]
         settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in product(*values)]
-        if not any(setting.prepared for setting in settings):
-            raise PolicyError(f"no setting gives a policy: {settings[0].skipped}")
+        refused = [setting for setting in settings if isinstance(setting, Refused)]
+        if len(refused) == len(settings):
+            raise PolicyError(f"no setting gives a policy: {refused[0].reason}")
         return settings
 
     def to_json(self) -> dict[str, Any]:
@@ -88,15 +96,17 @@ class Grid:
         shared = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
         return {name: value for name, value in shared.items() if value not in (None, ())}
 
-    def _setting(self, options: Mapping[str, Any]) -> Setting:
+    def _setting(self, options: Mapping[str, Any]) -> Setting | Refused:
         """Plan one; what the policy refuses is kept as the reason."""
         values = {name: None if (name, value) == ("kv_bits", PLAIN) else value for name, value in options.items()}
         try:
             recipe = self.recipe.changed(**values)
-            known = {"name": self.name, "revision": self.revision}
-            return Setting(options, PreparedConversion.prepare(self.source, self.profile, recipe, **known))
+            prepared = PreparedConversion.prepare(
+                self.source, self.profile, recipe, name=self.name, revision=self.revision
+            )
         except PolicyError as error:
-            return Setting(options, skipped=str(error))
+            return Refused(options, str(error))
+        return Setting(options, prepared)
 
 
 def sweep(
@@ -135,7 +145,7 @@ def sweep(
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
     distinct: dict[str, Setting] = {}
     for setting in settings:
-        if setting.prepared:
+        if isinstance(setting, Setting):
             distinct.setdefault(setting.answers, setting)
     with started_processes(device) as processes:
         try:
@@ -202,9 +212,9 @@ def _answer(evaluation: Evaluation, setting: Setting, progress: Progress) -> Non
         shutil.rmtree(out.parent, ignore_errors=True)
 
 
-def _point(setting: Setting, evaluation: Evaluation, size: Mapping[str, int]) -> Point:
-    if setting.prepared is None:
-        return Point(setting.options, skipped=setting.skipped)
+def _point(setting: Setting | Refused, evaluation: Evaluation, size: Mapping[str, int]) -> Point:
+    if isinstance(setting, Refused):
+        return Point(setting.options, skipped=setting.reason)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})
     return Point(setting.options, setting.prepared.policy.hash, setting.layout.kv_bytes(1, **size), tasks=results.tasks)
 
@@ -213,15 +223,14 @@ def _longest(evaluation: Evaluation) -> Sample:
     """The longest sample, of those that the model has positions for."""
     lengths = {sample: len(sample.tokens) + sample.limit for sample in evaluation.samples}
     fitting = [sample for sample, length in lengths.items() if length <= evaluation.reader.max_context]
-    return max(fitting or lengths, key=lengths.get)
+    return max(fitting or lengths, key=lengths.__getitem__)
 
 
 def itemsize(prepared: PreparedConversion, dtype: str = "auto") -> int:
     """Bytes of an element of the cache, where weights are loaded in a dtype; "auto" is the checkpoint's."""
-    checkpoint = prepared.checkpoint
-    if dtype == "auto":
-        dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    stated = getattr(torch, str(dtype), None)
+    config = prepared.checkpoint.config
+    name = config.get("dtype") or config.get("torch_dtype") if dtype == "auto" else dtype
+    stated = getattr(torch, str(name), None)
     if isinstance(stated, torch.dtype):
         return stated.itemsize
-    return Footprint.of(checkpoint, Family.of(checkpoint.config)).itemsize
+    return Footprint.of(prepared.checkpoint, Family.of(config)).itemsize

@@ -137,12 +137,12 @@ def _row(model: str, sweep: Sweep, point: Point, kv_bytes: int | None, result: T
         "task": result and result.task,
         "metric": result and result.metric,
         "samples": result and result.count,
-        **_parts("score", result and result.scores.get(model)),
-        **_parts("difference", result and result.difference),
+        **_parts("score", result.scores.get(model) if result else None),
+        **_parts("difference", result.difference if result else None),
         "skipped": point.skipped,
     }
 
 
 def _parts(name: str, interval: Interval | None) -> dict[str, float | None]:
     ends = {"": "mean", "_low": "low", "_high": "high"}
-    return {name + end: interval and getattr(interval, part) for end, part in ends.items()}
+    return {name + end: getattr(interval, part) if interval else None for end, part in ends.items()}

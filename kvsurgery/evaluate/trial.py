@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard
 
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
@@ -88,5 +89,5 @@ class Trial:
         return sum(dealt.gather([sum(score > RIGHT for score in scores)]))
 
 
-def _open(task: Task) -> bool:
+def _open(task: Task) -> TypeGuard[NeedleTask]:
     return isinstance(task, NeedleTask) and task.needles == AUTO and task.choice is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
 
 
 @contextmanager
-def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
+def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckpoint]:
     """Fetch all of a checkpoint but its weights; the folder is gone afterwards.
 
     Errors raised inside the block name the repository in place of the temporary folder.
@@ -87,7 +87,7 @@ def headers(repo_id: str, revision: str | None = None) -> Iterator[RemoteCheckpo
     with tempfile.TemporaryDirectory(prefix="kvsurgery-") as temporary:
         folder = Path(temporary)
         with explained(repo_id, revision):
-            files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings)
+            files = tuple(file.rfilename for file in HfApi().model_info(repo_id, revision=commit).siblings or ())
             shards = _fetch_headers(repo_id, commit, files, folder)
         try:
             yield RemoteCheckpoint(folder, commit, files, shards)
@@ -148,6 +148,7 @@ def _fetch_header(shard: RemoteFile, path: Path) -> None:
     """Write a shard's header by ranged requests, and a hole as large as its tensors."""
     content = b"".join(shard.chunks(0, 8))
     length = int.from_bytes(content, "little")
+    assert shard.size is not None  # which the first request tells
     # an impossible length is left to whoever reads the file
     if 0 < length <= min(MAX_HEADER_BYTES, shard.size - 8):
         content += b"".join(shard.chunks(8, 8 + length))

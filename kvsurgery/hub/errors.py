@@ -6,7 +6,7 @@ Between 0.34 and 2.x huggingface_hub has used requests, httpx and httpx2, and le
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from huggingface_hub import constants
@@ -25,7 +25,7 @@ from kvsurgery.errors import HubError, KVSurgeryError
 
 
 @contextmanager
-def explained(repo_id: str, revision: str | None = None) -> Iterator[None]:
+def explained(repo_id: str, revision: str | None = None) -> Generator[None]:
     """Turn whatever the Hub's library raises into one line with the fix."""
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,7 +44,7 @@ class RemoteFile:
         self.stopped = threading.Event()
         self._lock = threading.Lock()
 
-    def chunks(self, start: int, end: int) -> Iterator[bytes]:
+    def chunks(self, start: int, end: int) -> Generator[bytes]:
         """The bytes from `start` to `end`, or to the end of the file, piece by piece.
 
         Raises:
@@ -52,7 +52,7 @@ class RemoteFile:
             Exception: whatever the Hub's library raises, once retrying does not help.
         """
         failures = 0
-        while start < (end if self.size is None else min(end, self.size)):
+        while start < self._last(end):
             try:
                 with self._answer(start, end) as body:
                     for chunk in body:
@@ -62,8 +62,8 @@ class RemoteFile:
                         chunk = chunk[: end - start]
                         start, failures = start + len(chunk), 0
                         yield chunk
-                if start < min(end, self.size):
-                    raise _Broken(f"{self.name} ended {min(end, self.size) - start} bytes early")
+                if start < self._last(end):
+                    raise _Broken(f"{self.name} ended {self._last(end) - start} bytes early")
             except _Empty:
                 self.size = 0
             except Exception as error:
@@ -71,19 +71,23 @@ class RemoteFile:
                 if failures > RETRIES or not _passes(error) or self.stopped.wait(wait(error, failures)):
                     raise
 
+    def _last(self, end: int) -> int:
+        """The end of the file, if that is known and comes before `end`."""
+        return end if self.size is None else min(end, self.size)
+
     @contextmanager
-    def _answer(self, start: int, end: int) -> Iterator[Iterator[bytes]]:
+    def _answer(self, start: int, end: int) -> Generator[Iterator[bytes]]:
         """The body of one request, its headers checked."""
         url = hf_hub_url(self.repo_id, self.name, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         options = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
         self._count(requests=1)
-        session = get_session()
+        session: Any = get_session()  # of httpx, or of requests before huggingface_hub 1
         if callable(session.stream):
             with session.stream("GET", url, follow_redirects=True, **options) as response:
                 self._check(response, start, end)
                 yield response.iter_raw()
-        else:  # requests, before huggingface_hub 1
+        else:
             with session.get(url, stream=True, **options) as response:
                 self._check(response, start, end)
                 # read, which urllib3 1 has alone, loses a piece that is not filled when the connection breaks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ class RemoteShard(Shard):
         self.file.stopped.set()
 
     @contextmanager
-    def open(self, start: int, end: int) -> Iterator[Read]:
+    def open(self, start: int, end: int) -> Generator[Read]:
         """Ask for the bytes from `start` to `end`, which have to be read in order.
 
         Raises:
@@ -104,7 +104,7 @@ class Streamed:
 @contextmanager
 def stream_checkpoint(
     repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None
-) -> Iterator[Streamed]:
+) -> Generator[Streamed]:
     """Fetch all of a checkpoint but its weights, which are left to whoever reads them; the folder is gone afterwards.
 
     Every answer has to be of the commit, and of the size and the checksum that the first one of its file named. The

@@ -65,7 +65,7 @@ def push(
             raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or push it publicly")
         files = {name: folder / name for name in pushed_files(folder)} | dict(beside or {})
         additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-        there = {sibling.rfilename for sibling in info.siblings}
+        there = {sibling.rfilename for sibling in info.siblings or ()}
         stale = {name for name in there if matches(name, WEIGHTS)} - files.keys()
         deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale)]
         # create_commit makes one commit; upload_folder of huggingface_hub 2 makes several

@@ -6,7 +6,7 @@ accuracy does, where heads that stand in for each other hide behind an argmax th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -63,7 +63,7 @@ def target_loss(model: PreTrainedModel, batches: Sequence[tuple[torch.Tensor, to
 
 
 @contextmanager
-def restricted(model: PreTrainedModel, heads: torch.Tensor, *, sink: int, recent: int) -> Iterator[None]:
+def restricted(model: PreTrainedModel, heads: torch.Tensor, *, sink: int, recent: int) -> Generator[None]:
     """Inside, the given KV heads see only sink and recent tokens, by a dense mask over the whole past.
 
     Slow and exact, for measurement and training: nothing is left out of the cache. Inputs have no padding. One model at

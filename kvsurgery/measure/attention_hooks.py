@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @contextmanager
-def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -> Iterator[None]:
+def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -> Generator[None]:
     """Inside, every attention layer calls `attend` in place of its attention function. One model at a time.
 
     Args:

@@ -7,7 +7,7 @@ pulls every gate down: what stays up needs the whole context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -69,7 +69,7 @@ def mixed_attention(
     sink: int = 0,
     recent: int = 1,
     mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
-) -> Iterator[None]:
+) -> Generator[None]:
     """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
 
     Layers with a window of their own keep it. Memory is linear in the tokens. Gradients reach the gates, and have to be
@@ -166,7 +166,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
 
 
 @contextmanager
-def recomputed(model: PreTrainedModel) -> Iterator[None]:
+def recomputed(model: PreTrainedModel) -> Generator[None]:
     """Inside, a layer saves nothing but its input for the backward pass, and is computed again then."""
     layers = model.get_decoder().layers
     for layer in layers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.processes import tensor_parallel
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.repo_id import is_repo_id
 
 
@@ -110,7 +110,7 @@ class MeasuredModel:
             revision,
             dimensions,
             family.windows(config),
-            converted and converted.permutation,
+            converted.permutation if converted else None,
             family.replicated,
         )
 
@@ -144,7 +144,7 @@ class MeasuredModel:
         return states[0]
 
     def profile(
-        self, scores: np.ndarray | None, method: str, granularity: Literal["kv", "query"] | None, **facts: Any
+        self, scores: np.ndarray | None, method: str, granularity: Granularity | None, **facts: Any
     ) -> HeadProfile:
         """A profile of scores [layers, heads] that were measured on `model`, by the original's head indices.
 

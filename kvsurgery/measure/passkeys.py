@@ -124,7 +124,8 @@ class Passkeys:
 
         # pieces of the prompt, and the passkey that each is
         *before, rest = np.split(text, depths)
-        pieces, labels = [self.start], [0]
+        pieces: list[np.ndarray | list[int]] = [self.start]
+        labels = [0]
         for number, (part, introduction, key) in enumerate(zip(before, self.hidden, keys, strict=True), 1):
             pieces += part, introduction, key, self.end
             labels += 0, 0, number, 0

@@ -88,6 +88,8 @@ class LayerStates:
 class ReadingLayer(kv_encode.EncodingLayer):
     """Shows what passes, and knows which tokens of the input are kept: `places`, int64 [kv_heads, kept]."""
 
+    encoder: Reading
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         super().lazy_initialization(key_states)
         self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
@@ -138,7 +140,7 @@ class Reading(kv_encode.ChunkEncoder):
         """Run the model on the next chunk; `visit` is called in every layer."""
         self.chunk, self.visit = chunk, visit
         with intercepted(self.whole, _attend, masks=False), ExitStack() as hooks:
-            for layer in self.model.layers:
+            for layer in self.model.get_submodule("layers").children():
                 hooks.callback(layer.register_forward_pre_hook(self._entered).remove)
             self.read_chunk(input_ids=self.tokens[None, chunk.start : chunk.stop])
 

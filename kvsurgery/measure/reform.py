@@ -150,7 +150,8 @@ def sample_ranks(
     Raises:
         ProfileError: states are not finite.
     """
-    scores = _Scores(sample, subject.dimensions.layers)
+    layers = subject.dimensions.layers
+    scores = _Scores(sample, layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
     *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
     reading = Reading(subject, tokens, recurrence, kv_heads)
@@ -161,10 +162,10 @@ def sample_ranks(
         reading = Reading(subject, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk, scores.visit)
-    if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables):
+    if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
         raise ProfileError(f"states of {subject.name} are no finite numbers; measure it in another dtype")
     return {
-        kind: np.stack([mean_rank(table, sample.gold_places, neighbours) for table in tables])
+        kind: np.stack([mean_rank(tables[layer], sample.gold_places, neighbours) for layer in range(layers)])
         for kind, tables in scores.tables.items()
     }
 
@@ -224,7 +225,7 @@ class _Scores:
 
     def __init__(self, sample: Sample, layers: int):
         self.sample = sample
-        self.tables: dict[str, list[torch.Tensor | None]] = {kind: [None] * layers for kind in KINDS}
+        self.tables: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in KINDS}
         self.question: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
 
     def visit_last(self, states: LayerStates) -> None:
@@ -244,7 +245,7 @@ class _Scores:
         if first >= stop:
             return
         for kind, own in _by_kind(states).items():
-            table = self.tables[kind][states.layer]
+            table = self.tables[kind].get(states.layer)
             if table is None:
                 table = self.tables[kind][states.layer] = own.new_empty(len(own), len(context), dtype=torch.float32)
             table[:, first - context.start : stop - context.start] = similarity(

@@ -29,14 +29,14 @@ from kvsurgery.measure.attention_hooks import attention_weights, intercepted
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.haystack import Haystack, text_of, token_ids
 from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
-from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place
+from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
-METHODS = {
+METHODS: dict[str, tuple[Kind, str, Callable[[str, str], float], str]] = {
     "headkv-r": ("retrieval", "ROUGE-1 recall", rouge1_recall, "real_needle"),
     "headkv-er": ("retrieval", "QA-F1", qa_f1, "answer"),
     "headkv-r2": ("reasoning", "QA-F1", qa_f1, "answer"),
@@ -188,7 +188,7 @@ def answer_limit(subject: MeasuredModel, method: str, needle: Needle) -> int:
 def judged(subject: MeasuredModel, method: str, needle: Needle, steps: Sequence[Step]) -> tuple[str, float]:
     """What an answer says, and how right that is, 0 to 1."""
     _, _, measure, reference = METHODS[method]
-    said = subject.text.decode([step.token for step in steps], skip_special_tokens=True).strip()
+    said = text_of(subject.text, [step.token for step in steps], skip_special_tokens=True).strip()
     return said, measure(said, getattr(needle, reference))
 
 
@@ -225,7 +225,7 @@ def answer(subject: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) 
             logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
             said.append(ids.item())
-            if said[-1] in ends or "\n" in subject.text.decode(said).lstrip():
+            if said[-1] in ends or "\n" in text_of(subject.text, said).lstrip():
                 break
             steps.append(Step(said[-1], [layers[layer] for layer in sorted(layers)]))
     return steps

@@ -240,11 +240,11 @@ class _Prices:
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
         """Bytes that a prefill takes beside the cache, unquantized and quantized, and each budgeted head on top."""
         demand, fixed = self.demand, self._in_flight(chunk, 0)
-        activations = (
-            self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
+        plain, quantized = (
+            fixed + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
             for tiles in (False, chunk < demand.prompt)
         )
-        return tuple(fixed + of for of in activations), self._in_flight(chunk, 1) - fixed
+        return (plain, quantized), self._in_flight(chunk, 1) - fixed
 
     def _in_flight(self, chunk: int, budgeted: int) -> int:
         """Bytes of keys and values beyond the cache at the peak of a prefill, with so many budgeted heads."""
@@ -265,11 +265,13 @@ def _bits(recipe: Recipe, head_dim: int) -> list[Quantization | None]:
     result: list[Quantization | None] = [None]
     for bits in ERRORS:
         if head_dim * bits % 16 == 0:  # codes fill whole words
-            result.append(replace(recipe, kv_bits=bits).quantization)
+            quantization = replace(recipe, kv_bits=bits).quantization
+            assert quantization is not None  # as there are bits
             try:
-                result[-1].check(head_dim)
+                quantization.check(head_dim)
             except ValueError as error:
                 raise PolicyError(f"`kv_bits` {bits}: {error}") from error
+            result.append(quantization)
     return result
 
 

@@ -206,9 +206,9 @@ def _budgets(full: np.ndarray, scores: np.ndarray, eligible: np.ndarray, recipe:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
     if recipe.rest != "budgeted":
         return None
-    _check_selection(recipe.budget, recipe.selection)
+    budget = _checked_budget(recipe.budget, recipe.selection)
     budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & eligible[:, None]
-    budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
+    budgets[others] = allocate_budgets(scores[others], budget, recipe.beta)
     return budgets
 
 
@@ -246,7 +246,7 @@ def _check_streaming(sink: int, recent: int) -> None:
         raise PolicyError(f"`sink` and `recent` together are at most {MAX_WINDOW} tokens, got {sink} and {recent}")
 
 
-def _check_selection(budget: int | None, selection: Selection) -> None:
+def _checked_budget(budget: int | None, selection: Selection) -> int:
     if budget is None:
         raise PolicyError(
             "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
@@ -255,3 +255,4 @@ def _check_selection(budget: int | None, selection: Selection) -> None:
         raise PolicyError(f"`window` lies in [1, {MAX_WINDOW}], got {selection.window}")
     if not 1 <= selection.kernel_size <= MAX_WINDOW or selection.kernel_size % 2 == 0:
         raise PolicyError(f"`kernel_size` must be odd and in [1, {MAX_WINDOW}], got {selection.kernel_size}")
+    return budget

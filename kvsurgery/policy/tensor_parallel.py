@@ -53,15 +53,14 @@ def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[B
         for weight, count in zip(weights, counts, strict=True):
             weight[0] += count
         dealt: list[list[int]] = [[] for _ in range(blocks)]
-        left: list[int] = []
         if budgets is not None:
             left = [head for head in np.argsort(-budgets[layer], kind="stable").tolist() if not row[head]]
-        while left:
-            turn = [block for block in _lightest(weights) if counts[block] + len(dealt[block]) < size]
-            for block, head in zip(turn, left, strict=False):
-                dealt[block].append(head)
-                weights[block][1] += int(budgets[layer, head])
-            left = left[len(turn) :]
+            while left:
+                turn = [block for block in _lightest(weights) if counts[block] + len(dealt[block]) < size]
+                for block, head in zip(turn, left, strict=False):
+                    dealt[block].append(head)
+                    weights[block][1] += int(budgets[layer, head])
+                left = left[len(turn) :]
         shares.append((counts, dealt))
     order = _balanced(weights)
     return [_ordered(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)]

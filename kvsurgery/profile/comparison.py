@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.full_heads import kv_scores
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads, places, ranks
 
 
@@ -63,7 +63,7 @@ class Comparison:
     """
 
     profiles: tuple[HeadProfile, HeadProfile]
-    granularity: Literal["kv", "query"]
+    granularity: Granularity
     group_reduce: Literal["mean", "max"] | None
     unit: Literal["score", "rank"]
     values: np.ndarray
@@ -137,7 +137,7 @@ def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"]
 
 def common_scores(
     profiles: Sequence[HeadProfile], group_reduce: Literal["mean", "max"] = "mean"
-) -> tuple[Literal["kv", "query"], list[np.ndarray]]:
+) -> tuple[Granularity, list[np.ndarray]]:
     """The scores of each profile, float32 [layers, heads], of query heads if all have them, else of KV heads.
 
     Raises:
@@ -160,7 +160,7 @@ def common_scores(
                 "give profiles of one model"
             )
     if all(profile.granularity == "query" for profile in profiles):
-        return "query", [profile.scores for profile in profiles]
+        return "query", [profile.head_scores for profile in profiles]
     return "kv", [kv_scores(profile, group_reduce) for profile in profiles]
 
 

@@ -35,7 +35,7 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
         # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
         full = heads - round(Fraction(str(value)) * heads)
     else:
-        full = value
+        full = int(value)
         if not 0 <= full <= heads:
             raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full}")
     return best_heads(scores, eligible, full)
@@ -72,7 +72,7 @@ def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> 
     if reduce not in ("mean", "max"):
         raise PolicyError(f"`group_reduce` is mean or max, got {reduce!r}")
     if profile.granularity == "kv":
-        return profile.scores
-    groups = profile.scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)
+        return profile.head_scores
+    groups = profile.head_scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)
     # float64 sums of a few float32 are exact in practice: equal means tie whatever the order in the group
     return groups.mean(-1, dtype=np.float64).astype(np.float32) if reduce == "mean" else groups.max(-1)

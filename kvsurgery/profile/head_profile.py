@@ -21,6 +21,8 @@ from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import METHODS, REFORM
 
+Granularity = Literal["kv", "query"]
+
 FORMAT = "kvsurgery.head-profile"
 VERSION = "1"
 
@@ -49,7 +51,7 @@ class HeadProfile:
 
     scores: np.ndarray | None
     method: str
-    granularity: Literal["kv", "query"] | None
+    granularity: Granularity | None
     base_model: str
     model: ModelDimensions
     base_revision: str | None = None
@@ -127,6 +129,17 @@ class HeadProfile:
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
             bound = "" if ceiling is None else f" and <= {ceiling:g}"
             raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")
+
+    @property
+    def head_scores(self) -> np.ndarray:
+        """`scores` of a profile that has some.
+
+        Raises:
+            ProfileError: this is a reform profile.
+        """
+        if self.scores is None:
+            raise ProfileError(f"the {self.method} profile of {self.base_model} has embedding heads and no scores")
+        return self.scores
 
     @property
     def eligible(self) -> np.ndarray:
@@ -234,7 +247,10 @@ class HeadProfile:
         tensors = {} if self.scores is None else {"scores": self.scores}
         if self.ranking is not None:
             tensors = self.ranking.tensors()
-        header, data = {"__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}}, b""
+        header: dict[str, dict[str, Any]] = {
+            "__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}
+        }
+        data = b""
         for name, tensor in tensors.items():
             offsets = [len(data), len(data) + tensor.nbytes]
             header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}

@@ -10,7 +10,7 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.figure import new_figure, save_figure
 from kvsurgery.profile.comparison import Comparison
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads
 from kvsurgery.profile.summary import kind_of_head
 
@@ -51,7 +51,7 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     bars.legend(title="sparsity", fontsize="small", title_fontsize="small", **legend).set_in_layout(False)
     bars.set_title(f"{_name(profile)}\n{profile.method} scores", fontsize="medium", parse_math=False)
     top = ceiling(profile.method, profile.scores)
-    image = _map(axes, profile.scores, profile.granularity, profile.model.group, cmap="viridis", vmin=0, vmax=top)
+    image = _map(axes, profile.scores, profile.granularity, profile.model.group, "viridis", (0, top))
     figure.colorbar(image, ax=axes, label="score", pad=0.02)
     save_figure(figure, path)
 
@@ -70,13 +70,12 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     rho = "undefined" if comparison.spearman is None else f"{comparison.spearman:.3f}"
     bars.set_title(f"Spearman rank correlation {rho}", fontsize="medium")
     heads_are = comparison.granularity, comparison.profiles[0].model.group
-    scale = {"cmap": "viridis", "vmin": 0, "vmax": comparison.ceiling}
     for axes, which, profile, values in zip(both, "AB", comparison.profiles, comparison.values, strict=True):
-        image = _map(axes, values, *heads_are, **scale)
+        image = _map(axes, values, *heads_are, "viridis", (0, comparison.ceiling))
         axes.set_title(f"{which}: {_name(profile)}, {profile.method}", fontsize="medium", parse_math=False)
     figure.colorbar(image, ax=both, label=comparison.unit, pad=0.02)
     most = float(np.abs(comparison.difference).max()) or 1.0
-    image = _map(apart, comparison.difference, *heads_are, cmap="RdBu_r", vmin=-most, vmax=most)
+    image = _map(apart, comparison.difference, *heads_are, "RdBu_r", (-most, most))
     apart.set_title("B − A", fontsize="medium")
     figure.colorbar(image, ax=apart, label=comparison.unit, pad=0.02)
     save_figure(figure, path)
@@ -119,10 +118,13 @@ def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def _map(axes: Axes, values: np.ndarray, granularity: str, group: int, **colours: object) -> AxesImage:
-    """Values [layers, heads] as coloured cells."""
+def _map(
+    axes: Axes, values: np.ndarray, granularity: Granularity | None, group: int, cmap: str, limits: tuple[float, float]
+) -> AxesImage:
+    """Values [layers, heads] as coloured cells, the ends of the colours at these limits."""
     layers, heads = values.shape
-    image = axes.imshow(values.T, aspect="auto", interpolation="nearest", **colours)
+    low, high = limits
+    image = axes.imshow(values.T, aspect="auto", interpolation="nearest", cmap=cmap, vmin=low, vmax=high)
     axes.set_yticks(_ticks(heads))
     axes.set_ylabel(kind_of_head(granularity))
     if granularity == "query" and group > 1:

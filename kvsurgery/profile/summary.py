@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.profile.comparison import Comparison
-from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.methods import METHODS
 from kvsurgery.profile.ranking import SPARSITIES, full_heads
 
@@ -33,7 +33,7 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def _score_facts(profile: HeadProfile) -> dict[str, Any]:
-    scores = profile.scores
+    scores = profile.head_scores
     return {
         "kind": METHODS[profile.method].kind,
         "shape": list(scores.shape),
@@ -92,6 +92,6 @@ def describe_comparison(comparison: Comparison) -> str:
     )
 
 
-def kind_of_head(granularity: str) -> str:
+def kind_of_head(granularity: Granularity | None) -> str:
     """`KV head` or `query head`."""
     return "KV head" if granularity == "kv" else "query head"

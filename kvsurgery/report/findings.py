@@ -115,6 +115,8 @@ def verdict(task: TaskResult) -> str:
 def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curve | None:
     cells = [cell for task in tasks for cell in task.cells]
     fact = next((fact for fact in LENGTHS if any(fact in cell.facts for cell in cells)), None)
+    if fact is None:
+        return None
     lengths = tuple(dict.fromkeys(cell.facts[fact] for cell in cells if fact in cell.facts))
     if len(lengths) < 2:
         return None

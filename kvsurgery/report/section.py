@@ -13,7 +13,7 @@ from kvsurgery.emit.card import with_section
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report.findings import change, models, score, span, verdict
-from kvsurgery.report.writing import PAGE, charts, of_one_checkpoint, read
+from kvsurgery.report.writing import PAGE, charts, checkpoint_of, of_one_checkpoint, read
 
 FOLDER = "report"  # in the repository
 
@@ -36,7 +36,7 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
         )
     # as JSON has it, for the comparison
     facts = json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
-    if not of_one_checkpoint(facts, (results or bench).checkpoint):
+    if not of_one_checkpoint(facts, checkpoint_of(results, bench)):
         raise KVSurgeryError(f"the report in {report} is of another checkpoint than {checkpoint}; evaluate this one")
     shown = [chart for chart in charts(results, bench) if (report / f"{chart.name}.png").is_file()]
     pictures = [

@@ -55,7 +55,7 @@ def _seconds(phase: str, row: Row) -> float | None:
 def _points(bench: Bench, rows: list[Row], value: Callable[[Row], float | None]) -> Points:
     """Values by length of each contender that has any."""
     lines = {
-        name: {row.tokens: value(row) for row in rows if row.contender == name and value(row)}
+        name: {row.tokens: found for row in rows if row.contender == name and (found := value(row))}
         for name in bench.contenders
     }
     return {name: points for name, points in lines.items() if points}

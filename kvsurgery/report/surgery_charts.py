@@ -66,7 +66,7 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     for appearance, paths in cells.items():
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), **{"lw": 0, **dict(appearance)}))
     found = {kind for layer in heads for kind in layer}
-    names = {kind: "own window" if kind == "window" else kind for kind in looks if kind in found}
+    names: dict[str | int, str] = {kind: "own window" if kind == "window" else kind for kind in looks if kind in found}
     names |= {budget: f"budget {budget:,}" for budget in sorted({least, most} if budgets else ())}
     names_above(axes, 4, [Patch(label=name, **look(kind)) for kind, name in names.items()])
     axes.set_xlim(-0.6, len(heads) - 0.4)
@@ -74,8 +74,7 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     axes.grid(False)
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(integer=True)
 
 
 def kv_memory(surgery: Mapping[str, Any]) -> Chart:
@@ -97,6 +96,6 @@ def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
     for when, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
         (offset, across, up), colour = place, LOOKS[when]["color"]
         for point in lines[when].items():
-            words = {"ha": across, "va": up, "fontsize": FONT - 1.5, "color": colour}
-            axes.annotate(size(point[1]), point, offset, textcoords="offset points", **words)
+            words = axes.annotate(size(point[1]), point, offset, textcoords="offset points")
+            words.set(ha=across, va=up, fontsize=FONT - 1.5, color=colour)
     axes.margins(0.22, 0.15)

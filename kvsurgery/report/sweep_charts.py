@@ -84,7 +84,7 @@ def _places(points: Sequence[Point], task: TaskResult) -> list[Place]:
     places = []
     for point in points:
         found = point.result(task.task, task.metric)
-        if found.scores:
+        if found.scores and found.difference is not None and point.kv_bytes is not None:
             whole = found.scores[ORIGINAL].mean
             ends = whole + found.difference.low, whole + found.difference.high
             places.append(Place(point.kv_bytes, found.scores[CONVERTED].mean, *ends, point))
@@ -113,8 +113,8 @@ def _draw(sweep: Sweep, task: TaskResult, axes: Axes) -> None:
             if place.point in best:
                 axes.plot(*at, "o", mfc="none", mec=LIGHT["ink"], mew=0.8, ms=9)
             if len(sweep.points) <= MOST_NUMBERS:
-                words = {"ha": "left", "va": "top", "fontsize": FONT - 2, "color": colour}
-                axes.annotate(f"{place.point.options[along]}", at, (3, -4), textcoords="offset points", **words)
+                number = axes.annotate(f"{place.point.options[along]}", at, (3, -4), textcoords="offset points")
+                number.set(ha="left", va="top", fontsize=FONT - 2, color=colour)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".00", "")))

@@ -82,6 +82,11 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
     return results, bench
 
 
+def checkpoint_of(results: Results | None, bench: Bench | None) -> Mapping[str, Any]:
+    """The facts of the checkpoint that was evaluated, measured, or both."""
+    return next(run.checkpoint for run in (results, bench) if run is not None)
+
+
 def of_one_checkpoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two facts of a checkpoint tell of the same surgery."""
     told = [facts["surgery"] or {} for facts in (one, other)]
@@ -90,8 +95,8 @@ def of_one_checkpoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:
     """All that there is something to show on, in the order of the page."""
-    surgery = (results or bench).checkpoint["surgery"]
-    found = [head_map(surgery), kv_memory(surgery)] if surgery else []
+    surgery = checkpoint_of(results, bench)["surgery"]
+    found: list[Chart | None] = [head_map(surgery), kv_memory(surgery)] if surgery else []
     if results is not None:
         found += [task_scores(results), needle_maps(results), length_curves(results)]
     if bench is not None:
@@ -102,7 +107,7 @@ def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:
 def _page(results: Results | None, bench: Bench | None, shown: tuple[Chart, ...]) -> str:
     """The HTML of all of it; names and texts are escaped."""
     runs = [run for run in ((*EVALUATION, results), (*BENCHMARK, bench)) if run[-1] is not None]
-    checkpoint = (results or bench).checkpoint
+    checkpoint = checkpoint_of(results, bench)
     surgery = checkpoint["surgery"]
     environment = Environment(
         autoescape=True,

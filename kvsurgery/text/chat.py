@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CONTENT = "@@content@@"  # stands for the user's words while a chat template is filled in
 # what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day
-TEMPLATE_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+TEMPLATE_OPTIONS: dict[str, Any] = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 
 
 def around_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
@@ -33,7 +33,7 @@ def around_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     except Exception as error:  # whatever a template raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UnsupportedModel(f"the chat template cannot be filled in: {reason}") from error
-    if filled.count(CONTENT) != 1:
+    if not isinstance(filled, str) or filled.count(CONTENT) != 1:
         raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
     before, after = filled.split(CONTENT)
     return before, after

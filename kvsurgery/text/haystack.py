@@ -141,6 +141,13 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, **options: bool) -> str:
+    """The text of token ids, with the options of `decode`."""
+    text = tokenizer.decode(tokens, **options)
+    assert isinstance(text, str)  # there is a list of texts for several lists of ids only
+    return text
+
+
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before any text."""
     plain, whole = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsurgery.errors import TextError
-from kvsurgery.text.needles import Needle, read_needles
+from kvsurgery.text.needles import Kind, Needle, read_needles
 
 FOLDER = Path(__file__).with_name("needle_sets")
 AUTO = "auto"
@@ -59,7 +59,7 @@ def trial_places(depths: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def choose_set(
-    kind: Literal["retrieval", "reasoning"],
+    kind: Kind,
     count: Callable[[str], int],
     tokens: int,
     otherwise: str,

@@ -13,12 +13,13 @@ import numpy as np
 
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import first_tokens, special_ids, token_ids
+from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEYS = ("answer", "needle", "real_needle", "question")
+Kind = Literal["retrieval", "reasoning"]
 KINDS = ("retrieval", "reasoning")
 LARGEST_FILE = 1 << 24
 
@@ -55,7 +56,7 @@ class Needle:
     real_needle: str
     question: str
     answer: str
-    kind: Literal["retrieval", "reasoning"] | None = None
+    kind: Kind | None = None
     cue: str = ""
 
     def __post_init__(self) -> None:
@@ -197,7 +198,7 @@ def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerB
 
 
 def _decode(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    return text_of(tokenizer, tokens, clean_up_tokenization_spaces=False)
 
 
 def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:

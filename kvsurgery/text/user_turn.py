@@ -20,11 +20,13 @@ def user_marker(folder: Path) -> tuple[int, ...]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer is not None  # its type in transformers allows None
         if not tokenizer.chat_template:
             return ()
         texts = (("user", FIRST), ("assistant", REPLY), ("user", SECOND))
         turns = [{"role": role, "content": content} for role, content in texts]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
+        assert isinstance(text, str)
     except Exception:  # a tokenizer or a template may raise anything; without it, questions are counted from the end
         return ()
     before, between = text.partition(FIRST)[0], text.partition(REPLY)[2].partition(SECOND)[0]

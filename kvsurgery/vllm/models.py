@@ -19,7 +19,7 @@ def __getattr__(architecture: str) -> type:
 def _served(base: type) -> type:
     """A subclass of a stock model class that splits the attention of converted checkpoints."""
 
-    class Served(base):
+    class Served(base):  # ty: ignore[unsupported-base]  # which is known at run time
         def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
             converted = getattr(vllm_config.model_config.hf_config, "kv_surgery", None) is not None
             if converted:

@@ -51,6 +51,9 @@ class StreamingAttention(Attention):
 class SplitAttention(nn.Module):
     """What `Attention` does for a layer, as two attentions over its full and its streaming heads."""
 
+    order: torch.Tensor
+    original_order: torch.Tensor
+
     def __init__(self, full: Attention | None, streaming: StreamingAttention | None, layer: LayerLayout) -> None:
         super().__init__()
         self.full, self.streaming = full, streaming
@@ -75,7 +78,9 @@ class SplitAttention(nn.Module):
             [tokens, query_heads * head_dim]
         """
         if self.full is None or self.streaming is None:
-            return (self.full or self.streaming)(query, key, value)
+            only = self.full or self.streaming
+            assert only is not None  # a layer has heads
+            return only(query, key, value)
         states = [self._full_first(part) for part in (query, key, value)]
         cuts = [part.shape[-1] // self.heads * self.cut for part in states]
         full = self.full(*(part[:, :cut] for part, cut in zip(states, cuts, strict=True)))
@@ -93,22 +98,25 @@ class SplitAttention(nn.Module):
 def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> None:
     """Replace the attentions of a stock model by split ones. Layers with a sliding window of the model's own stay."""
     groups = Groups(layout)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not Attention:
-                continue
-            index = extract_layer_index(child.layer_name)
-            layer = layout.layers[index]
-            if child.sliding_window != (layer.recent if layer.native else None):
-                raise ValueError(
-                    f"kvsurgery: layer {index} has a window of {child.sliding_window} tokens in vLLM, and not in "
-                    "config.json; use transformers with trust_remote_code=True"
-                )
-            if layer.native:
-                child.attn_backend = full_backend(child.attn_backend)
-                continue
-            cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
-            setattr(parent, name, _split(child, layer, cache, vllm_config))
+    attentions: list[tuple[nn.Module, str, Attention]] = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is Attention
+    ]
+    for parent, name, stock in attentions:
+        index = extract_layer_index(stock.layer_name)
+        layer = layout.layers[index]
+        if stock.sliding_window != (layer.recent if layer.native else None):
+            raise ValueError(
+                f"kvsurgery: layer {index} has a window of {stock.sliding_window} tokens in vLLM, and not in "
+                "config.json; use transformers with trust_remote_code=True"
+            )
+        if layer.native:
+            stock.attn_backend = full_backend(stock.attn_backend)
+            continue
+        cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
+        setattr(parent, name, _split(stock, layer, cache, vllm_config))
     split = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split:
         _announce(split, layout, vllm_config)
@@ -116,7 +124,8 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
 
 def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
     """Log the heads of this process and the memory that they take, beside that of the original model."""
-    dtype = next(split[0].children()).kv_cache_torch_dtype
+    attention: Attention = next(split[0].children())
+    dtype = attention.kv_cache_torch_dtype
     size = vllm_config.cache_config.block_size or BLOCK
     limit = vllm_config.model_config.max_model_len
     long, longest = (

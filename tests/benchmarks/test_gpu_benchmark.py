@@ -21,6 +21,7 @@ import gpu_report
 import synthetic
 from gpu_report import Report
 
+from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_layout import KVLayout
 
 TOKENS = 700
@@ -90,7 +91,7 @@ def test_caches_hold_what_they_say(parts: list[gpu_models.Variant]) -> None:
     for variant in parts:
         cache = gpu_models.filled(variant, TOKENS, SPARE)
         assert cache.get_seq_length() == TOKENS
-        sizes[variant.name] = synthetic.cache_bytes(cache)
+        sizes[variant.name] = cache_bytes(cache)
         expected = gpu_models.predicted_bytes(variant, cache, TOKENS, SPARE)
         assert expected in (None, sizes[variant.name])
     token = sizes["stock, SDPA"] // TOKENS

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kvsurgery.templates import kv_decode, kv_kernels, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
-from kvsurgery.templates.kv_prefill import Span, Window, prefill  # noqa: E402
+from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
 from tests import kernel_cases  # noqa: E402
@@ -242,7 +242,7 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
         prefill(query, window, window, Span(past, padding, past - 255), Scoring(0.1), Window(64, 256, sinks))
     else:
         span = Span(past, padding, first=None, limit=400 if group == 4 else None)
-        prefill(query, states, states, span, Scoring(0.1, 30.0), with_lse=True)
+        prefill_with_lse(query, states, states, span, Scoring(0.1, 30.0))
     check(compiled["_prefill_kernel"], tmp_path, 1)
 
 

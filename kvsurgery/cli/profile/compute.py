@@ -165,7 +165,7 @@ def compute(
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
         if processes.rank == 0:
             save(profile, out)
-            if options["curve"]:
+            if history is not None and options["curve"]:
                 plot_training(history, options["curve"])
                 console.stderr.print(f"wrote {options['curve']}", markup=False)
 

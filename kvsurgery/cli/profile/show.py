@@ -90,6 +90,8 @@ def _print_embedding_heads(profile: HeadProfile) -> None:
 
     known = ", with their mean normalised ranks (0 is best)" if mnr else ""
     console.stdout.print(console.table(f"\nembedding heads{known}", columns, rows(profile.embedding_heads)))
+    if profile.ranking is None:
+        return
     for task, ranks in mnr.items():
         best = rows(profile.ranking.best(task)[:BEST])
         for kind in ("hidden", "attention"):

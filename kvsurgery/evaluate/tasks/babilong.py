@@ -79,11 +79,11 @@ class BabilongTask:
                 raise TextError(f"BABILong's lengths are called 0k, 1k, 2k, ... 1M, 10M; got {length}")
         path = Path(self.source)
         if path.is_dir():
-            there = [match.groups() for file in path.iterdir() if (match := NAME.fullmatch(file.stem))]
+            there = [(match[1], match[2]) for file in path.iterdir() if (match := NAME.fullmatch(file.stem))]
         elif path.is_file():
             if not (match := NAME.fullmatch(path.stem)):
                 raise TextError(f"{path}: the name must say the task and the length, as qa1_4k.jsonl does")
-            there = [match.groups()]
+            there = [(match[1], match[2])]
         else:
             fitting = [length for length in LENGTHS if _tokens(length) < reader.max_context]
             there = [*product(self.tasks or TASKS, self.lengths or fitting)]

@@ -17,7 +17,7 @@ from kvsurgery.evaluate.rows import ENDINGS, check_source, in_folder, read_json,
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.haystack import token_ids
+from kvsurgery.text.haystack import text_of, token_ids
 from kvsurgery.text.metrics import chinese_words
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def shortened(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, cha
     while len(tokens) > room:
         if half < 1:
             raise TextError(f"a prompt of LongBench has no room in {room} tokens")
-        start, end = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+        start, end = (text_of(tokenizer, part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
         tokens = turn_tokens(tokenizer, start + end, chat=chat)
         # where it is cut, text may be spelt by more tokens
         half -= max(1, (len(tokens) - room) // 2)

@@ -6,7 +6,6 @@ the share of a passkey's tokens that are said in their places.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, product
@@ -177,7 +176,8 @@ class _Words:
 
         around, cued = around_turn(tokenizer), CUE in asked
         asked = asked.removesuffix(CUE)
-        question, lead = re.fullmatch(r"(.*[?]|)(.*)", asked, re.DOTALL).groups()
+        question, mark, lead = asked.rpartition("?")
+        question += mark
         start = first_tokens(tokenizer) if around is None else token_ids(tokenizer, around[0])
 
         def ask(ordinal: str) -> list[int]:

@@ -55,8 +55,8 @@ def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any,
     if not isinstance(content, Mapping) or not content:
         raise ProfileError(f"{path} holds no {what}")
     if name is None and len(content) == 1:
-        [name] = content
-    if name not in content:
+        name = next(iter(content))
+    if name is None or name not in content:
         listed = ", ".join(list(content)[:20])
         raise ProfileError(f"{path} has the {what}: {listed}; " + (f"not {name}" if name else "say which"))
     return content[name], name

@@ -165,7 +165,7 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
     short = length < SHORT
     often, seldom = (6, 1) if short else (30, 3)
 
-    def listed(words: Sequence[str], often: int, seldom: int, rest: Sequence[str], seed: float) -> str:
+    def listed(words: list[str], often: int, seldom: int, rest: Sequence[str], seed: float) -> str:
         words = [*words[:LISTED_WORDS] * often, *words[LISTED_WORDS:] * seldom, *rest]
         random.Random(seed).shuffle(words)
         return COMMON.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))

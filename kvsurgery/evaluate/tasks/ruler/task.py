@@ -29,7 +29,7 @@ from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
 from kvsurgery.files import check_readable
 from kvsurgery.text import help as says
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
+from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text, text_of
 
 NIAH = {
     "niah_single_1": Niah("noise", "words", "numbers"),
@@ -133,14 +133,16 @@ class RulerTask:
         essay: list[str] = []
         if any(task in NIAH and NIAH[task].haystack == "essay" for task in tasks):
             haystack = Haystack.read(self.text, reader.tokenizer, max(self.lengths, default=1), reader.seed)
-            essay = reader.tokenizer.decode(haystack.tokens, clean_up_tokenization_spaces=False).split()
+            essay = text_of(reader.tokenizer, haystack.tokens, clean_up_tokenization_spaces=False).split()
 
         def draw(task: str) -> Draw:
             if task in NIAH:
                 return lambda rng, length, number: NIAH[task].puzzle(rng, essay)
             if task in LISTS:
                 return lambda rng, length, number: LISTS[task](rng, length)
-            read = read_squad(self.squad) if task == "qa_1" else read_hotpot(self.hotpot)
+            path = self.squad if task == "qa_1" else self.hotpot
+            assert path is not None  # without a file, the task is left out
+            read = read_squad(path) if task == "qa_1" else read_hotpot(path)
             return lambda rng, length, number: question(rng, read, number % len(read.asked))
 
         return {task: draw(task) for task in tasks}
