@@ -4,7 +4,8 @@ A patch says what the family's config assumes for keys left out, which layers ha
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything. `[parallel]`
-says where transformers' tensor parallelism does not split the heads. `[modeling]` is what the emitted code says of it.
+says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM does not cover a family.
+`[modeling]` is what the emitted code says of it.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -79,6 +80,8 @@ class Family:
 
     `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
     be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
+    `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
+    REFORM cannot read long prompts, where it cannot.
     """
 
     name: str
@@ -91,9 +94,11 @@ class Family:
     optional: Mapping[str, tuple[str, ...]]
     copy_layer: tuple[str, ...]
     copy_model: tuple[str, ...]
+    layers_beyond: str | None
     prefixes: tuple[str, ...]
     text: tuple[str, ...]
     replicated: bool
+    no_reform: str | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -146,6 +151,21 @@ class Family:
     def hidden(self, config: Mapping[str, Any]) -> int:
         """Width of the hidden state."""
         return self._number(text_config(config), "hidden_size")
+
+    def is_beyond(self, layer: int | None, config: Mapping[str, Any]) -> bool:
+        """Whether a layer follows the model's last one and is copied: it predicts further tokens.
+
+        Raises:
+            UnsupportedModel: the model has no such layer.
+        """
+        config = text_config(config)
+        layers = self._number(config, "num_hidden_layers")
+        if layer is None or layer < layers:
+            return False
+        beyond = self._value(config, self.layers_beyond) if self.layers_beyond else 0
+        if type(beyond) is not int or layer >= layers + beyond:
+            raise UnsupportedModel(f"tensors of layer {layer} lie beyond the {layers} layers of config.json")
+        return True
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Per layer, the model's own sliding window in tokens; None is full attention.
@@ -216,6 +236,8 @@ class Family:
 
     def _sliding_layers(self, config: Mapping[str, Any], layers: int, size: Any) -> list[bool]:
         types = config.get("layer_types") if self.window.get("layer_types") else None
+        if types is None and size is not None and self.window.get("layer_types") == "required":
+            raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
             known = ("full_attention", "sliding_attention")
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
@@ -262,6 +284,7 @@ def _load(name: str) -> Family:
     path = PATCHES / f"{name}.toml"
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     text = patch.get("text", {})
+    title, no_reform = patch["modeling"]["title"], patch.get("reform", {}).get("refused")
     return Family(
         name=name,
         classes=patch["classes"],
@@ -273,9 +296,11 @@ def _load(name: str) -> Family:
         optional=_shapes(patch.get("permute_if_present", {})),
         copy_layer=tuple(patch["copy"].get("layer", ())),
         copy_model=tuple(patch["copy"]["model"]),
+        layers_beyond=patch["copy"].get("layers_beyond"),
         prefixes=tuple(text.get("prefixes", ("model.",))),
         text=tuple(text.get("families", ())),
         replicated=patch.get("parallel", {}).get("attention") == "replicated",
+        no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
     )
 
 

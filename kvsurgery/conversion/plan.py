@@ -113,12 +113,11 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
     parts: set[tuple[int | None, str]] = set()
     for tensor in checkpoint.tensors:
         role = family.role(tensor.name)
-        if role.layer is not None and role.layer >= model.layers:
-            raise UnsupportedModel(f"tensor {tensor.name!r} lies beyond the {model.layers} layers of config.json")
+        beyond = family.is_beyond(role.layer, checkpoint.config)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
-        if role.axis is None:
+        if role.axis is None or beyond:
             moves[tensor.name] = unmoved(tensor)
         else:
             _check_shape(tensor, role, model, hidden)

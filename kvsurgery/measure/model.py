@@ -34,6 +34,7 @@ class MeasuredModel:
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
         replicated: whether every process of tensor parallelism has all heads.
+        no_reform: why REFORM cannot read its prompts, None where it can.
     """
 
     model: PreTrainedModel
@@ -44,6 +45,7 @@ class MeasuredModel:
     windows: tuple[int | None, ...]
     permutation: tuple[tuple[int, ...], ...] | None = None
     replicated: bool = False
+    no_reform: str | None = None
 
     @classmethod
     def load(
@@ -111,6 +113,7 @@ class MeasuredModel:
             family.windows(config),
             converted and converted.permutation,
             family.replicated,
+            family.no_reform,
         )
 
     @property
