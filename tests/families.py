@@ -73,6 +73,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
 IMAGE = 100
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+MISTRAL_3 = {
+    "model_type": "mistral3",
+    "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 4},
+    "spatial_merge_size": 1,
+}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
         "mistral",
@@ -82,6 +87,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "mistral3": ("mistral", MISTRAL_3),
+    "mistral3-ministral": ("ministral3", MISTRAL_3),
     "llava": ("llama-bias", {"vision_config": {**TOWER, "model_type": "clip_vision_model", "patch_size": 4}}),
     "llava-qwen2-tied": (
         "qwen2",
@@ -102,7 +109,8 @@ def config_of(name: str, **overrides: Any) -> Any:
     if beside is None:
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     settings["tie_word_embeddings"] = beside.get("tie_word_embeddings", False)
-    return AutoConfig.for_model("llava", text_config=settings, image_token_index=IMAGE, **beside)
+    beside = {"model_type": "llava", **beside, "tie_word_embeddings": settings["tie_word_embeddings"]}
+    return AutoConfig.for_model(beside.pop("model_type"), text_config=settings, image_token_index=IMAGE, **beside)
 
 
 def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:

@@ -36,7 +36,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava"]))
+    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
