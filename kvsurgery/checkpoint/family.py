@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.resources import PATCHES
@@ -30,28 +31,6 @@ MAX_DIMENSION = 1 << 20
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a tensor is.
-
-    Attributes:
-        layer: its layer, None outside the layers.
-        part: its name inside the layer or the model.
-        shape: symbols (`hidden`, or letters of heads) of a tensor with heads; empty where any shape will do.
-        required: whether every layer must have it.
-    """
-
-    layer: int | None
-    part: str
-    shape: tuple[str, ...] = ()
-    required: bool = False
-
-    @property
-    def axis(self) -> int | None:
-        """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
-        return next((axis for axis, symbol in enumerate(self.shape) if symbol != "hidden"), None)
 
 
 @dataclass(frozen=True)
@@ -110,10 +89,10 @@ class Family:
         """
         name = config.get("model_type")
         if name not in supported():
-            raise UnsupportedModel(f"model_type {name!r} is not supported; supported: {', '.join(supported())}")
+            raise UnsupportedModel(f"model_type {name!r} {_unsupported(name, text_config(config))}")
         if "kv_surgery" in config:
             raise UnsupportedModel("this checkpoint is already converted; give the original, or `kvsurgery revert` it")
-        family = _load(name)
+        family = load_family(name)
         architectures = config.get("architectures") or list(family.classes.values())
         if not isinstance(architectures, list) or any(name not in family.classes.values() for name in architectures):
             raise UnsupportedModel(
@@ -221,7 +200,7 @@ class Family:
             raise UnsupportedModel(
                 f"the text model of a {self.name} must be one of {', '.join(self.text)}; text_config is of {name!r}"
             )
-        text = _load(name)
+        text = load_family(name)
         text._refuse(config)
         copied = text.copy_model + self.copy_model
         return replace(
@@ -279,8 +258,18 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PATCHES.glob("*.toml")))
 
 
+def _unsupported(name: Any, config: Mapping[str, Any]) -> str:
+    """Why there is no patch, after the name of a family; `config` is that of the text model."""
+    if config.get("kv_lora_rank"):
+        return "caches one latent for all heads (MLA), so no KV head can keep less than another"
+    if name == "gpt_oss":
+        return "is not supported: its query heads have learned sinks, which the emitted attention does not compute"
+    return f"is not supported; supported: {', '.join(supported())}"
+
+
 @cache
-def _load(name: str) -> Family:
+def load_family(name: str) -> Family:
+    """The family of a patch, by its `model_type`."""
     path = PATCHES / f"{name}.toml"
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     text = patch.get("text", {})

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvsurgery.checkpoint.family import Family, Role
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
