@@ -22,6 +22,18 @@ SMALL = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
+INTERLEAVED = ["sliding_attention", "full_attention"] * 2
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+# queries have a factor from position 16 on
+LLAMA_4 = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.1,
+}
 
 # family -> what differs from SMALL
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,16 +50,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "head_dim": 16,
         "sliding_window": 9,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": INTERLEAVED,
         "tie_word_embeddings": True,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **MOE},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 9, "layer_types": INTERLEAVED},
+    "granite": {"model_type": "granite", "attention_multiplier": 0.3, **GRANITE},
+    "glm4": {"model_type": "glm4", "head_dim": 16},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": LLAMA_4},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 9, "layer_types": INTERLEAVED},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 9, "layer_types": INTERLEAVED, "tie_word_embeddings": True},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "apertus": {"model_type": "apertus", "rope_parameters": PLAIN},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
+    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 32, **MOE},
+    "glm4_moe": {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 4, **GLM, **MOE},
 }
 
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
 IMAGE = 100
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+MISTRAL_3 = {
+    "model_type": "mistral3",
+    "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 4},
+    "spatial_merge_size": 1,
+}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
         "mistral",
@@ -57,6 +87,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "mistral3": ("mistral", MISTRAL_3),
+    "mistral3-ministral": ("ministral3", MISTRAL_3),
     "llava": ("llama-bias", {"vision_config": {**TOWER, "model_type": "clip_vision_model", "patch_size": 4}}),
     "llava-qwen2-tied": (
         "qwen2",
@@ -77,7 +109,8 @@ def config_of(name: str, **overrides: Any) -> Any:
     if beside is None:
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     settings["tie_word_embeddings"] = beside.get("tie_word_embeddings", False)
-    return AutoConfig.for_model("llava", text_config=settings, image_token_index=IMAGE, **beside)
+    beside = {"model_type": "llava", **beside, "tie_word_embeddings": settings["tie_word_embeddings"]}
+    return AutoConfig.for_model(beside.pop("model_type"), text_config=settings, image_token_index=IMAGE, **beside)
 
 
 def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:

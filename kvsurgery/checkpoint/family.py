@@ -4,7 +4,8 @@ A patch says what the family's config assumes for keys left out, which layers ha
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything. `[parallel]`
-says where transformers' tensor parallelism does not split the heads. `[modeling]` is what the emitted code says of it.
+says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM does not cover a family.
+`[modeling]` is what the emitted code says of it.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.resources import PATCHES
@@ -29,28 +31,6 @@ MAX_DIMENSION = 1 << 20
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a tensor is.
-
-    Attributes:
-        layer: its layer, None outside the layers.
-        part: its name inside the layer or the model.
-        shape: symbols (`hidden`, or letters of heads) of a tensor with heads; empty where any shape will do.
-        required: whether every layer must have it.
-    """
-
-    layer: int | None
-    part: str
-    shape: tuple[str, ...] = ()
-    required: bool = False
-
-    @property
-    def axis(self) -> int | None:
-        """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
-        return next((axis for axis, symbol in enumerate(self.shape) if symbol != "hidden"), None)
 
 
 @dataclass(frozen=True)
@@ -79,6 +59,8 @@ class Family:
 
     `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
     be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
+    `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
+    REFORM cannot read long prompts, where it cannot.
     """
 
     name: str
@@ -91,9 +73,11 @@ class Family:
     optional: Mapping[str, tuple[str, ...]]
     copy_layer: tuple[str, ...]
     copy_model: tuple[str, ...]
+    layers_beyond: str | None
     prefixes: tuple[str, ...]
     text: tuple[str, ...]
     replicated: bool
+    no_reform: str | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -105,10 +89,10 @@ class Family:
         """
         name = config.get("model_type")
         if name not in supported():
-            raise UnsupportedModel(f"model_type {name!r} is not supported; supported: {', '.join(supported())}")
+            raise UnsupportedModel(f"model_type {name!r} {_unsupported(name, text_config(config))}")
         if "kv_surgery" in config:
             raise UnsupportedModel("this checkpoint is already converted; give the original, or `kvsurgery revert` it")
-        family = _load(name)
+        family = load_family(name)
         architectures = config.get("architectures") or list(family.classes.values())
         if not isinstance(architectures, list) or any(name not in family.classes.values() for name in architectures):
             raise UnsupportedModel(
@@ -146,6 +130,21 @@ class Family:
     def hidden(self, config: Mapping[str, Any]) -> int:
         """Width of the hidden state."""
         return self._number(text_config(config), "hidden_size")
+
+    def is_beyond(self, layer: int | None, config: Mapping[str, Any]) -> bool:
+        """Whether a layer follows the model's last one and is copied: it predicts further tokens.
+
+        Raises:
+            UnsupportedModel: the model has no such layer.
+        """
+        config = text_config(config)
+        layers = self._number(config, "num_hidden_layers")
+        if layer is None or layer < layers:
+            return False
+        beyond = self._value(config, self.layers_beyond) if self.layers_beyond else 0
+        if type(beyond) is not int or layer >= layers + beyond:
+            raise UnsupportedModel(f"tensors of layer {layer} lie beyond the {layers} layers of config.json")
+        return True
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Per layer, the model's own sliding window in tokens; None is full attention.
@@ -201,7 +200,7 @@ class Family:
             raise UnsupportedModel(
                 f"the text model of a {self.name} must be one of {', '.join(self.text)}; text_config is of {name!r}"
             )
-        text = _load(name)
+        text = load_family(name)
         text._refuse(config)
         copied = text.copy_model + self.copy_model
         return replace(
@@ -218,6 +217,8 @@ class Family:
         self, config: Mapping[str, Any], window: Mapping[str, Any], layers: int, size: Any
     ) -> list[bool]:
         types = config.get("layer_types") if window.get("layer_types") else None
+        if types is None and size is not None and window.get("layer_types") == "required":
+            raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
             known = ("full_attention", "sliding_attention")
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
@@ -259,11 +260,22 @@ def supported() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PATCHES.glob("*.toml")))
 
 
+def _unsupported(name: Any, config: Mapping[str, Any]) -> str:
+    """Why there is no patch, after the name of a family; `config` is that of the text model."""
+    if config.get("kv_lora_rank"):
+        return "caches one latent for all heads (MLA), so no KV head can keep less than another"
+    if name == "gpt_oss":
+        return "is not supported: its query heads have learned sinks, which the emitted attention does not compute"
+    return f"is not supported; supported: {', '.join(supported())}"
+
+
 @cache
-def _load(name: str) -> Family:
+def load_family(name: str) -> Family:
+    """The family of a patch, by its `model_type`."""
     path = PATCHES / f"{name}.toml"
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     text = patch.get("text", {})
+    title, no_reform = patch["modeling"]["title"], patch.get("reform", {}).get("refused")
     return Family(
         name=name,
         classes=patch["classes"],
@@ -275,9 +287,11 @@ def _load(name: str) -> Family:
         optional=_shapes(patch.get("permute_if_present", {})),
         copy_layer=tuple(patch["copy"].get("layer", ())),
         copy_model=tuple(patch["copy"]["model"]),
+        layers_beyond=patch["copy"].get("layers_beyond"),
         prefixes=tuple(text.get("prefixes", ("model.",))),
         text=tuple(text.get("families", ())),
         replicated=patch.get("parallel", {}).get("attention") == "replicated",
+        no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
     )
 
 

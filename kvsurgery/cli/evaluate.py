@@ -60,8 +60,8 @@ def evaluate(
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.evaluate.checkpoint import is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-    from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.evaluate.runner import evaluate
+    from kvsurgery.evaluate.tasks.ruler.task import RulerTask
     from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report

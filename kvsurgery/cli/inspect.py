@@ -48,6 +48,8 @@ def _show(facts: Facts) -> None:
         say(f"  {name:<15}{value}")
     if facts.problem:
         say(f"cannot be converted: {facts.problem}")
+        if facts.resembles:
+            say(facts.resembles)
     elif facts.surgery is None:
         say("can be converted")
     else:

@@ -10,10 +10,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import plan_moves
+from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -82,6 +83,7 @@ class Facts:
         shards, size: weight files, and their bytes.
         tied: whether the output layer is the embedding.
         problem: why it cannot be converted, None where it can be or was.
+        resembles: of an unknown family, which known one its tensors resemble most, and what differs.
         surgery: what was done to a converted one.
     """
 
@@ -97,6 +99,7 @@ class Facts:
     size: int
     tied: bool
     problem: str | None
+    resembles: str | None
     surgery: Surgery | None
 
     def to_json(self) -> dict[str, Any]:
@@ -154,6 +157,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         size=checkpoint.size if checkpoint else 0,
         tied=checkpoint.tied if checkpoint else False,
         problem=problem,
+        resembles=resemblance(checkpoint) if checkpoint and _unknown(config) else None,
         surgery=surgery,
     )
 
@@ -169,6 +173,11 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     return None
+
+
+def _unknown(config: Mapping[str, Any]) -> bool:
+    """Whether a family has no patch, and may get one: a latent for all heads (MLA) has no heads to convert."""
+    return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
 def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tuple[int | None, ...]]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvsurgery.checkpoint.family import Family, Role
+from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
+from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
@@ -113,12 +114,11 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
     parts: set[tuple[int | None, str]] = set()
     for tensor in checkpoint.tensors:
         role = family.role(tensor.name)
-        if role.layer is not None and role.layer >= model.layers:
-            raise UnsupportedModel(f"tensor {tensor.name!r} lies beyond the {model.layers} layers of config.json")
+        beyond = family.is_beyond(role.layer, checkpoint.config)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
-        if role.layer is None or role.axis is None:
+        if role.layer is None or role.axis is None or beyond:
             moves[tensor.name] = unmoved(tensor)
         else:
             _check_shape(tensor, role, model, hidden)

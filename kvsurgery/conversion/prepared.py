@@ -9,7 +9,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.plan import SurgeryPlan, plan_surgery
 from kvsurgery.emit.files import emitted_files
-from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy, decide
@@ -62,6 +62,8 @@ class PreparedConversion:
             raise PolicyError("`fit` makes no room for reading long prompts; leave it or the reform profile out")
         checkpoint = Checkpoint.open(folder, name, revision)
         family = Family.of(checkpoint.config)
+        if reform is not None and family.no_reform:
+            raise UnsupportedModel(family.no_reform)
         dimensions = family.dimensions(checkpoint.config)
         for measured in (profile, reform or profile):
             if dimensions != measured.model:

@@ -185,7 +185,7 @@ def _serving(config: Mapping[str, Any]) -> str:
     try:
         expected = forecast(config)
     except ValueError as error:
-        return f"\n## vLLM\n\n{error}, as above.\n"
+        return f"\n## vLLM\n\n{error}.\n"
     held, dense = size(expected.kv_bytes), size(expected.dense_bytes)
     each = " in each process" if expected.processes > 1 else ""
     lines = [

@@ -35,6 +35,7 @@ class MeasuredModel:
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
         replicated: whether every process of tensor parallelism has all heads.
+        no_reform: why REFORM cannot read its prompts, None where it can.
     """
 
     model: PreTrainedModel
@@ -45,6 +46,7 @@ class MeasuredModel:
     windows: tuple[int | None, ...]
     permutation: tuple[tuple[int, ...], ...] | None = None
     replicated: bool = False
+    no_reform: str | None = None
 
     @classmethod
     def load(
@@ -112,6 +114,7 @@ class MeasuredModel:
             family.windows(config),
             converted.permutation if converted else None,
             family.replicated,
+            family.no_reform,
         )
 
     @property

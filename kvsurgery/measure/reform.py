@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kvsurgery import __version__
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import LayerStates, Reading, Recurrence
@@ -94,8 +94,10 @@ def embedding_ranking(
 
     Raises:
         ProfileError: no samples, a context that the model has no positions for, or states that are not finite.
-        UnsupportedModel: its states before RoPE cannot be had.
+        UnsupportedModel: REFORM does not cover its family.
     """
+    if subject.no_reform:
+        raise UnsupportedModel(subject.no_reform)
     if neighbours < 1:
         raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
     unknown = set(samples) - set(TASKS)

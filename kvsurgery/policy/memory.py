@@ -14,9 +14,11 @@ from kvsurgery.policy.tensor_parallel import check_blocks
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
-# what processes of tensor parallelism share of a layer, by its rows and by its columns
-ROWS = re.compile(r".*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)")
-COLUMNS = re.compile(r".*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
+# what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen2-MoE's shared expert
+ROWS = re.compile(
+    r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
+)
+COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where a config does not say: the most that a supported family has by default
 EXPERTS = 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
@@ -56,7 +58,12 @@ class Footprint:
         check_blocks(processes, model.kv_heads)
         share = 1 if family.replicated else processes
         hidden, tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
-        tensors = [tensor for tensor in checkpoint.tensors if not (tied and tensor.name == "lm_head.weight")]
+        tensors = [
+            tensor
+            for tensor in checkpoint.tensors
+            if not (tied and tensor.name == "lm_head.weight")
+            and not family.is_beyond(family.role(tensor.name).layer, checkpoint.config)
+        ]
         fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
         itemsize, inner, vocabulary = 1, 0, 0
         for tensor in tensors:

@@ -9,7 +9,7 @@ import logging
 
 OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as this plugin extends them
 
-# the architectures that `kvsurgery convert` writes
+# the architectures that were tried; vLLM serves others that `kvsurgery convert` writes as it serves their originals
 ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.templates.kv_layout import KVLayout, setting
+from kvsurgery.vllm import ARCHITECTURES
 from kvsurgery.vllm.groups import Groups
 
 LONG = 131_072  # tokens of the sequence that a forecast is for
@@ -74,6 +75,12 @@ def servable_layout(config: Any) -> KVLayout:
         ValueError: vLLM cannot serve it; the message names the way that can.
     """
     layout = KVLayout.from_config(config)
+    for architecture in setting(config, "architectures") or ():
+        if architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tried "
+                "with it; use transformers with trust_remote_code=True"
+            )
     if any(layer.budgets for layer in layout.layers):
         raise ValueError("vLLM cannot serve budgeted heads; use transformers with trust_remote_code=True")
     section: Mapping[str, Any] = setting(config, "kv_surgery")

@@ -12,6 +12,9 @@ from kvsurgery.errors import UnsupportedModel
 from tests.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
+# families whose config may give layers a window; two are asked for more, below
+SLIDING = [name for name in TYPES if Family.of({"model_type": name}).window is not None]
+SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe")]
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
 
 
@@ -25,7 +28,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
     config = AutoConfig.for_model(model_type, **settings)
     window = getattr(config, "sliding_window", None)
     layers = range(config.num_hidden_layers)
-    if model_type in ("qwen2", "qwen3", "gemma2", "gemma3_text"):
+    if getattr(config, "layer_types", None) and model_type != "qwen3_moe":
         windows = [window if config.layer_types[layer] == "sliding_attention" else None for layer in layers]
     else:
         windows = [window for _ in layers]
@@ -33,7 +36,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava"]))
+    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -64,7 +67,7 @@ def test_null_head_dim_is_left_to_the_hidden_size(model_type: str) -> None:
 
 
 @given(
-    model_type=st.sampled_from([name for name in TYPES if name not in ("llama", "olmo2")]),
+    model_type=st.sampled_from(SLIDING),
     settings=st.fixed_dictionaries(
         {"sliding_window": st.sampled_from([16, 511, 512, 4096])},
         optional={
@@ -80,7 +83,9 @@ def test_windows_are_those_of_transformers(model_type: str, settings: dict[str, 
     assert family.windows(config) == reference_windows(model_type, settings)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "olmo3", "exaone4", "cohere2"]
+)
 def test_layer_types_come_before_the_rule(model_type: str) -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
     settings = {
@@ -92,6 +97,14 @@ def test_layer_types_come_before_the_rule(model_type: str) -> None:
     }
     family, config = family_and_config(model_type, **settings)
     assert family.windows(config) == (None, 8, None)
+
+
+def test_smollm3_has_to_say_which_layers_slide() -> None:
+    family, config = family_and_config("smollm3", use_sliding_window=True, sliding_window=8, num_hidden_layers=2)
+    with pytest.raises(UnsupportedModel, match="add layer_types"):
+        family.windows(config)
+    assert family.windows({**config, "layer_types": ["sliding_attention", "full_attention"]}) == (8, None)
+    assert family.windows({**config, "use_sliding_window": False}) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +159,7 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "version of transformers"),
         ({"model_type": "llava"}, "one of llama, mistral"),
         ({"model_type": "llava", "text_config": "llama"}, "one of llama, mistral"),
         ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "text_config is of 'gemma2'"),
@@ -220,5 +234,6 @@ def test_a_text_model_inside_another(name: str, layer: int | None, part: str) ->
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_tensor_parallelism_replicates_is_what_transformers_says(model_type: str) -> None:
     plan = AutoConfig.for_model(model_type).base_model_tp_plan
-    projection = next(style for name, style in plan.items() if name.endswith(("k_proj", "qkv_proj")))
+    projections = ("k_proj", "qkv_proj")
+    projection = next((style for name, style in (plan or {}).items() if name.endswith(projections)), None)
     assert Family.of({"model_type": model_type}).replicated == (projection != "colwise")

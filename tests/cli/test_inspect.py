@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.cli import cli
@@ -49,8 +50,14 @@ def test_facts_are_those_of_the_loaded_model(checkpoint, family):
         "kv_heads": config.num_key_value_heads,
         "head_dim": attention.head_dim,
     }
-    assert facts["windows"] == [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
-    assert facts["parameters"] == {"F32": sum(parameter.numel() for parameter in model.parameters())}
+    layers = [layer.self_attn for layer in model.model.layers]
+    slides = [getattr(layer, "is_sliding", True) for layer in layers]  # of EXAONE, every layer has the window's size
+    assert facts["windows"] == [
+        getattr(layer, "sliding_window", None) if sliding else None
+        for layer, sliding in zip(layers, slides, strict=True)
+    ]
+    stored = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    assert facts["parameters"] == {"F32": sum(stored.values())}
     assert facts["tied"] == (model.lm_head.weight is model.model.embed_tokens.weight)
     assert facts["size"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert (facts["supported"], facts["problem"], facts["surgery"]) == (True, None, None)
@@ -111,9 +118,11 @@ def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
     [
         ({"model_type": "bert"}, "bert"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "one latent for all heads (MLA)"),
+        ({"model_type": "gpt_oss"}, "learned sinks"),
         ({"num_hidden_layers": 3}, "beyond the 3 layers"),
     ],
-    ids=["family", "quantized", "layers"],
+    ids=["family", "quantized", "latent", "sinks", "layers"],
 )
 def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason):
     folder = broken(**keys)
@@ -121,6 +130,27 @@ def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason)
     assert not facts["supported"]
     assert reason in facts["problem"]
     assert facts["problem"] in text(folder)
+
+
+def test_an_unknown_family_is_compared_with_known_ones(checkpoint, tmp_path):
+    def of(family, model_type, **names):
+        folder = Path(shutil.copytree(checkpoint(family), tmp_path / model_type))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        weights = load_file(folder / "model.safetensors")
+        for old, new in names.items():
+            weights = {name.replace(old, new): tensor for name, tensor in weights.items() if new or old not in name}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return inspect(folder)["resembles"]
+
+    assert of("llama", "new1") == "its layers resemble llama most: all 9 tensors have the same names and shapes"
+    assert of("olmo2", "new2").startswith("its layers resemble olmo2 most: all 11 tensors")
+    assert "resemble llama most, with 8 tensors of the same names; it has mlp.down.weight" in of(
+        "llama", "new3", down_proj="down"
+    )
+    assert of("llama", "new4", v_proj="").endswith("it lacks self_attn.v_proj.weight")
+    assert of("llama", "new5", layers="blocks") is None
+    assert "resembles" not in text(checkpoint("llama"))
 
 
 def test_pickled_weights(broken):

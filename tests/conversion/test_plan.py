@@ -107,6 +107,19 @@ def test_every_tensor_is_checked(tmp_path: Path, change: dict[str, Any], error: 
         plan_surgery(checkpoint, policy((1, 0, 2), IDENTITY))
 
 
+def test_layers_that_predict_further_tokens_are_copied(tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in llama_shapes().items() if "layers" in name}
+    attention = {name: shape for name, shape in shapes.items() if "layers.1.self_attn" in name}
+    beyond = {name.replace("layers.1.", "layers.2."): shape for name, shape in attention.items()}
+    beyond["model.layers.2.eh_proj.weight"] = [12, 24]
+    glm = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    plan = plan_surgery(checkpoint_of(tmp_path / "m", shapes | beyond, **glm), policy((1, 0, 2), (1, 0, 2)))
+    assert {*plan.moved} == {name for name in shapes if "self_attn" in name and "bias" not in name}
+    checkpoint = checkpoint_of(tmp_path / "n", shapes | beyond, **glm | {"num_nextn_predict_layers": 0})
+    with pytest.raises(UnsupportedModel, match="layer 2 lie beyond the 2 layers"):
+        plan_surgery(checkpoint, policy((1, 0, 2), (1, 0, 2)))
+
+
 def test_weights_without_their_scales_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is U8"):
         plan_of(llama_checkpoint(tmp_path / "m", dtype="U8"), IDENTITY, IDENTITY)

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.errors import UnsupportedModel
 from kvsurgery.templates.kv_encode import Rotation, best_places
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
@@ -16,6 +18,8 @@ from tests.families import FAMILIES, largest, tokens
 from tests.surgery import convert_folder, reform_profile
 
 SMALL = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 2, "pool": 3, "recompute_budget": 16, "query_length": 2}
+
+COVERED = [name for name in FAMILIES if not Family.of({"model_type": FAMILIES[name]["model_type"]}).no_reform]
 
 
 def every_head(config, layer):
@@ -65,7 +69,7 @@ def reading(checkpoint, tmp_path_factory):
     return cache(convert)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COVERED)
 def test_embeddings_are_the_states_before_rope(reading, family):
     model, ids = reading(family).model, tokens(1, 29)
     own = every_head(model.config, 3)
@@ -80,6 +84,12 @@ def test_embeddings_are_the_states_before_rope(reading, family):
     places = by_query + [queries + place for place in order] + [queries + len(order) + place for place in order]
     expected = torch.nn.functional.normalize(states, dim=-1)
     assert largest(found.unflatten(-1, (len(own), -1))[:, places] - expected, expected) < 2e-5
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*COVERED}))
+def test_families_that_it_does_not_cover_are_refused(reading, family):
+    with pytest.raises(UnsupportedModel, match="REFORM does not cover"):
+        reading(family)
 
 
 def rope(states, positions, theta):

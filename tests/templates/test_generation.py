@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from tests.families import largest, make, tokens
+from tests.families import FAMILIES, largest, make, tokens
 from tests.reference import reference_logits
 from tests.surgery import RECENT, SINK, convert_folder
 
@@ -65,6 +65,20 @@ def test_greedy_equals_the_dense_reference(mixed, family):
 )
 def test_batches_with_left_padding(mixed, family, options):
     same_without_cache(mixed(family).model, batch(), **GREEDY | options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_drafts_and_turns_of_every_family(mixed, family):
+    converted, ids = mixed(family), tokens(1, 40, seed=3)
+    model = converted.model
+    same_without_cache(model, batch(), **GREEDY | {"num_beams": 3})
+    expected = model.generate(ids, **GREEDY)
+    assert model.generate(ids, **GREEDY, assistant_model=converted.load()).equal(expected)
+    cache = None
+    for turn in range(3):
+        output = model.generate(ids, **GREEDY, past_key_values=cache, return_dict_in_generate=True)
+        assert output.sequences.equal(model.generate(ids, **GREEDY, use_cache=False))
+        ids, cache = torch.cat([output.sequences, tokens(1, 9, seed=turn)], 1), output.past_key_values
 
 
 @pytest.mark.parametrize("family", SAMPLE)

@@ -1,0 +1,27 @@
+"""`Role`: what a tensor of a checkpoint is, and along which axis its heads lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a tensor is.
+
+    Attributes:
+        layer: its layer, None outside the layers.
+        part: its name inside the layer or the model.
+        shape: symbols (`hidden`, or letters of heads) of a tensor with heads; empty where any shape will do.
+        required: whether every layer must have it.
+    """
+
+    layer: int | None
+    part: str
+    shape: tuple[str, ...] = ()
+    required: bool = False
+
+    @property
+    def axis(self) -> int | None:
+        """The axis along which heads lie: 0 rows, 1 columns; None for a tensor that is copied."""
+        return next((axis for axis, symbol in enumerate(self.shape) if symbol != "hidden"), None)

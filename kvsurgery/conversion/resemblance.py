@@ -1,0 +1,97 @@
+"""Which known family a checkpoint of an unknown one resembles, by the names and shapes of the tensors in its layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvsurgery.checkpoint.family import Family, load_family, supported
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.conversion.plan import plan_moves
+from kvsurgery.errors import KVSurgeryError, UnsupportedModel
+
+LAYER = re.compile(r".*?\blayers\.\d+\.")
+NUMBER = re.compile(r"\.\d+\.")
+LISTED = 6  # tensors named in a sentence
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What a family and a checkpoint have in common.
+
+    Attributes:
+        family: the family.
+        common: names of tensors of a layer that both have, `*` for numbers; `heads` of them have heads.
+        unknown: names that only the checkpoint has.
+        missing: names with heads that only the family has, and in every layer.
+    """
+
+    family: Family
+    common: int
+    heads: int
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def likeness(self) -> int:
+        return self.common - len(self.missing)
+
+    @property
+    def sentence(self) -> str:
+        """What both have and where they differ."""
+        found = f"its layers resemble {self.family.name} most"
+        if not (self.unknown or self.missing):
+            return f"{found}: all {self.common} tensors have the same names"
+        parts = (("has", self.unknown), ("lacks", self.missing))
+        differences = " and ".join(f"{word} {_list(names)}" for word, names in parts if names)
+        return f"{found}, with {self.common} tensors of the same names; it {differences}"
+
+
+def resemblance(checkpoint: Checkpoint) -> str | None:
+    """The known family that a checkpoint resembles most and what differs, in a line; None where no family has any of
+    its tensors.
+
+    Of several families with the same names, it is one whose shapes fit, and Llama before others.
+    """
+    layers = [tensor.name for tensor in checkpoint.tensors if LAYER.match(tensor.name)]
+    names = sorted({NUMBER.sub(".*.", LAYER.sub("", name)) for name in layers})
+    compared = [_compare(load_family(name), names) for name in supported()]
+    most = max(found.likeness for found in compared)
+    best = [found for found in compared if found.likeness == most and found.common]
+    best.sort(key=lambda found: (-found.heads, found.family.name != "llama"))
+    if not best or best[0].unknown or best[0].missing:
+        return best[0].sentence if best else None
+    errors = [_misfit(checkpoint, found.family) for found in best]
+    if None in errors:
+        return f"{best[errors.index(None)].sentence} and shapes"
+    return f"{best[0].sentence}, but {errors[0]}"
+
+
+def _compare(family: Family, names: list[str]) -> _Comparison:
+    unknown = tuple(name for name in names if not _has(family, name))
+    heads = sum(name in family.permute or name in family.optional for name in names)
+    missing = tuple(name for name in family.permute if name not in names)
+    return _Comparison(family, len(names) - len(unknown), heads, unknown, missing)
+
+
+def _has(family: Family, name: str) -> bool:
+    try:
+        family.role(f"model.layers.0.{name.replace('*', '0')}")
+    except UnsupportedModel:
+        return False
+    return True
+
+
+def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
+    """Why the checkpoint's shapes are not those of the family; None where they are."""
+    try:
+        model = family.dimensions(checkpoint.config)
+        plan_moves(checkpoint, family, [range(model.kv_heads)] * model.layers)
+    except KVSurgeryError as error:
+        return str(error)
+    return None
+
+
+def _list(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:LISTED])
+    return f"{shown} and {len(names) - LISTED} more" if len(names) > LISTED else shown
