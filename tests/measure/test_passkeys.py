@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError, TextError, UnsupportedModel
+from kvsurgery.measure.passkeys import Passkeys
 from kvsurgery.measure.prompts import Contexts, Passages
 from kvsurgery.text import haystack
-from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS, Passkeys
+from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 from tests.families import stock
 from tests.measured_models import subject_of
 from tests.vocabularies import KINDS, tokenizer

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kvsurgery.errors import KVSurgeryError, ProfileError, UnsupportedModel
 from kvsurgery.measure import retrieval
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import answer, copy_score, default_lengths, mass_score
+from kvsurgery.measure.retrieval import answer, copy_score, mass_score
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.lengths import ROOM, default_lengths
 from kvsurgery.text.needles import Needle, read_needles
 from tests.families import FAMILIES, stock, tokens
 from tests.measured_models import subject_of
@@ -164,7 +165,7 @@ def test_default_lengths_leave_room_for_an_answer(maximum):
     lengths = default_lengths(maximum)
     assert len(lengths) == 5
     assert list(lengths) == sorted(lengths)
-    assert lengths[-1] == min(32_000, maximum - retrieval.ROOM)
+    assert lengths[-1] == min(32_000, maximum - ROOM)
     assert lengths[0] == min(1_000, lengths[-1])
 
 
