@@ -14,15 +14,15 @@ from kvsurgery.errors import KVSurgeryError, RecipeError
 
 # name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
-    "bench": ("bench", "Measure time and memory, beside the original."),
-    "convert": ("convert", "Rewrite a checkpoint after a head profile."),
-    "eval": ("evaluate", "Measure what a converted checkpoint keeps, beside the original."),
-    "fit": ("fit", "Find the least harmful policy that fits a memory."),
-    "inspect": ("inspect", "Say what a checkpoint is and whether it can be converted."),
+    "bench": ("bench", "Compare time and memory with the original."),
+    "convert": ("convert", "Rewrite a checkpoint according to a head profile."),
+    "eval": ("evaluate", "Compare a converted checkpoint's answers with the original's."),
+    "fit": ("fit", "Find the least harmful policy that fits a memory budget."),
+    "inspect": ("inspect", "Describe a checkpoint and its conversion."),
     "profile": ("profile", "Measure, import, show, compare and merge head profiles."),
     "push": ("push", "Verify a converted checkpoint and upload it to the Hub."),
-    "revert": ("revert", "Give the original checkpoint back, byte for byte."),
-    "sweep": ("sweep", "Evaluate many policies, and plot quality against KV bytes."),
+    "revert": ("revert", "Restore the original checkpoint, byte for byte."),
+    "sweep": ("sweep", "Evaluate many policies and plot quality against KV bytes."),
     "verify": ("verify", "Check a converted checkpoint against its provenance."),
 }
 
@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="kvsurgery")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the whole traceback of an error.")
 def cli() -> None:
-    """Model surgery for head-level KV caches: a checkpoint and a head profile in, a checkpoint out.
+    """Rewrite checkpoints so that each attention head has a KV cache of its own size.
 
     \b
     kvsurgery profile import duo full_attention_heads.tsv --model ./llama3 -o duo.safetensors

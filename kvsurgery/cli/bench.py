@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="SRC",
-    help="Load the original from here: a folder or a Hub id.  [default: (its class over DIR's weights)]",
+    help="The original: a folder or a Hub id.  [default: (its class over DIR's weights)]",
 )
 @device_option
 @dtype_option
@@ -48,8 +48,10 @@ if TYPE_CHECKING:
     type=Tokens(),
     help=f"{CHUNK.capitalize()}  [default: (512 on a CPU, 2K on a GPU)]",
 )
-@click.option("--rounds", type=int, default=3, show_default=True, help="How often all of it is done, after a warm-up.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write bench.json, bench.csv, bench.png and a page here.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Number of rounds, after a warm-up.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for bench.json, bench.csv, bench.png and a report page."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     folder: Path,
@@ -58,22 +60,21 @@ def bench(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure the converted checkpoint DIR beside the original: time, memory, KV bytes.
+    """Measure the converted checkpoint DIR beside the original: time, memory and KV bytes.
 
-    Contenders are the converted model, the original with SDPA (eager where it has soft caps) and its DynamicCache, and
-    the original with each backend of transformers' QuantizedCache that is installed (quanto, hqq). They take turns, on
-    prompts of random tokens.
+    The contenders are the converted model, the original with SDPA (eager attention if it has soft caps) and a
+    DynamicCache, and the original with each installed backend of transformers' QuantizedCache (quanto, hqq). They take
+    turns on prompts of random tokens.
 
-    Figures are medians; of a decode step the first and third quartile stand beside, and how many of them the contender
-    makes while the original makes one. The floor is the time that reading the weights and all keys and values once
-    takes, at the bandwidth that a sum over a large tensor has here. Memory is the most that tensors hold beside the
-    weights.
+    Figures are medians. For a decode step the table also shows the first and third quartile, and how many steps the
+    contender makes while the original makes one. The floor is the time to read the weights and all keys and values
+    once, at the bandwidth measured by summing a large tensor. Memory is the peak of tensors besides the weights.
 
-    Processes that torchrun starts share both models by tensor parallelism, as many as DIR was converted for (--tp).
-    Times are then of the first of them, memory is of the one that holds most.
+    Processes started by torchrun share both models by tensor parallelism; DIR must have been converted for that many
+    (--tp). Times are those of the first process, and memory is that of the process that holds most.
 
-    Prompts that a checkpoint with a reform profile gathers tokens of go through `generate` and have a time to the first
-    token only.
+    If DIR has a reform profile, prompts that it gathers tokens from go through `generate`, and only their time to the
+    first token is measured.
 
     The code in DIR is executed: verify it first.
 

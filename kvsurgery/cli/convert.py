@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command(cls=Grouped)
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; must be empty, or an unfinished run's.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder; must be empty or hold an unfinished run.")
 @revision_option
 @recipe_options
 @in_group(
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         "--fit",
         "fit_memory",
         type=Size(),
-        help="Instead of --full-heads, --budget and --kv-bits: take the least harmful policy with which weights, KV "
+        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy with which weights, KV "
         "cache and workspace fit, such as 24GB or 24GiB; with --tp, on each device. `kvsurgery fit` shows the choice.",
     ),
     click.option(
@@ -39,22 +39,24 @@ if TYPE_CHECKING:
         type=Tokens(),
         help="With --fit: tokens of a sequence, prompt and answer; 128K is 131072.",
     ),
-    click.option("--batch", "fit_batch", type=int, help="With --fit: sequences at a time.  [default: 1]"),
+    click.option("--batch", "fit_batch", type=int, help="With --fit: number of sequences at a time.  [default: 1]"),
 )
 @reform_options
 @save_recipe_option
 @click.option(
     "--stream",
     is_flag=True,
-    help="Convert a Hub id while its weights are fetched, without a copy of them in the Hub's cache.",
+    help="Convert a Hub id while downloading it, without a copy in the Hub's cache.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Threads that move bytes, or connections.  [default: (4, 8 with --stream)]",
+    help="Number of threads that move bytes, or of connections.  [default: (4, 8 with --stream)]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a Hub id only headers are read.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan, or the result, as JSON.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the plan and write nothing; for a Hub id, only the headers are downloaded."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def convert(
     source: str | None,
     out: Path | None,
@@ -66,14 +68,15 @@ def convert(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Rewrite the checkpoint SRC after a head profile.
+    """Rewrite the checkpoint SRC according to a head profile.
 
-    SRC is a folder or a Hub id; without it, the model that the profile was measured on. Retrieval heads keep every
-    token; the others stream, or keep a budget of the prompt that their attention chooses (HeadKV). What is kept can be
-    quantized (KIVI), and shared by the processes of tensor parallelism. With a reform profile, prompts far beyond the
-    context are read too (REFORM). Weights keep their bytes, in another order: `kvsurgery revert` restores the original.
+    SRC is a folder or a Hub id. The default is the model that the profile was measured on. Retrieval heads keep every
+    token. The other heads stream, or keep a budget of prompt tokens that their attention selects (HeadKV). The cache
+    can be quantized (KIVI), and split across the processes of tensor parallelism. With a reform profile the model also
+    reads prompts far beyond its context (REFORM). The weights keep their bytes in a different order, so `kvsurgery
+    revert` restores the original.
 
-    A killed run continues when the same command is given again. With --stream it fetches no finished tensor twice.
+    To continue an interrupted run, give the same command again. With --stream it does not fetch finished tensors again.
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo

@@ -20,32 +20,34 @@ if TYPE_CHECKING:
 
 @click.command("eval")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--source", metavar="SRC", help="The original, to compare with: a folder or a Hub id.")
+@click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default="report",
     show_default=True,
-    help="Where everything is written; what was interrupted goes on there.",
+    help="Output folder; an interrupted run continues there.",
 )
 @task_options
-@click.option("--tp", type=int, default=1, show_default=True, help="Processes that share the models: all, or none do.")
+@click.option(
+    "--tp", type=int, default=1, show_default=True, help="Number of processes that share the models: all of them, or 1."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def evaluate(
     ctx: click.Context, folder: Path, source: str | None, out: Path, tp: int, as_json: bool, **options: Any
 ) -> None:
-    """Ask the converted checkpoint DIR, and the original, the same questions, and compare the answers.
+    """Ask the converted checkpoint DIR and the original the same questions, and compare the answers.
 
-    Everything is decoded through the KV cache: the prompt first, but for its last 50 tokens where answers are short,
-    then token by token. Perplexity is measured so too.
+    Each prompt is prefilled into the KV cache. Where answers are short, the last 50 tokens of the prompt are decoded
+    one at a time. Perplexity is measured token by token through the cache.
 
-    OUT then holds the prompts (samples.jsonl), each model's answers, results.json, and a page that shows them. The same
-    command goes on where it was interrupted. The code in DIR is executed: verify it first.
+    OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To continue an
+    interrupted run, give the same command again. The code in DIR is executed: verify it first.
 
-    needle, passkey, perplexity and ruler are made here, in words that the tokenizer has to know; babilong and longbench
-    are read. Processes that torchrun starts share the samples; with --tp they share the models instead, which were
-    converted for as many.
+    The tasks needle, passkey, perplexity and ruler are generated, in words that the tokenizer must know. The tasks
+    babilong and longbench read the published data. Processes started by torchrun share the samples. With --tp they
+    share the model, which must have been converted for that many processes.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K

@@ -28,18 +28,18 @@ ROWS = 12
 @in_group(
     CACHE,
     click.option(
-        "--memory", type=Size(), required=True, help="What a device has: 24GB is 24 x 10^9 bytes, 24GiB 24 x 2^30."
+        "--memory", type=Size(), required=True, help="Memory of a device: 24GB is 24 x 10^9 bytes, 24GiB is 24 x 2^30."
     ),
     click.option(
         "--context", type=Tokens(), required=True, help="Tokens of a sequence, prompt and answer; 128K is 131072."
     ),
-    click.option("--batch", type=int, default=1, show_default=True, help="Sequences at a time."),
+    click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences at a time."),
     click.option(
         "--new-tokens",
         type=Tokens(),
         default=0,
         show_default=True,
-        help="How many tokens of the context are generated: budgeted heads keep all of these.",
+        help="Number of generated tokens in the context; budgeted heads keep all of them.",
     ),
     click.option(
         "--chunk",
@@ -52,7 +52,7 @@ ROWS = 12
 )
 @recipe_options
 @save_recipe_option
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Write score against memory as a PNG.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Plot score against memory as a PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(
     source: str | None,
@@ -67,17 +67,19 @@ def fit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find the least harmful policy with which weights, KV cache and workspace fit a memory.
+    """Find the least harmful policy with which weights, KV cache and workspace fit a memory budget.
 
-    SRC is a folder or a Hub id, of which only headers are read; without it, the model that the profile was measured on.
-    What is chosen: how many heads are full, the mean budget of the others where they have budgets, and the bits of the
-    cache. The table has the policies that nothing beats, and below it stands the command that converts.
+    SRC is a folder or a Hub id, of which only the headers are read. The default is the model that the profile was
+    measured on. The choice covers the number of full heads, the mean budget of the others if they have budgets, and the
+    bits of the cache. The table lists the policies that no other policy beats, followed by the command that converts.
 
-    The score kept is that of every head, times the share of the context that it keeps (of a budgeted head: the share of
-    attention that so many tokens hold if it falls off like Zipf's law), times what its bits leave of it.
+    The score of a policy is a sum over its heads: the head's score, times the share of the context that the head keeps,
+    times the share of quality that its bits preserve. For a budgeted head the share is the attention that its tokens
+    would hold if attention followed Zipf's law.
 
-    The memory is the model's: leave room for the CUDA context, and for what else runs. With --tp it is that of one
-    device, and so is what is printed, of the process that holds most. `convert --fit` converts in one go.
+    The memory is for the model alone, so leave room for the CUDA context and other programs. With --tp it is the memory
+    of one device, and the output describes the process that holds most. `convert --fit` chooses and converts in one
+    step.
 
     \b
     kvsurgery fit ./llama3 --profile duo.safetensors --memory 24GB --context 128K --batch 4

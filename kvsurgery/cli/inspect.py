@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(source: str, revision: str | None, as_json: bool) -> None:
-    """Say what a checkpoint is, and whether it can be converted or how it was.
+    """Describe a checkpoint: whether it can be converted, or how it was.
 
-    SRC is a folder or a Hub id. Only headers are read: of a model on the Hub no weights are downloaded.
+    SRC is a folder or a Hub id. For a Hub id, only the headers are downloaded.
 
     \b
     kvsurgery inspect ./llama3-duo

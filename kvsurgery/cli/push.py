@@ -10,21 +10,21 @@ import click
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("repo_id")
-@click.option("--private", is_flag=True, help="Create the repository private; a public one is refused.")
-@click.option("--create-pr", is_flag=True, help="Open a pull request and leave main as it is.")
+@click.option("--private", is_flag=True, help="Create a private repository; an existing public one is refused.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
-    help="Upload the page and pictures of this folder, which eval or bench wrote, and show them in the model card.",
+    help="Upload the page and figures that eval or bench wrote to this folder, and show them in the model card.",
 )
 def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Path | None) -> None:
     """Verify a converted checkpoint, upload it to the Hub and compare the Hub's checksums.
 
-    The repository is created if needed. All files appear in one commit, so nobody ever downloads half a model. After a
-    failure run the same command again: weights that the Hub has are not sent again.
+    The repository is created if needed. All files appear in a single commit, so nobody downloads an incomplete model.
+    After a failure, give the same command again: weights that the Hub already has are not sent again.
 
-    With a report, the card on the Hub gets its pictures and scores, and DIR stays as it is. The page says how to
-    reproduce each number, by the command that was typed and the folders in it.
+    With --report, the card on the Hub shows the report's figures and scores; DIR itself is not changed. The page lists
+    the commands that reproduce each number, including the names of local folders.
 
     \b
     kvsurgery push ./llama3-duo you/llama3-duo --private

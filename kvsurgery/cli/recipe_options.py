@@ -45,19 +45,19 @@ def recipe_file(command: Any) -> Any:
         "--recipe",
         "recipe_path",
         type=click.Path(path_type=Path),
-        help="A TOML file of these options; options given beside it override its values.",
+        help="A TOML file with these options; options on the command line override it.",
     )(command)
 
 
 save_recipe_option = click.option(
-    "--save-recipe", type=click.Path(path_type=Path), help="Write what was decided to a TOML file, for --recipe."
+    "--save-recipe", type=click.Path(path_type=Path), help="Write the complete recipe to a TOML file."
 )
 profile_option = click.option(
     "--profile",
     "profile_paths",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="The head profile; for long prompts, a reform profile, beside one with scores or alone.  [required, here or "
+    help="The head profile. For long prompts add a reform profile, or give only that.  [required, here or "
     "in the recipe]",
 )
 
@@ -115,46 +115,49 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             int,
             "Number of trailing prompt tokens whose attention selects what a budgeted head keeps.",
         ),
-        "kernel_size": (int, "Neighbours over which this attention is pooled."),
-        "pool": (click.Choice(["max", "avg"]), "How it is pooled."),
+        "kernel_size": (int, "Number of neighbouring tokens over which this attention is pooled."),
+        "pool": (click.Choice(["max", "avg"]), "How this attention is pooled."),
         "kv_bits": (
             Bits(8, 4, 2),
-            "Bits that full and budgeted heads store their tokens in, except for the newest.  [default: (the model's "
-            "dtype)]",
+            "Bits per stored key and value of full and budgeted heads, except for the newest tokens.  [default: (the "
+            "model's dtype)]",
         ),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
-            "What shares a scale: kivi, a channel of keys and a token of values; per-token, a token of both.",
+            "Which elements share a scale: kivi, a channel of keys and a token of values; per-token, a token of both.",
         ),
         "kv_group_size": (
             int,
             "Elements that share a scale.  [default: (a tile of 128 tokens, or all channels of a head)]",
         ),
-        "kv_residual": (int, "Number of newest tokens, at least, that are not quantized."),
+        "kv_residual": (int, "Minimum number of newest tokens that are not quantized."),
         "kv_streaming": (
             bool,
-            "Quantize streaming heads too, and the model's own sliding windows, where they are long enough.",
+            "Also quantize the windows of streaming heads and of the model's sliding layers if they are long enough.",
         ),
     },
     DEVICES: {
         "tp": (
             click.IntRange(min=1),
-            "Lay heads out for this many processes of tensor parallelism, or a divisor: every layer gets a multiple of "
-            "it of full heads.",
+            "Number of tensor-parallel processes to lay heads out for. Every layer gets a multiple of it of full "
+            "heads; any divisor of it works too.",
         ),
-        "tp_uneven": (bool, "With --tp: keep exactly the full heads asked for, though some processes hold more."),
+        "tp_uneven": (
+            bool,
+            "With --tp: keep exactly the requested full heads, although some processes then hold more.",
+        ),
     },
 }
 # field of `ReformSizes` -> its type, and what it says
 REFORM: dict[str, tuple[Any, str]] = {
-    "chunk": (Tokens(), "Tokens read at once.  [default: (32K, or what fits the model)]"),
+    "chunk": (Tokens(), "Tokens of a prompt that are read at once.  [default: (32K, or what fits the model)]"),
     "encode_budget": (Tokens(), "Tokens that a head keeps from chunk to chunk.  [default: (32K, or what fits)]"),
-    "compressor": (click.Choice(["h2o", "tova", "streaming"]), "How these are chosen.  [default: h2o]"),
-    "window": (int, "Last queries of a chunk, whose attention chooses.  [default: 128]"),
-    "keep": (int, "First and last tokens that are always kept.  [default: 256]"),
-    "pool": (int, "Neighbours over which a token's similarity to the question is pooled.  [default: 129]"),
-    "recompute_budget": (Tokens(), "Tokens gathered for the whole model.  [default: (16K, or what fits)]"),
-    "query_length": (int, "Tokens of the question, where nothing marks it.  [default: 64]"),
+    "compressor": (click.Choice(["h2o", "tova", "streaming"]), "How these tokens are selected.  [default: h2o]"),
+    "window": (int, "Number of last queries of a chunk whose attention selects tokens.  [default: 128]"),
+    "keep": (int, "Number of first and of last tokens that are always kept.  [default: 256]"),
+    "pool": (int, "Number of neighbouring tokens over which similarity to the question is pooled.  [default: 129]"),
+    "recompute_budget": (Tokens(), "Tokens that are gathered for the whole model.  [default: (16K, or what fits)]"),
+    "query_length": (int, "Tokens of the question if nothing marks it in the prompt.  [default: 64]"),
 }
 
 

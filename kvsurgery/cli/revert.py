@@ -14,15 +14,15 @@ import click
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder to write; must be empty, or an unfinished run's.",
+    help="Output folder; must be empty or hold an unfinished run.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads that move bytes.  [default: 4]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of threads that move bytes.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
-    """Give the original of the converted checkpoint DIR back, byte for byte.
+    """Restore the original of the converted checkpoint DIR, byte for byte.
 
-    Nothing but DIR is needed. Every tensor and file is compared with the hash that the conversion recorded. A killed
-    run continues when the same command is given again.
+    DIR holds all that is needed. Every restored tensor and file must match the hash that the conversion recorded. To
+    continue an interrupted run, give the same command again.
 
     \b
     kvsurgery revert ./llama3-duo --out ./llama3

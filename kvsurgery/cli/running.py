@@ -28,18 +28,16 @@ class Device(click.ParamType):
         return value
 
 
-device_option = click.option("--device", type=Device(), help="Where models run.  [default: (cuda where there is one)]")
+device_option = click.option("--device", type=Device(), help="Device to run on.  [default: (cuda if available)]")
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Of the weights and the KV cache; auto is the checkpoint's, or float32 on a CPU without instructions for it.",
+    help="Dtype of weights and KV cache; auto is the checkpoint's, or float32 on a CPU without instructions for it.",
 )
-seed_option = click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything that is drawn."
-)
-revision_option = click.option("--revision", help="Branch, tag or commit of a Hub id.")
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+revision_option = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
 
 def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:

@@ -34,7 +34,11 @@ AXES: dict[str, tuple[str, click.ParamType, str]] = {
         "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
         'published "KV = 128" is 120 with --window 8.',
     ),
-    "beta": (CACHE, click.FLOAT, "How budgets follow the scores: the larger, the more even.  [default: 1.2]"),
+    "beta": (
+        CACHE,
+        click.FLOAT,
+        "How closely budgets follow the scores: a larger beta means more even budgets.  [default: 1.2]",
+    ),
     "kv_bits": (
         CACHE,
         Bits(16, 8, 4, 2),
@@ -61,7 +65,7 @@ def axis_options(command: Any) -> Any:
     type=click.Path(path_type=Path),
     default="sweep",
     show_default=True,
-    help="Where everything is written; what was interrupted goes on there.",
+    help="Output folder; an interrupted run continues there.",
 )
 @axis_options
 @kind_options
@@ -76,17 +80,17 @@ def sweep(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Convert SRC in many ways, and ask all of them what the original is asked.
+    """Convert SRC with many recipes, and evaluate each of them beside the original.
 
-    SRC is a folder or a Hub id; without it, the model that the profile was measured on. Each option that takes several
-    values is an axis, and every combination is a setting: it is converted into OUT, answers through its KV cache, and
-    is removed, so that there is one at a time. The original answers once. A setting that gives no policy is left out,
-    with the reason; settings that give the same policy are evaluated once.
+    SRC is a folder or a Hub id. The default is the model that the profile was measured on. Every option that takes a
+    list is an axis, and every combination of values is a setting. Each setting is converted into OUT, evaluated through
+    its KV cache and removed, one at a time. The original is evaluated once. Settings without a valid policy are left
+    out with the reason, and settings with equal policies are evaluated once.
 
-    OUT then holds sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, the original's score
-    as a line. Rings are around what nothing smaller scores as well as; bars are 95% intervals of the difference to the
-    original. The same command goes on where it was interrupted, and with other values on the axes it computes only what
-    is not there.
+    OUT holds sweep.json, sweep.csv and sweep.png: quality against the bytes of the KV cache, with the original's score
+    as a line. Rings mark settings that no smaller setting matches. Bars are 95% intervals of the difference to the
+    original. To continue an interrupted run, give the same command again; with more values on an axis, only new
+    settings are computed.
 
     \b
     kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvsurgery.evaluate.sample import Task
 
 _RUN = (
-    click.option("--limit", type=POSITIVE, help="Samples of a task at most, the first ones."),
-    click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Samples that are read at once."),
+    click.option("--limit", type=POSITIVE, help="Maximum number of samples of each task."),
+    click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
     click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}  [default: (all)]"),
     seed_option,
     device_option,

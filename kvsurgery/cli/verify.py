@@ -15,11 +15,13 @@ from kvsurgery.repo_id import is_repo_id
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--source", metavar="SRC", help="Compare with the original too: a folder or a Hub id.")
-@click.option("--logits", is_flag=True, help="Then run stock and emitted model, all heads full, and compare logits.")
+@click.option("--source", metavar="SRC", help="Also compare with the original: a folder or a Hub id.")
+@click.option(
+    "--logits", is_flag=True, help="Also compare the logits of the stock model and the emitted one with all heads full."
+)
 @click.option("--hashes", is_flag=True, help="Print the SHA-256 of each emitted .py file, as the model card does.")
 @dtype_option
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads that hash.  [default: 4]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of threads that hash.  [default: 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def verify(
@@ -34,8 +36,8 @@ def verify(
 ) -> None:
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
-    Emitted code, configs and copied files are compared as they are; every tensor is put back into its original order
-    and must have the hash of the original's bytes. The exit code is 3 for a mismatch, and the line names what differs.
+    Emitted code, configs and copied files must match their hashes. Every tensor is put back into its original order and
+    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor.
 
     \b
     kvsurgery verify ./llama3-duo

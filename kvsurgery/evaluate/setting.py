@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvsurgery.evaluate.sample import Task
 
 # words that several tasks' settings share
-SAMPLES = "prompts of each length, and of each of RULER's tasks"
+SAMPLES = "number of prompts of each length (ruler: of each task and length)"
 SOURCE = "a file, a folder or the Hub id of a dataset"
 THERE = "all that the source has"
 _KEY = "setting"

@@ -23,9 +23,9 @@ import click
 def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
     """Compare two profiles of one model.
 
-    Rank correlation says whether they order its heads alike; overlap, how many of the KV heads that `convert` would
-    keep full at a sparsity are the same. Where both are of one method, scores are compared head by head; else ranks
-    from 0 to 1, since scores of two methods have no common scale.
+    The rank correlation says whether both order the heads alike. The overlap is the share of KV heads that `convert`
+    would keep full with either profile at a given sparsity. Profiles of one method are compared by their scores; others
+    by ranks from 0 to 1, because scores of different methods have no common scale.
 
     \b
     kvsurgery profile compare duo.safetensors r2.safetensors --plot difference.png

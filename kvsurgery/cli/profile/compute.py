@@ -50,10 +50,10 @@ OPTIONS = {
 
 @click.command()
 @click.argument("source", metavar="MODEL")
-@click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="What is measured.")
+@click.option("--method", required=True, type=click.Choice(list(OPTIONS)), help="Method of measurement.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
 @revision_option
-@click.option("--text", help=f"{says.TEXT.capitalize()}.  [default: (generated)]")
+@click.option("--text", help=f"{says.TEXT[0].upper()}{says.TEXT[1:]}.  [default: (generated)]")
 @seed_option
 @device_option
 @dtype_option
@@ -76,27 +76,33 @@ OPTIONS = {
     type=click.Choice(["distill", "lm"]),
     default="distill",
     show_default=True,
-    help="duo: last hidden states against the full model's; or next-token prediction over the text, the ablation.",
+    help="duo: distill compares last hidden states with the full model's; lm, an ablation, predicts the next token.",
 )
-@click.option("--steps", type=int, default=2000, show_default=True, help="duo: of training.")
+@click.option("--steps", type=int, default=2000, show_default=True, help="duo: training steps.")
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo: peak learning rate.")
 @click.option("--reg", type=float, default=0.05, show_default=True, help="duo: weight of the mean gate.")
-@click.option("--sink", type=int, default=64, show_default=True, help="duo: first tokens that streaming sees.")
-@click.option("--recent", type=int, default=256, show_default=True, help="duo: latest tokens that streaming sees.")
-@click.option("--batch", type=POSITIVE, default=1, show_default=True, help="duo: prompts a step, over all processes.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: where to keep the training's state.")
-@click.option("--resume", is_flag=True, help="duo: go on from --checkpoint.")
-@click.option("--curve", type=click.Path(path_type=Path), help="duo: write loss and gates over the steps as a PNG.")
+@click.option("--sink", type=int, default=64, show_default=True, help="duo: first tokens that streaming heads see.")
+@click.option("--recent", type=int, default=256, show_default=True, help="duo: latest tokens that streaming heads see.")
+@click.option("--batch", type=POSITIVE, default=1, show_default=True, help="duo: prompts per step, over all processes.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: file for the state of the training.")
+@click.option("--resume", is_flag=True, help="duo: continue from --checkpoint.")
+@click.option("--curve", type=click.Path(path_type=Path), help="duo: plot loss and gates over the steps as a PNG.")
 @click.option("--needles", default="auto", show_default=True, help=f"headkv: {says.NEEDLES}.")
 @click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: (five up to 32000)]")
 @click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {says.DEPTHS}.  [default: (ten)]")
-@click.option(
-    "--samples", type=POSITIVE, default=50, show_default=True, help="attention, reform: prompts that are measured."
-)
-@click.option("--context", type=Tokens(), default="8K", show_default=True, help="reform: tokens of a sample.")
+@click.option("--samples", type=POSITIVE, default=50, show_default=True, help="attention, reform: number of prompts.")
+@click.option("--context", type=Tokens(), default="8K", show_default=True, help="reform: tokens of a prompt.")
 @click.option("--chunk", type=Tokens(), help=f"reform: {CHUNK}  [default: 2048]")
-@click.option("--tp", type=int, default=1, show_default=True, help="Processes that share heads and weights of layers.")
-@click.option("--sp", type=int, default=1, show_default=True, help="Processes that share the tokens of a prompt.")
+@click.option(
+    "--tp",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of processes that share the heads and weights of layers.",
+)
+@click.option(
+    "--sp", type=int, default=1, show_default=True, help="Number of processes that share the tokens of a prompt."
+)
 @click.pass_context
 def compute(
     ctx: click.Context,
@@ -110,17 +116,17 @@ def compute(
     sp: int,
     **options: Any,
 ) -> None:
-    """Measure the heads of MODEL, a folder or a Hub id, original or converted.
+    """Measure the attention heads of MODEL, a folder or a Hub id, original or converted.
 
     \b
     duo        DuoAttention's gates, trained to recall passkeys with as few full heads as possible
-    attention  what a head attends to while passkeys are recalled, no training
-    headkv-*   what comes through a head from a needle that the model copies (r, er) or reasons about (r2)
-    reform     which heads' states find the tokens that a question needs
+    attention  the attention of each head while passkeys are recalled, without training
+    headkv-*   how much of a needle's answer comes through each head: copied (r, er) or reasoned about (r2)
+    reform     the heads whose states find the tokens that a question needs
 
-    Processes that `torchrun` starts share the prompts, with --tp the heads and weights of each layer (tensor
-    parallelism). Of duo and attention they also share the weights, over all processes (FSDP2), and with --sp the tokens
-    of each prompt, for contexts that one device has no room for; of the others either prompts or heads.
+    Processes started by `torchrun` share the prompts, or with --tp the heads and weights of each layer (tensor
+    parallelism). For duo and attention they also share the weights (FSDP2), and with --sp the tokens of each prompt,
+    for contexts that do not fit one device.
 
     \b
     kvsurgery profile compute ./llama3 --method duo -o duo.safetensors

@@ -36,9 +36,9 @@ def merge(
 ) -> None:
     """Merge profiles of one model into one.
 
-    Runs of one method with other seeds or data: --how mean, or max to keep what matters in any of them. Different
-    methods: --how rank-product, where a head stands high that ranks high in every profile. It is a method of its own,
-    after which the other heads stream by default; `convert --rest budgeted` gives them budgets.
+    For runs of one method with other seeds or data, use --how mean, or max to keep every head that matters in any run.
+    For different methods, use --how rank-product: heads that rank high in every profile rank high. With such a profile
+    the remaining heads stream by default; `convert --rest budgeted` gives them budgets.
 
     The order of the profiles does not matter.
 

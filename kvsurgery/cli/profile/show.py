@@ -21,17 +21,16 @@ BEST = 5
     "--model",
     "source",
     metavar="SRC",
-    help="Take the model's sliding windows from here: a folder, a config.json or a Hub id. For profiles written before "
-    "they recorded them.",
+    help="Model to read sliding windows from: a folder, a config.json or a Hub id. Profiles of version 0.1 need it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
 def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> None:
     """Show a head profile as a heat map.
 
-    Beside each layer, how many of its KV heads stay full at three sparsities, as `convert` would choose them: none in
-    layers with a sliding window of the model's own. Of a reform profile, which has no scores: the embedding heads, and
-    the best of each task.
+    Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
+    sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
+    best heads of each task.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png

@@ -49,8 +49,8 @@ class BabilongTask:
     """
 
     source: str = setting("RMT-team/babilong", "babilong", SOURCE)
-    tasks: tuple[str, ...] | None = setting(None, "babilong_tasks", "such as qa1,qa2", default=THERE)
-    lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "such as 0k,4k", default=THERE)
+    tasks: tuple[str, ...] | None = setting(None, "babilong_tasks", "tasks such as qa1,qa2", default=THERE)
+    lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "lengths such as 0k,4k", default=THERE)
 
     def check(self) -> None:
         """Check that the source can be read.

@@ -46,8 +46,8 @@ class LongBenchTask:
     """
 
     source: str = setting("THUDM/LongBench", "longbench", SOURCE)
-    datasets: tuple[str, ...] | None = setting(None, "longbench_datasets", "such as hotpotqa", default=THERE)
-    extended: bool = setting(False, "longbench_extended", "LongBench-E, whose scores are shown by length too")
+    datasets: tuple[str, ...] | None = setting(None, "longbench_datasets", "datasets such as hotpotqa", default=THERE)
+    extended: bool = setting(False, "longbench_extended", "use LongBench-E, with scores by length")
     longest: int | None = None
     prompts: str | None = setting(
         None, "longbench_prompts", "a file such as LongBench's dataset2prompt.json", default="shipped"

@@ -55,7 +55,7 @@ class PasskeyTask:
     text: str | None = setting(None, "text", says.TEXT, default="generated")
     hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")
     asked: str | None = setting(
-        None, "passkey_asked", "the question; one that ends in {cue} gives the passkey's first token"
+        None, "passkey_asked", "the question; {cue} at its end gives the first token of the passkey"
     )
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ class PerplexityTask:
         None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
     )
     continuation: int = setting(
-        256, "continuation", "last tokens of a prompt that are read one by one and measured", tokens=True
+        256, "continuation", "number of last tokens that are decoded one by one and measured", tokens=True
     )
     pieces: int = setting(10, "samples", SAMPLES)
     text: str | None = setting(None, "text", says.TEXT, default="generated")

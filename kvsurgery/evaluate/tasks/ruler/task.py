@@ -65,12 +65,12 @@ class RulerTask:
 
     lengths: tuple[int, ...] = setting((4096,), "lengths", "tokens of prompts", tokens=True)
     tasks: tuple[str, ...] | None = setting(
-        None, "ruler_tasks", "such as niah_single_1,vt", default="all that can be made"
+        None, "ruler_tasks", "tasks such as niah_single_1,vt", default="all that can be made"
     )
     count: int = setting(20, "samples", SAMPLES)
     text: str | None = setting(None, "text", says.TEXT, default="generated")
-    squad: str | None = setting(None, "squad", "a file of SQuAD, for qa_1")
-    hotpot: str | None = setting(None, "hotpot", "a file of HotpotQA, for qa_2")
+    squad: str | None = setting(None, "squad", "SQuAD file for qa_1")
+    hotpot: str | None = setting(None, "hotpot", "HotpotQA file for qa_2")
 
     @property
     def left_out(self) -> Mapping[str, str]:
