@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-matrix test-kernels test-gpu test-extras test-vllm test-wheel coverage lint format clean
+.PHONY: demo real real-short test test-fast test-matrix test-kernels test-gpu test-extras test-vllm test-wheel coverage lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -28,6 +28,11 @@ real-short: .venv/ready
 
 test: .venv/ready
 	.venv/bin/python $(PYTEST)
+
+# while working: what decides a conversion, without models; under a minute on two cores
+FAST = checkpoint policy profile text test_recipe.py test_structure.py templates/test_kv_layout.py
+test-fast: .venv/ready
+	.venv/bin/python $(PYTEST) $(FAST:%=tests/%) --ignore tests/policy/test_footprint.py
 
 # what a checkpoint's users have may be older: all that loads models or asks the Hub, on other versions of transformers
 COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream

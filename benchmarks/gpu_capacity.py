@@ -56,7 +56,7 @@ def with_int8_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.inference_mode()
 def try_tokens(model: PreTrainedModel, tokens: int) -> dict | None:
-    """Fill a cache with so many tokens and decode one more; None where memory does not suffice."""
+    """Fill a cache with this many tokens and decode one more; None where memory does not suffice."""
     config = model.config
     like = torch.empty(1, config.num_key_value_heads, 0, config.head_dim, dtype=model.dtype, device=model.device)
     layout = KVLayout.from_config(config).quantized(Quantization(BITS))

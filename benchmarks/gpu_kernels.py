@@ -51,7 +51,7 @@ def bytes_to_read(batch: int, tokens: int, full: int, bits: int) -> int:
 
 
 def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurgeryCache, LlamaConfig]:
-    """A cache of so many layers, and the config that it belongs to."""
+    """A cache of this many layers, and the config that it belongs to."""
     config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
     config.kv_surgery = section(layers, HEADS, full, HEAD_DIM)
     return KVSurgeryCache(config, tokens, quantization(bits)), config

@@ -133,7 +133,7 @@ class Reader(ChunkEncoder):
         self.head, self.budget, self.capacity = model.lm_head, settings.recompute_budget, capacity
 
     def forward(self, tokens: torch.Tensor, budget: int = EVERYTHING) -> torch.Tensor:
-        """Hidden states [1, tokens, hidden]; then so many tokens are kept."""
+        """Hidden states [1, tokens, hidden]; then this many tokens are kept."""
         self.reform = replace(self.reform, encode_budget=budget)
         return self.read_chunk(input_ids=tokens).last_hidden_state
 

@@ -124,7 +124,7 @@ def plot(results: list[Row], path: Path) -> None:
     """Recall, time and memory against length, a line for each method.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     figure = new_figure(14, 4.5)
     panels = {

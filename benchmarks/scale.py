@@ -104,7 +104,7 @@ def balance(parts: list[Any], tokens: int) -> dict[str, float]:
 
 
 def context(layout: Any, room: float) -> int:
-    """Tokens of one sequence whose keys and values fit so many bytes."""
+    """Tokens of one sequence whose keys and values fit this many bytes."""
     if room < layout.kv_bytes(1, 1):
         return 0
     fits, beyond = 1, 2

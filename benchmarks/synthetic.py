@@ -73,7 +73,7 @@ def dimensions(config: LlamaConfig) -> tuple[int, int]:
 
 
 def quantization(bits: int) -> Quantization | None:
-    """Codes of so many bits; at 16 the cache has the model's dtype."""
+    """Codes of this many bits; at 16 the cache has the model's dtype."""
     return Quantization(bits) if bits < 16 else None
 
 

@@ -52,7 +52,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
 def byte_progress(
     what: str, total: int, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Callable[[int], None]]:
-    """Progress on stderr, with rate and time left: a bar, or lines where stderr is no terminal. It appears with the
+    """Progress on stderr, with rate and time left: a bar, or lines where stderr is not a terminal. It appears with the
     first byte: a refusal stands alone.
 
     Yields:

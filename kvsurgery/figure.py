@@ -19,7 +19,7 @@ SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure of this many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -29,21 +29,21 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be written, before the work that it will show.
 
     Raises:
-        OutputError: it cannot, or its ending is no picture format.
+        OutputError: it cannot, or its ending is not a picture format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     check_file(path)
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in known:
-        raise OutputError(f"cannot write {path}: {path.suffix} is no picture format; end it in .png, .svg or .pdf")
+        raise OutputError(f"cannot write {path}: {path.suffix} is not a picture format; end it in .png, .svg or .pdf")
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write it in the format of the path's ending.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     try:
         figure.savefig(path, dpi=150)

@@ -4,5 +4,5 @@ import re
 
 
 def is_repo_id(source: str) -> bool:
-    """Whether a source that is no local folder can be a Hub repository: `name` or `owner/name`."""
+    """Whether a source that is not a local folder can be a Hub repository: `name` or `owner/name`."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) is not None

@@ -24,7 +24,7 @@ class Entry:
     """A contender with a model of its own, and what was measured of it.
 
     Attributes:
-        make: an empty cache that will hold so many tokens.
+        make: an empty cache that will hold this many tokens.
         shares: of the full cache that converted models keep, by name and tokens of the prompt.
         results: as they are written.
         refused: of what could not be measured, the reason.

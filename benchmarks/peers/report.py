@@ -74,7 +74,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     """Recall and perplexity against the bytes that are really held, a line for each series.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     found = measured(report)
     series = list(dict.fromkeys(contender.series for contender, _ in found if contender != STOCK))

@@ -53,13 +53,13 @@ def benchmark(
         options: what else `Workload` has.
 
     Raises:
-        CheckpointError: `folder` was not converted, or not for so many processes, or a model cannot be loaded.
+        CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
         KVSurgeryError: numbers that make no sense, a device that is not there, weights that do not fit, or prompts
             beyond the context.
     """
     facts = inspect_checkpoint(folder, str(folder))
     if facts.surgery is None:
-        raise CheckpointError(f"{folder} is no converted checkpoint; give a folder that `kvsurgery convert` wrote")
+        raise CheckpointError(f"{folder} is not a converted checkpoint; give a folder that `kvsurgery convert` wrote")
     where, new, positions = usable_device(device), options.get("new", Workload.new), positions_of(folder)
     budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
     kind = torch.device(where).type

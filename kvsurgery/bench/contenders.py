@@ -33,7 +33,7 @@ class Contender:
     Attributes:
         name: by which results have it.
         model: in evaluation mode.
-        make: an empty cache for a prompt of so many tokens and so many new ones.
+        make: an empty cache for a prompt of this many tokens, with room for the new ones.
         layout: `KVLayout` of the model's heads, as the converted model keeps them.
         reform: `Reform`, if the model gathers tokens of long prompts.
         shared: whether processes share the model.

@@ -200,7 +200,7 @@ class Turns:
         return watch.spans()
 
     def _generate(self, new: int) -> Any:
-        """The cache after `generate` made so many tokens."""
+        """The cache after `generate` made this many tokens."""
         options = {"max_new_tokens": new, "return_dict_in_generate": True, "attention_mask": torch.ones_like(self.ids)}
         if self.contender.name != CONVERTED:  # which makes its own
             options["past_key_values"] = self.contender.make(self.tokens, new)
@@ -227,7 +227,7 @@ class Turns:
     def _step_bytes(self) -> float:
         """The least that a decode step reads, in the middle of the steps: weights, and all keys and values.
 
-        Of a converted model those that its cache allocates for so many tokens, of others the mean of what the cache
+        Of a converted model those that its cache allocates for this many tokens, of others the mean of what the cache
         held before and after.
         """
         half = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)

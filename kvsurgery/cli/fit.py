@@ -160,7 +160,7 @@ def _plot(found: Fit, name: str, path: Path) -> None:
     """Write a picture of the score that policies keep in a memory, by bits, with what there is and what was chosen.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     from kvsurgery.figure import new_figure, save_figure
     from kvsurgery.policy.fit import pareto

@@ -18,7 +18,7 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(?:([kmgt])(i?))?b", str(value), re.IGNORECASE)
         if not match:
-            self.fail(f"{value!r} is no size; write 24GB, which is 24 x 10^9 bytes, or 24GiB, 24 x 2^30", param, ctx)
+            self.fail(f"{value!r} is not a size; write 24GB, which is 24 x 10^9 bytes, or 24GiB, 24 x 2^30", param, ctx)
         power = " kmgt".index((match[2] or " ").lower())
         return int(Fraction(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -31,7 +31,7 @@ class Tokens(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d{1,12})([km]?)", str(value), re.IGNORECASE)
         if not match:
-            self.fail(f"{value!r} is no number of tokens; write 131072, or 128K, which is the same", param, ctx)
+            self.fail(f"{value!r} is not a number of tokens; write 131072, or 128K, which is the same", param, ctx)
         return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 

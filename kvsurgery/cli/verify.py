@@ -112,5 +112,5 @@ def source_folder(source: str, converted: Path) -> Path:
     from kvsurgery.errors import CheckpointError
 
     if not is_repo_id(source):
-        raise CheckpointError(f"{source} is no folder and no Hub id")
+        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]

@@ -38,7 +38,7 @@ def open_converted(folder: Path) -> Converted:
     """Read provenance and headers of a converted checkpoint, and check that they agree.
 
     Raises:
-        CheckpointError: this is no converted checkpoint, or its provenance is damaged.
+        CheckpointError: this is not a converted checkpoint, or its provenance is damaged.
         Mismatch: its weight files are not the ones that the conversion wrote.
     """
     provenance = Provenance.read(folder)

@@ -191,7 +191,7 @@ def _check_place(folder: Path, source: Path) -> None:
 
 
 def check_space(folder: Path, size: int) -> None:
-    """Raise OutputError where a folder, which need not be there yet, has no room for so many bytes."""
+    """Raise OutputError where a folder, which need not be there yet, has no room for this many bytes."""
     free = shutil.disk_usage(_existing(folder)).free
     if folder.is_dir():
         # what an interrupted run left is kept or overwritten; .part files have holes, so count blocks

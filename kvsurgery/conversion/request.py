@@ -108,7 +108,7 @@ class Request:
         """Refuse what cannot be a Hub id, and say what else a name that the Hub does not know may be."""
         place = self.place
         if not is_repo_id(place):
-            raise CheckpointError(f"{place} is no folder and no Hub id; give the checkpoint as the first argument")
+            raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
         if Path(place).exists():
             raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
         try:

@@ -49,7 +49,7 @@ def revert(
     """Write the original checkpoint of a converted one. A run that was interrupted goes on when it is repeated.
 
     Raises:
-        CheckpointError: `folder` is no converted checkpoint, or its provenance is damaged.
+        CheckpointError: `folder` is not a converted checkpoint, or its provenance is damaged.
         Mismatch: its bytes are not those that the conversion wrote; then nothing is left in `out`.
         OutputError: `out` cannot be used or written.
     """

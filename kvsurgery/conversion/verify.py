@@ -53,7 +53,7 @@ def verify(
     Files come before weights, and headers before tensors, so that most damage is found at once.
 
     Raises:
-        CheckpointError: `folder` is no converted checkpoint, or `source` no checkpoint.
+        CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint.
         Mismatch: the first file or tensor that is not what was recorded.
     """
     begin, folder = time.monotonic(), Path(folder)

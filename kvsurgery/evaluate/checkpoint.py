@@ -65,7 +65,7 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         stock: load the stock class, of a converted checkpoint too.
 
     Raises:
-        CheckpointError: it cannot be loaded, or was not converted for so many processes.
+        CheckpointError: it cannot be loaded, or was not converted for this many processes.
         UnsupportedModel: a family without a patch.
     """
     config = read_config(folder)

@@ -41,7 +41,7 @@ class Reading:
         self.cache, self.seen = empty_cache(model, prompt, capacity), 0
 
     def feed(self, tokens: int) -> torch.Tensor:
-        """Read so many more columns; logits of the last one, float32 [batch, vocabulary]."""
+        """Read this many more columns; logits of the last one, float32 [batch, vocabulary]."""
         stop = self.seen + tokens
         output = self.model(
             self.ids[:, self.seen : stop],

@@ -101,7 +101,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if not isinstance(settings["models"], dict) or not isinstance(settings["versions"], dict):
             raise ValueError("no models or no versions")
     except (ValueError, TypeError, KeyError) as error:
-        raise OutputError(f"{path} is no settings of an evaluation: {error}; give another folder") from error
+        raise OutputError(f"{path} has no settings of an evaluation: {error}; give another folder") from error
     return settings
 
 

@@ -39,7 +39,7 @@ def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterat
         taken = enumerate(dataset_rows(source, config, split), 1)
         rows = ((f"{source} {config}/{split}, row {number}", row) for number, row in taken)
     else:
-        raise TextError(f"cannot read rows of {source}: there is no such file, and it is no Hub id of a dataset")
+        raise TextError(f"cannot read rows of {source}: there is no such file, and it is not the Hub id of a dataset")
     for number, (place, row) in enumerate(rows, 1):  # noqa: B007  (counted)
         _check(row, fields, place)
         yield row
@@ -63,7 +63,7 @@ def check_source(source: str) -> None:
 
 
 def in_folder(source: str, name: str) -> str:
-    """The file of a name in a folder, with either ending; a source that is no folder as it is.
+    """The file of a name in a folder, with either ending; a source that is not a folder, as it is.
 
     Raises:
         TextError: the folder has no such file.
@@ -116,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 if not line:
                     return
                 if len(line) == LONGEST_LINE:
-                    raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is no row")
+                    raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is not a row")
                 if line.strip():
                     yield place, _parsed(line, place)
     except UnicodeDecodeError as error:

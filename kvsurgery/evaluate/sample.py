@@ -46,7 +46,7 @@ class Sample:
         answers: what is right; what several mean is up to the metric.
         choices: what there is to choose from, for metrics that look for more than what is right.
         limit: tokens of an answer at most.
-        continuation: so many of the last tokens are what follows, not prompt.
+        continuation: this many of the last tokens are what follows, not prompt.
         facts: by which results are shown: {"tokens": 4096, "depth": 0.5}. JSON values.
         stops: texts that end an answer, besides the model's end tokens.
         also: keys of `METRICS` that the answer is measured by too; each gives a result of its own.

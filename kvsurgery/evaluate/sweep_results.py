@@ -49,7 +49,7 @@ class Sweep:
         versions: of the packages that matter, and the device.
         axes: the values of each.
         tokens: of the longest sample and its answer, which KV bytes are told for.
-        dense_bytes: of the original's KV cache of so many tokens, one sequence.
+        dense_bytes: of the original's KV cache of this many tokens, one sequence.
         original: what was found of the original alone.
         points: one for each setting, the first axis outermost; none is missing, a skipped one says why.
     """

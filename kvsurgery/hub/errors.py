@@ -48,13 +48,13 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str:
     status = answer and answer.response.status_code
     reason = _line(getattr(answer, "server_message", None) or answer or error)
     if raised(HFValidationError):
-        return f"{repo_id!r} is no repository name; the Hub's names look like owner/name"
+        return f"{repo_id!r} is not a repository name; the Hub's names look like owner/name"
     if raised(GatedRepoError):
         return f"{repo_id} is gated: accept its terms at {url}, then log in with `hf auth login`"
     if raised(RevisionNotFoundError):
         return f"{repo_id} has no revision {revision!r}; {url}/commits/main lists them"
     if raised(EntryNotFoundError) and status == 404:
-        return f"{repo_id} has no {CONFIG} at this revision, so it is no transformers model"
+        return f"{repo_id} has no {CONFIG} at this revision, so it is not a transformers model"
     if raised(LocalTokenNotFoundError):
         return f"no Hub token for {repo_id}: log in with `hf auth login`, or set HF_TOKEN"
     if status == 401:

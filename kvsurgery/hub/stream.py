@@ -138,7 +138,7 @@ def _complete(repo_id: str, remote: RemoteCheckpoint) -> None:
     for name in wanted:
         place = folder / name
         if not place.resolve().is_relative_to(folder):
-            raise HubError(f"{repo_id} has a file {name!r}, which is none of a model's folder")
+            raise HubError(f"{repo_id} has a file {name!r}, which does not belong in a model's folder")
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(hf_hub_download(repo_id, name, revision=remote.commit))

@@ -95,7 +95,7 @@ class Mesh:
         subject.model.to(self.processes.device)
 
     def share(self, prompts: int) -> range:
-        """Which of so many prompts are this process's.
+        """Numbers of the prompts that this process takes.
 
         Raises:
             ProfileError: they cannot be dealt evenly.

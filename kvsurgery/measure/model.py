@@ -71,13 +71,13 @@ class MeasuredModel:
 
         Raises:
             CheckpointError: not a checkpoint, or one that was converted and then saved again.
-            UnsupportedModel: a family without a patch, or KV heads that so many processes cannot share evenly.
+            UnsupportedModel: a family without a patch, or KV heads that this many processes cannot share evenly.
             KVSurgeryError: this version of transformers cannot share layers so.
         """
         folder, name, converted = Path(source), source, None
         if not folder.is_dir():
             if not is_repo_id(source):
-                raise CheckpointError(f"{source} is no model folder and no Hub id")
+                raise CheckpointError(f"{source} is neither a model folder nor a Hub id")
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         if "kv_surgery" in config:

@@ -165,7 +165,7 @@ def sample_ranks(
     for chunk in earlier:
         reading.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
-        raise ProfileError(f"states of {subject.name} are no finite numbers; measure it in another dtype")
+        raise ProfileError(f"states of {subject.name} are not finite; measure it in another dtype")
     return {
         kind: np.stack([mean_rank(tables[layer], sample.gold_places, neighbours) for layer in range(layers)])
         for kind, tables in scores.tables.items()

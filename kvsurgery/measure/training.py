@@ -203,7 +203,7 @@ def training_step(
     both /= options.batch
     if not both.isfinite().all():
         raise ProfileError(
-            f"the loss is {both[-1].item():g} in step {step + 1}, or its gradient is no number; "
+            f"the loss is {both[-1].item():g} in step {step + 1}, or its gradient is not a number; "
             "try bfloat16 or float32 weights, or a lower learning rate"
         )
     # the mean gate's gradient is the same for every gate

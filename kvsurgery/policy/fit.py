@@ -28,7 +28,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
 from kvsurgery.templates import kv_layout
 
-# relative error of a byte-level model's logits over a cache of so many bits (README; benchmarks/quantized_cache.py)
+# relative error of a byte-level model's logits over a cache of this many bits (README; benchmarks/quantized_cache.py)
 ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16
@@ -123,7 +123,7 @@ def fit(profile: HeadProfile, windows: Sequence[int | None], footprint: Footprin
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
-    # a strict layout has so many full heads at a time
+    # a strict layout has this many full heads at a time
     run = 1 if recipe.tp_uneven else recipe.tp
     demand = recipe.fit
     prices = _Prices(footprint, demand, windows, scores, _bits(priced, footprint.model.head_dim), run)
@@ -139,7 +139,7 @@ def fit(profile: HeadProfile, windows: Sequence[int | None], footprint: Footprin
 
 class _Prices:
     """What heads cost and keep, of one model for one demand; scores float32 [layers, kv_heads] are those of layers with
-    full attention, of which so many heads a `run` are full."""
+    full attention, of which this many heads a `run` are full."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Prices:
         self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
 
     def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
-        """Candidates with so many full heads, whose others stream."""
+        """Candidates with this many full heads, whose others stream."""
         context, total = self.demand.context, float(self.top[-1])
         tokens, own = min(sink + recent, context), self.heads // self.shares
         for quantization in self.quantizations:
@@ -227,7 +227,7 @@ class _Prices:
         return layout.kv_bytes(self.demand.context, 0, 0, self.footprint.model.head_dim, self.footprint.itemsize)
 
     def _bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
-        """Bytes of one sequence's heads that keep so many tokens each: `LayerLayout.kv_bytes` of many at once."""
+        """Bytes of one sequence's heads that keep this many tokens each: `LayerLayout.kv_bytes` of many at once."""
         itemsize, head_dim = self.footprint.itemsize, self.footprint.model.head_dim
         token = 2 * head_dim * itemsize
         if quantization is None:
@@ -247,7 +247,7 @@ class _Prices:
         return (plain, quantized), self._in_flight(chunk, 1) - fixed
 
     def _in_flight(self, chunk: int, budgeted: int) -> int:
-        """Bytes of keys and values beyond the cache at the peak of a prefill, with so many budgeted heads."""
+        """Bytes of keys and values beyond the cache at the peak of a prefill, with this many budgeted heads."""
         model, demand = self.footprint.model, self.demand
         blocks = ((model.kv_heads - budgeted, budgeted),)
         layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted, kv_layout.Selection())
@@ -280,7 +280,7 @@ def _fidelity(quantization: Quantization | None) -> float:
 
 
 def _budgets(prompt: int) -> list[int]:
-    """Mean budgets to consider for a prompt of so many tokens."""
+    """Mean budgets to consider for a prompt of this many tokens."""
     largest = min(prompt, MAX_BUDGET)
     sizes = (quarter << octave for octave in range(2, MAX_BUDGET.bit_length()) for quarter in (4, 5, 6, 7))
     return [size for size in sizes if LEAST_BUDGET <= size <= largest] or [largest]

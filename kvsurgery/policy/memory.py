@@ -48,7 +48,7 @@ class Footprint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
-        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in, by so many processes.
+        """The footprint of a stock checkpoint that is loaded in the dtype it is stored in, by this many processes.
 
         Raises:
             UnsupportedModel: its config makes no sense.

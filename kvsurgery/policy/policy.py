@@ -105,10 +105,10 @@ class Policy:
 
 
 def decide(profile: HeadProfile, windows: Sequence[int | None], recipe: Recipe = Recipe()) -> Policy:  # noqa: B008  (frozen)
-    """Choose the full heads: exactly so many of the highest scores, then the earlier layer, then the earlier head.
+    """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
 
     With several blocks, every layer has a multiple of `tp` full heads: their number is rounded to such a multiple over
-    the model, halves up, and of all choices of so many the one with the largest sum of scores is taken.
+    the model, halves up, and of all choices of that many heads the one with the largest sum of scores is taken.
 
     Args:
         profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.

@@ -42,7 +42,7 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
 
 
 def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
-    """The best heads, so many times `size` and a multiple of that in every layer: bool [layers, kv_heads]."""
+    """The best heads: this many times `size`, and a multiple of `size` in every layer: bool [layers, kv_heads]."""
     chosen = np.zeros(scores[eligible].shape, dtype=bool)
     chosen.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
     mask = np.zeros(scores.shape, dtype=bool)
@@ -54,7 +54,7 @@ def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
     """Heads of [layers, kv_heads] by their place in the flattened array, the best first, in runs of `size` of a layer.
 
     A layer's heads, the best first, are cut into runs. Their sums fall, so that the best runs of the model are the
-    first ones of every layer, and no other choice of so many has a larger sum.
+    first ones of every layer, and no other choice of as many heads has a larger sum.
     """
     # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
     ranked = np.argsort(-scores, axis=1, kind="stable")

@@ -94,7 +94,7 @@ class HeadProfile:
             raise ProfileError("a reform profile names embedding heads; this one has none")
         for head in heads:
             if not head.within(self.model):
-                raise ProfileError(f"there is no embedding head {head} in {self.base_model}, which has {self.model}")
+                raise ProfileError(f"embedding head {head} does not exist in {self.base_model}, which has {self.model}")
         for head, following in pairwise(heads):
             if head == following:
                 raise ProfileError(f"the embedding head {head} is named twice")

@@ -43,7 +43,7 @@ class Measured:
             from kvsurgery import hub
 
             if not is_repo_id(source):
-                raise CheckpointError(f"{source} is no model folder, no config.json and no Hub id")
+                raise CheckpointError(f"{source} is not a model folder, a config.json or a Hub id")
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         family = Family.of(config)

@@ -31,7 +31,7 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
 
     Raises:
         ProfileError: the profile has no scores.
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     if profile.scores is None:
         raise ProfileError(f"a {profile.method} profile has embedding heads and no scores to plot; leave --plot out")
@@ -60,7 +60,7 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     """Write the heat maps of A, of B and of their difference, and above them each layer's mean absolute difference.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     layers, heads = comparison.difference.shape
     figure, (bars, *both, apart) = _figure(layers, heads, maps=3)
@@ -88,7 +88,7 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
         history: [steps, 4], as `train_gates` returns it.
 
     Raises:
-        OutputError: the file cannot be written, or its ending is no picture format.
+        OutputError: the file cannot be written, or its ending is not a picture format.
     """
     loss, data_loss, mean_gate, sparsity = history.T
     steps = np.arange(1, len(history) + 1)

@@ -79,7 +79,7 @@ class Haystack:
         elif dataset := dataset_of(source):
             parts, name = _dataset(source, *dataset), source
         else:
-            raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
+            raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
         special, read, count, unknown, seen = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
         for part in parts:
             read.append(np.array(token_ids(tokenizer, part), dtype=np.int64))
@@ -133,7 +133,7 @@ def check_text(source: str | None) -> None:
     elif dataset := dataset_of(source):
         require_datasets(dataset[0])
     else:
-        raise TextError(f"cannot read text {source}: there is no such file, and it is no Hub id of a dataset")
+        raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -82,7 +82,7 @@ def read_needles(path: str | Path) -> tuple[Needle, ...]:
     path = Path(path)
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is no file of needles")
+            raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is not a file of needles")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error

@@ -192,7 +192,7 @@ def test_converted_source(here: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("./nowhere", "./nowhere is no folder and no Hub id; give the checkpoint as the first argument"),
+        ("./nowhere", "./nowhere is neither a folder nor a Hub id; name the checkpoint first"),
         ("llama/config.json", "llama/config.json is a file; give the folder"),
         (PROFILE, f"{PROFILE} is a file; give the folder"),
     ],

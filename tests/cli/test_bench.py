@@ -79,13 +79,13 @@ def test_lengths_where_nothing_is_said() -> None:
 
 def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     here = set(Path().iterdir())
-    assert "is no converted checkpoint; give a folder" in refused("bench", converted.source)
+    assert "is not a converted checkpoint; give a folder" in refused("bench", converted.source)
     assert "is not a folder" in refused("bench", "nowhere")
     line = refused("bench", converted.folder, *QUICK, "--lengths", "24,510")
     assert "510 and 6 new tokens are beyond the 512 positions" in line
     assert "torch cannot use the device cuda" in refused("bench", converted.folder, "--device", "cuda")
     assert "new must be 5 or more" in refused("bench", converted.folder, "--new-tokens", 4)
-    assert "is no folder and no Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")
+    assert "is neither a folder nor a Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")
     monkeypatch.setattr("kvsurgery.bench.contenders.free_bytes", lambda device: 1000)
     assert "1000 B are free on cpu" in refused("bench", converted.folder, *QUICK)
     assert set(Path().iterdir()) == here

@@ -57,7 +57,7 @@ def test_one_model_alone():
     ("arguments", "words"),
     [
         (("nowhere", *NEEDLE), "nowhere is not a folder"),
-        (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is no folder and no Hub id"),
+        (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is neither a folder nor a Hub id"),
         (("recall-cli", *NEEDLE), r"\(--needles\)"),
         (("recall-cli", "--tasks", "perplexity"), r"give a text that it knows \(--text\)"),
         (("recall-cli", "--tasks", "perplexity", "--text", "./none.txt"), "cannot read text ./none.txt"),

@@ -296,11 +296,11 @@ class TestRefusals:
                 "--method reform keeps every head full",
             ),
             *(
-                (("fit", "--profile", PROFILE, "--memory", size, "--context", 9), f"'{size}' is no size; write 24GB")
+                (("fit", "--profile", PROFILE, "--memory", size, "--context", 9), f"'{size}' is not a size; write 24GB")
                 for size in ("24", "24G", "-1GB", "24 apples", "1e9B", "9" * 5000 + "B")
             ),
             *(
-                (("fit", "--profile", PROFILE, "--memory", "1GB", "--context", size), "is no number of tokens; write")
+                (("fit", "--profile", PROFILE, "--memory", "1GB", "--context", size), "is not a number of tokens")
                 for size in ("128KB", "-5", "1.5", "many", "9" * 5000)
             ),
             (("--fit", "1GB"), "--context is missing"),

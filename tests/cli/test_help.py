@@ -67,7 +67,7 @@ class TestHelp:
             command.make_context("", words)
 
     def test_defaults_can_be_typed_or_stand_in_brackets(self, path: str) -> None:
-        """`[default: 64]` is a value of the option; what is no value is `[default: (the whole prompt)]`."""
+        """`[default: 64]` is a value of the option; what is not a value is `[default: (the whole prompt)]`."""
         ctx = click.Context(EVERY[path])
         for option in EVERY[path].params:
             _, text = option.get_help_record(ctx) or ("", "")

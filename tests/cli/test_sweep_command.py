@@ -61,7 +61,7 @@ def test_a_table_a_picture_and_json():
     [
         ((*SWEEP, "--sparsity", "0.5", "--full-heads", "4"), "--sparsity and --full-heads exclude each other"),
         ((*SWEEP, "--budget", "8"), "--budget is for budgeted heads; set --rest to budgeted"),
-        (("sweep", "nowhere/at/all", *PROFILE, *NEEDLE, *OWN, "--recent", "8"), "is no folder and no Hub id"),
+        (("sweep", "nowhere/at/all", *PROFILE, *NEEDLE, *OWN, "--recent", "8"), "is neither a folder nor a Hub id"),
         (("sweep", MODEL, "--profile", "text.txt", *NEEDLE, *OWN, "--recent", "8"), "text.txt"),
         (("sweep", MODEL, *PROFILE, *NEEDLE, "--recent", "8"), r"\(--needles\)"),
     ],

@@ -64,7 +64,7 @@ class TestWayBack:
         words = "other/model.*is not what was converted"
         nothing_happens(here, words, "verify", "duo", "--source", "other", code=3)
         nothing_happens(
-            here, "nowhere/at/all is no folder and no Hub id", "verify", "duo", "--source", "nowhere/at/all"
+            here, "nowhere/at/all is neither a folder nor a Hub id", "verify", "duo", "--source", "nowhere/at/all"
         )
 
     @pytest.mark.parametrize(

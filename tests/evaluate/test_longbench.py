@@ -195,7 +195,7 @@ class TestPromptsOfAFile:
             ("[]", "must be a JSON object of prompts by dataset, such as LongBench's dataset2prompt.json"),
             ('{"hotpotqa": 3}', "must be a JSON object of prompts by dataset"),
             ('{"qasper": "{context}"}', "prompts.json has no prompt for hotpotqa"),
-            ('{"lcc": "{context"}', "the braces of lcc are no fields: "),
+            ('{"lcc": "{context"}', "the braces of lcc are not fields: "),
             ('{"lcc": "{input}"}', r"the prompt for lcc must have \{context\}, and no field but that and \{input\}"),
             ('{"lcc": "{context} {answers}"}', "the prompt for lcc must have "),
             ('{"lcc": "{context} {}"}', "the prompt for lcc must have "),

@@ -93,7 +93,7 @@ def test_files_that_are_none(tmp_path, monkeypatch):
     with pytest.raises(TextError, match="is no UTF-8 text"):
         read(tmp_path / "rows.jsonl")
     monkeypatch.setattr(rows, "LONGEST_LINE", 100)
-    with pytest.raises(TextError, match=r"line 2: over .* characters; this is no row"):
+    with pytest.raises(TextError, match=r"line 2: over .* characters; this is not a row"):
         read(write(tmp_path, ROW, {**ROW, "text": "x" * 100}))
 
 

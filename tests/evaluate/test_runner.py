@@ -162,7 +162,7 @@ def test_a_text_that_has_changed_is_noticed(language, tmp_path):
 
 
 def out_of_memory_from(length, monkeypatch):
-    """Let every batch with a prompt of so many tokens run out of memory."""
+    """Let every batch with a prompt of this many tokens run out of memory."""
     answers = decoding.answers
 
     def failing(model, tokenizer, prompts, limit, **options):

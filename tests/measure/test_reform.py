@@ -269,7 +269,7 @@ class TestRanking:
     def test_states_that_overflow(self):
         of = subject()
         of.model.model.layers[2].self_attn.v_proj.weight.data[5] = float("inf")
-        with pytest.raises(ProfileError, match="states of org/random are no finite numbers"):
+        with pytest.raises(ProfileError, match="states of org/random are not finite"):
             embedding_ranking(of, {"pattern": [sample()]})
 
 

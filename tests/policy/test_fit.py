@@ -171,7 +171,7 @@ class TestByHand:
     PROFILE, FOOTPRINT = model([[0.25, 0.75]])
 
     def find(self, *kept, **options):
-        """The candidate with so many full heads, a budget and bits."""
+        """The candidate with this many full heads, a budget and bits."""
         found = fit(self.PROFILE, [None], self.FOOTPRINT, Recipe(fit=Demand(PLENTY, 1000), **options))
         [one] = [
             one

@@ -121,7 +121,7 @@ def test_files_that_are_no_text(tmp_path):
     with pytest.raises(TextError, match=r"cannot read text .*: Is a directory"):
         Haystack.read(str(tmp_path), WORDS, 1)
     for source in ("./missing.txt", "x" * 5000 + "/y/z", "a\0b", "org/texts:", "C:\\texts", "https://org/texts"):
-        with pytest.raises(TextError, match="there is no such file, and it is no Hub id of a dataset"):
+        with pytest.raises(TextError, match="there is no such file, and it is not the Hub id of a dataset"):
             Haystack.read(source, WORDS, 1)
 
 

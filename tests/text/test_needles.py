@@ -86,7 +86,7 @@ class TestFile:
             read_needles(tmp_path / "needles.jsonl")
         with open(tmp_path / "needles.jsonl", "wb") as file:
             file.truncate(1 << 30)
-        with pytest.raises(TextError, match="is over 16 MiB; this is no file of needles"):
+        with pytest.raises(TextError, match="is over 16 MiB; this is not a file of needles"):
             read_needles(tmp_path / "needles.jsonl")
 
 

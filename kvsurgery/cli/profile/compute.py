@@ -154,6 +154,8 @@ def compute(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_output(out)
+    if method in ALIKE and options["loss"] == "distill":
+        _check_passkeys(options)
     _check_files(options)
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
@@ -174,6 +176,18 @@ def compute(
             if history is not None and options["curve"]:
                 plot_training(history, options["curve"])
                 console.stderr.print(f"wrote {options['curve']}", markup=False)
+
+
+def _check_passkeys(options: dict[str, Any]) -> None:
+    """Refuse passkeys that the shortest prompt cannot hold, whatever the words around them are."""
+    from kvsurgery.errors import ProfileError
+
+    count, size = options["passkeys"], options["passkey_tokens"]
+    if options["min_context"] <= (least := 2 * count * size):
+        raise ProfileError(
+            f"{count} passkeys of {size} tokens, hidden and recalled, take more than {least} tokens; give a longer "
+            "--min-context, or fewer or shorter passkeys"
+        )
 
 
 def _check_files(options: dict[str, Any]) -> None:

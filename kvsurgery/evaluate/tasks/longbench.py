@@ -158,7 +158,7 @@ def _prompts(path: str | None) -> dict[str, str]:
         try:
             fields = [part[1:] for part in Formatter().parse(prompt) if part[1] is not None]
         except ValueError as error:
-            raise TextError(f"{path}: the braces of {dataset} are no fields: {error}") from error
+            raise TextError(f"{path}: the braces of {dataset} are not fields: {error}") from error
         # neither a format nor a conversion, which could ask for any width
         if ("context", "", None) not in fields or {*fields} - {("context", "", None), ("input", "", None)}:
             raise TextError(

@@ -25,7 +25,7 @@ def read(path: Path) -> bytes:
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise ProfileError(f"{path} is over 1 GiB; this is no file of head scores")
+            raise ProfileError(f"{path} is over 1 GiB; this is not a file of head scores")
         return path.read_bytes()
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror}") from error
@@ -40,7 +40,7 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     """A JSON object whose keys are given once.
 
     Raises:
-        ProfileError: it is no such JSON.
+        ProfileError: it is not such JSON.
     """
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
@@ -97,7 +97,7 @@ def _row(path: Path, number: int, line: str, slack: float, what: str) -> list[fl
         except ValueError:
             raise ProfileError(f"{path}, line {number}: {cell[:40]!r} is not a number") from None
         if not -slack <= score <= 1 + slack:
-            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is no {what}")
+            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is not a {what}")
         row.append(score)
     return row
 

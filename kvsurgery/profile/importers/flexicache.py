@@ -33,7 +33,7 @@ def import_flexicache(
     lists, entry = _chosen(path, parse_object(path, raw), entry, "model")
     pairs, heads = _chosen(path, lists, heads, f"list of {entry}")
     if not isinstance(pairs, list):
-        raise ProfileError(f"{path}: {heads} of {entry} is no list of heads")
+        raise ProfileError(f"{path}: {heads} of {entry} is not a list of heads")
     dimensions = model.dimensions
     scores = np.zeros((dimensions.layers, dimensions.kv_heads))
     for pair in pairs:
@@ -65,7 +65,7 @@ def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any,
 def _head(path: Path, pair: Any, model: Measured) -> tuple[int, int]:
     sizes = model.dimensions.layers, model.dimensions.kv_heads
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
-        raise ProfileError(f"{path}: {str(pair)[:40]} is no head; a head is [layer, KV head]")
+        raise ProfileError(f"{path}: {str(pair)[:40]} is not a head; a head is [layer, KV head]")
     if not all(0 <= number < size for number, size in zip(pair, sizes, strict=True)):
         raise ProfileError(
             f"{path} names head {pair[1]} of layer {pair[0]}, but {model.name} has {sizes[0]} layers of {sizes[1]} KV "

@@ -50,7 +50,7 @@ def _table(path: Path, raw: bytes, model: Measured) -> np.ndarray:
     try:
         tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ProfileError(f"{path} is no tensor that torch loads without running code") from error
+        raise ProfileError(f"{path} is not a tensor that torch loads without running code") from error
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         raise ProfileError(f"{path} holds no tensor of scores")
     expected = (model.dimensions.layers, model.dimensions.kv_heads)

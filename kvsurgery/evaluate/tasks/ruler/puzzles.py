@@ -65,7 +65,7 @@ class Puzzle:
     """What is asked, and text of any size in which the answer is.
 
     Attributes:
-        write: a prompt of so many units (lines, words, documents), and so many smaller ones of less than a unit.
+        write: a prompt of a number of units (lines, words, documents), and a number of smaller pieces that fill it up.
         lead: words that the answer begins with.
         answers: what is to be found in it.
         least: units without which it is no puzzle.
@@ -258,5 +258,5 @@ def _insert(lines: Sequence[str], places: Sequence[int], needles: Sequence[str])
 
 
 def _noise(words: int) -> list[str]:
-    """A line of so many words of noise, if any."""
+    """A line of this many words of noise, if any."""
     return [" ".join(islice(cycle(NOISE.split()), words))] if words else []
