@@ -214,12 +214,14 @@ def order(chunks: int) -> list[int]:
     return known
 
 
-def prefill_section(report: Report, case: Case, plan: tuple[int, int, float | None], parts: list[Variant]) -> None:
+def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
     """A prompt in chunks: as many of them as there is time for, each after a random past; the rest interpolated.
 
-    What a chunk takes grows linearly with its past.
+    What a chunk takes grows linearly with its past. A case without a prompt in chunks has nothing to measure.
     """
-    whole, tokens, target = plan
+    if case.prefill is None:
+        return
+    whole, tokens, target = case.prefill
     parts = [variant for variant in parts if variant.bits == 16]
     report.table(
         "prefill chunks", {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "peak GB": "7.1f"}
@@ -283,7 +285,6 @@ def section(report: Report, device: str) -> None:
             parts = variants(case.shape, case.full, device, dtype)
             decode_section(report, case, parts)
             report.write()
-            if case.prefill:
-                prefill_section(report, case, case.prefill, parts)
+            prefill_section(report, case, parts)
             report.write()
         del parts

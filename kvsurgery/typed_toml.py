@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvsurgery.errors import PolicyError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-Table = TypeVar("Table", bound="DataclassInstance")
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+Table = TypeVar("Table", bound=_Dataclass)
 
 
 def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") -> Table:
