@@ -25,6 +25,7 @@ SMALL = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
@@ -56,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": INTERLEAVED,
         "tie_word_embeddings": True,
     },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"model_type": "mixtral", **MIXTRAL},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **MOE},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
@@ -71,6 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 32, **MOE},
     "glm4_moe": {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 4, **GLM, **MOE},
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, **MIXTRAL},
 }
 
 
