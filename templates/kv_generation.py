@@ -4,6 +4,7 @@ import functools
 import inspect
 
 import torch
+import transformers
 
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
@@ -158,6 +159,15 @@ def convert_weights(class_name: str, stock: str) -> None:
     except ImportError:  # transformers 4 renames for every class, and keeps experts apart
         return
     register_checkpoint_conversion_mapping(class_name, get_checkpoint_conversion_mapping(stock), overwrite=True)
+
+
+def require_transformers(major: int) -> None:
+    """Raise ImportError where transformers is of an earlier major version."""
+    if int(transformers.__version__.split(".")[0]) < major:
+        raise ImportError(
+            f"the code of this checkpoint needs transformers {major}, not {transformers.__version__}; without "
+            "trust_remote_code it loads as the original model"
+        )
 
 
 def requested_quantization(cache_config: dict, config) -> Quantization:

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from kvsurgery.checkpoint.family import load_family
 
 SMALL = {
     "vocab_size": 101,
@@ -21,11 +25,11 @@ SMALL = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
 INTERLEAVED = ["sliding_attention", "full_attention"] * 2
-PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 # queries have a factor from position 16 on
 LLAMA_4 = {
     "rope_type": "yarn",
@@ -53,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": INTERLEAVED,
         "tie_word_embeddings": True,
     },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"model_type": "mixtral", **MIXTRAL},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, **MOE},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
@@ -64,11 +68,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "sliding_window": 9, "layer_types": INTERLEAVED},
     "cohere2": {"model_type": "cohere2", "sliding_window": 9, "layer_types": INTERLEAVED, "tie_word_embeddings": True},
     "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
-    "apertus": {"model_type": "apertus", "rope_parameters": PLAIN},
+    "apertus": {"model_type": "apertus"},
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 32, **MOE},
     "glm4_moe": {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 4, **GLM, **MOE},
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, **MIXTRAL},
 }
+
+
+def available(settings: dict[str, Any]) -> bool:
+    """Whether the installed transformers has a family, and runs its emitted code."""
+    name = settings["model_type"]
+    oldest = load_family(name).modeling.oldest or 4
+    return name in CONFIG_MAPPING_NAMES and oldest <= int(transformers.__version__.split(".")[0])
+
+
+FAMILIES = {name: settings for name, settings in FAMILIES.items() if available(settings)}
 
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
 IMAGE = 100
@@ -99,6 +114,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}
 EVERY = [*FAMILIES, *WITH_IMAGES]
 
 

@@ -5,7 +5,7 @@ config traits surgery does not cover, and the role of every tensor. In `[permute
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other. `*` in a name stands for a number, `**` for anything. `[parallel]`
 says where transformers' tensor parallelism does not split the heads, `[reform]` why REFORM does not cover a family.
-`[modeling]` is what the emitted code says of it.
+`[rope]` says whether layer types have RoPE of their own, `[modeling]` is what the emitted code says of the family.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -44,6 +44,7 @@ class Modeling:
         weights: emitted classes whose weights transformers 5 converts at load, and the stock class or `model_type`
             whose conversion applies to them.
         image_inputs: arguments of `generate` that become embeddings in the prompt.
+        oldest: the first major version of transformers that runs the emitted code, where it is not 4.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Modeling:
     base_model_prefix: str | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     image_inputs: tuple[str, ...] = ()
+    oldest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Family:
     `prefixes` may come before the names of tensors, the longest first; `text` are the families that its text model may
     be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
     `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
-    REFORM cannot read long prompts, where it cannot.
+    REFORM cannot read long prompts, where it cannot. With `rope_by_type`, scaled RoPE is not that of sliding layers.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Family:
     text: tuple[str, ...]
     replicated: bool
     no_reform: str | None
+    rope_by_type: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -291,6 +294,7 @@ def load_family(name: str) -> Family:
         prefixes=tuple(text.get("prefixes", ("model.",))),
         text=tuple(text.get("families", ())),
         replicated=patch.get("parallel", {}).get("attention") == "replicated",
+        rope_by_type=patch.get("rope", {}).get("by_layer_type", False),
         no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
     )
 

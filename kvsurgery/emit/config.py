@@ -33,7 +33,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     for part, key, _ in [*_hub_code(result)]:
         del part[key]
     text = text_config(result)
-    text.update(both_rope_spellings(text))
+    text.update(both_rope_spellings(text, family.rope_by_type))
     # a config may leave out what is its class's default; the layout is checked against these
     text["num_hidden_layers"] = model.layers
     text["num_attention_heads"] = model.query_heads
@@ -68,11 +68,12 @@ def auto_class(config: Mapping[str, Any]) -> str:
     return [*config["auto_map"]][-1]
 
 
-def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
+def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dict[str, Any]:
     """The RoPE settings of a config in the spelling that it lacks.
 
     transformers 5 writes one dict, `rope_parameters`, nested by layer type where types differ. transformers 4 reads
     `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`, and knows no other.
+    With `by_type`, sliding layers have the same `rope_theta`, but are never scaled.
     """
     parameters = _mapping(config.get("rope_parameters") or {})
     if parameters:
@@ -80,7 +81,7 @@ def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
         result = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
         result["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
-        if "sliding_attention" in parameters:
+        if "sliding_attention" in parameters and not by_type:
             result["rope_local_base_freq"] = _mapping(parameters["sliding_attention"]).get("rope_theta", 10_000.0)
         return result
     if "rope_theta" not in config:
@@ -90,9 +91,10 @@ def both_rope_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = {"rope_type": kind, **scaling, "rope_theta": config["rope_theta"]}
     if "partial_rotary_factor" in config:
         whole["partial_rotary_factor"] = config["partial_rotary_factor"]
-    if "rope_local_base_freq" not in config:
+    if "rope_local_base_freq" not in config and not by_type:
         return {"rope_parameters": whole}
-    local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
+    theta = config["rope_theta"] if by_type else config["rope_local_base_freq"]
+    local = {"rope_type": "default", "rope_theta": theta}
     return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
 
 

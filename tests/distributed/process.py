@@ -73,8 +73,9 @@ def work(processes: Processes, folders: Mapping[str, Path], out: Path) -> dict[s
             found[name] = [refusal(model, use_cache=use_cache) for use_cache in (False, True)]
             continue
         found[name] = compute(model)
-        own = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
-        found[name]["weights"] = sum(weight.nbytes for weight in own)
+        own = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.state_dict().values())
+        # tensors that are tied appear once
+        found[name]["weights"] = sum({weight.data_ptr(): weight.nbytes for weight in own}.values())
         if name == "reform":
             found["long"] = refusal(model, long=True)
         if name in SAVED:

@@ -46,6 +46,15 @@ SPELLINGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
         },
     ),
+    "scaled in full layers": (
+        "olmo3",
+        # with another theta, transformers 5 reads this spelling differently from transformers 4
+        {"rope_theta": 5e5, "rope_scaling": YARN},
+        {
+            "full_attention": {"rope_theta": 5e5, **YARN},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
 }
 spellings = pytest.mark.parametrize(("family", "four", "five"), SPELLINGS.values(), ids=SPELLINGS)
 
@@ -84,12 +93,13 @@ def test_both_versions_of_transformers_compute_the_same_rope(family, four, five,
 
 @spellings
 def test_each_spelling_is_made_from_the_other(family, four, five):
-    made = both_rope_spellings({"rope_parameters": five})
+    by_type = Family.of(settings(family)).rope_by_type
+    made = both_rope_spellings({"rope_parameters": five}, by_type)
     assert {key: value for key, value in made.items() if value is not None} == {
         key: {("rope_type" if k == "type" else k): v for k, v in value.items()} if key == "rope_scaling" else value
         for key, value in four.items()
     }
-    whole = both_rope_spellings(four)["rope_parameters"]
+    whole = both_rope_spellings(four, by_type)["rope_parameters"]
     assert whole == five
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family, supported
-from kvsurgery.emit.modeling import code_files
+from kvsurgery.emit.modeling import code_files, modeling_code
+from kvsurgery.templates.kv_generation import require_transformers
 
 
 def family(name: str) -> Family:
-    return Family.of({"model_type": name, "text_config": {"model_type": "llama"}})
+    return Family.of({"model_type": name, "text_config": {"model_type": "mistral"}})
 
 
 def relative_imports(code: bytes) -> set[str]:
@@ -69,3 +70,11 @@ def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
         assert licence == "# SPDX-License-Identifier: Apache-2.0"
         assert f"kvsurgery {__version__}" in version
         assert ast.get_docstring(ast.parse(code))
+
+
+def test_code_that_needs_a_later_transformers_says_so():
+    code = modeling_code(family("qwen2_moe"), reform=False)
+    assert "\nrequire_transformers(5)\n" in code
+    assert "require_transformers" not in modeling_code(family("llama"), reform=False)
+    with pytest.raises(ImportError, match="needs transformers 99"):
+        require_transformers(99)

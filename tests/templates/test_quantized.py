@@ -17,7 +17,7 @@ from kvsurgery.policy.policy import Quantization, Selection
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
 from tests import emitted
-from tests.families import largest, make, tokens
+from tests.families import FAMILIES, largest, make, tokens
 from tests.surgery import convert_folder
 from tests.templates.test_exactness import left_padded, logits
 from tests.templates.test_kv_cache import module_of
@@ -168,6 +168,15 @@ def test_without_loss_every_way_in_is_exact(quantized, mixed, family, sizes):
     found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))
     assert largest(found - expected, expected) <= 1e-5
     assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_loss_every_family_is_exact(quantized, mixed, family):
+    ids = tokens(1, 330)
+    expected = logits(mixed(family).model, ids)
+    found, cache = in_parts(quantized(family, LOSSLESS).model, ids.split([150, 1, 170, *[1] * 9], 1))
+    assert largest(found - expected, expected) <= 1e-5
+    assert any(max(layer.full.packed or [0]) for layer in cache.layers)
 
 
 def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
