@@ -143,7 +143,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
         with_tensor("model.layers.1.self_attn.k_proj.weight", 24, 12),
         r"'model.layers.1.self_attn.k_proj.weight' has shape \[24, 12\], config.json implies \[12, 12\]",
     ),
-    "unknown family": (config(model_type="gpt2"), "'gpt2' is not supported; supported: gemma2, .*qwen3_moe"),
+    "unknown family": (config(model_type="gpt2"), "'gpt2' is not supported; supported: .*gemma2, .*qwen3_moe"),
     "no family": (config(model_type=...), "model_type None is not supported"),
     "not a causal model": (config(architectures=["LlamaForSequenceClassification"]), "must be one of .*CausalLM"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantized; give the original"),

@@ -72,7 +72,7 @@ class TestImport:
             (("duo", "gates", "--model", "broken"), "config.json is not JSON"),
             (("duo", "gates", "--model", "empty"), "cannot read empty/config.json"),
             (("duo", "gates", "--model", "./nowhere"), "./nowhere is not a model folder, a config.json or a Hub id"),
-            (("duo", "gates", "--model", "R.json/config.json/x"), "no model folder"),
+            (("duo", "gates", "--model", "R.json/config.json/x"), "is not a model folder"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
     )

@@ -76,7 +76,7 @@ def test_errors_are_one_line_and_nothing_is_written(arguments, words):
     ("arguments", "words"),
     [
         ((), "there is nothing to vary: give values of any of --sparsity, --full-heads"),
-        (("--recent", "8,many"), "'many' is no number of tokens"),
+        (("--recent", "8,many"), "'many' is not a number of tokens"),
         (("--kv-bits", "5"), "'5' is not one of"),
         (("--recent", "8", "--method", "reform"), "--method reform keeps every head full"),
         (("--kv-bits", "16", "--kv-residual", "0"), "--kv-residual goes with --kv-bits"),

@@ -61,5 +61,5 @@ def test_other_settings_are_named(tmp_path, change, words):
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"models": [], "versions": {}})])
 def test_settings_of_something_else_are_refused(tmp_path, content):
     (tmp_path / "settings.json").write_text(content)
-    with pytest.raises(OutputError, match="does not hold the settings of an evaluation"):
+    with pytest.raises(OutputError, match="has no settings of an evaluation"):
         check_settings(tmp_path, SETTINGS)

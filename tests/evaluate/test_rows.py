@@ -84,7 +84,7 @@ def test_a_bad_row_is_named(tmp_path, line, message):
 
 def test_files_that_are_none(tmp_path, monkeypatch):
     for name in ("none.jsonl", "./none/rows", "a\0b"):
-        with pytest.raises(TextError, match=r"cannot read rows of .*: there is no such file, and it is no Hub id"):
+        with pytest.raises(TextError, match=r"cannot read rows of .*: there is no such file, and it is not the Hub id"):
             read(tmp_path / name)
     for content in ("", " \n\n", "[]"):
         with pytest.raises(TextError, match=r"rows.jsonl holds no rows"):

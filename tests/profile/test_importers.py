@@ -367,7 +367,7 @@ class TestFlexicache:
             ({"a": {"b": [[3, 0]]}}, (), "names head 0 of layer 3, but org/model has 3 layers of 2 KV heads"),
             ({"a": {"b": [[0, -1]]}}, (), "names head -1 of layer 0"),
             ({"a": {"b": [[0, 1.0]]}}, (), r"\[0, 1.0\] is not a head; a head is \[layer, KV head\]"),
-            ({"a": {"b": [7]}}, (), "7 is no head"),
+            ({"a": {"b": [7]}}, (), "7 is not a head"),
         ],
     )
     def test_other_contents(self, tmp_path, content, chosen, message):
