@@ -114,7 +114,7 @@ def convert(
             click.echo(json.dumps(facts, indent=2))
         else:
             plan.print_plan(facts)
-            console.stderr.print("next: the same with --out DIR in place of --dry-run")
+            console.stderr.print("Next: give the same command with --out DIR in place of --dry-run")
         _save(prepared, save_recipe)
         return
 
@@ -139,8 +139,8 @@ def convert(
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
     auto = auto_class(json.loads(prepared.files["config.json"]))
     loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
-    console.stderr.print(f"it loads with {loads}", markup=False)
-    console.stderr.print(f"next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
+    console.stderr.print(f"Load it with: {loads}", markup=False)
+    console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
 
 
 def _save(prepared: PreparedConversion, path: Path | None) -> None:

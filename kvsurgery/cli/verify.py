@@ -72,22 +72,22 @@ def verify(
         }
         click.echo(json.dumps(facts, indent=2))
         return
-    against = "their recorded hashes" if source is None else "their recorded hashes and the source"
+    against = "their hashes" if source is None else "their hashes and the source"
     console.stdout.print(
-        f"{folder} is {report.provenance.source}, converted and unharmed: {report.tensors} tensors and {report.files} "
-        f"files agree with {against}",
+        f"OK: {folder} was converted from {report.provenance.source}; {report.tensors} tensors and {report.files} files "
+        f"match {against}",
         markup=False,
     )
     if compared:
         console.stdout.print(
-            f"logits of the emitted model with all heads full differ from the stock model's by "
+            f"The logits of the emitted model with all heads full differ from the stock model's by "
             f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}",
             markup=False,
         )
     if hashes:
         click.echo("\n".join(f"{digest}  {name}" for name, digest in report.hashes.items()))
     if report.unrecorded:
-        console.stderr.print(f"not written by the conversion: {', '.join(report.unrecorded)}", markup=False)
+        console.stderr.print(f"Files that the conversion did not write: {', '.join(report.unrecorded)}", markup=False)
 
 
 def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:

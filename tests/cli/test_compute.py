@@ -43,7 +43,7 @@ def test_gates(folder):
     assert made.provenance["steps"] == 6
     assert "wrote p.safetensors" in said.out
     assert "6/6" in said.err
-    assert "next: kvsurgery convert --profile p.safetensors" in said.err
+    assert "Next: kvsurgery convert --profile p.safetensors" in said.err
     done("convert", folder, "--profile", "p.safetensors", "--out", "out")
 
 

@@ -86,8 +86,8 @@ class TestTheWholePath:
             # 24 tokens lie within every head's window
             assert largest(trusted(ids).logits - expected, expected) < 1e-5
 
-        [following] = [line for line in report.err.splitlines() if line.startswith("next: kvsurgery ")]
-        assert "unharmed" in done(*shlex.split(following)[2:]).out
+        [following] = [line for line in report.err.splitlines() if line.startswith("Next: kvsurgery ")]
+        assert "OK: duo was converted from " in done(*shlex.split(following)[2:]).out
         shutil.rmtree("qwen")
         done("revert", "duo", "--out", "qwen")
         assert tree(qwen) == before
@@ -139,8 +139,8 @@ class TestWhatItSays:
         # secrets and weights in other formats stay behind, and are named
         assert "not copied, and not restored by revert: .cache/, .env, " in result.err
         loading, following = result.err.splitlines()[-2:]
-        assert loading == 'it loads with AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)'
-        assert following == "next: kvsurgery verify out"
+        assert loading == 'Load it with: AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)'
+        assert following == "Next: kvsurgery verify out"
 
     def test_what_the_config_loses(self, here: Path) -> None:
         place = Path("llama/config.json")

@@ -197,7 +197,7 @@ class TestMerge:
     def test_the_result_converts_whatever_the_order(self, seeds, how):
         output = run("merge", *seeds, "--how", how, "-o", "p.safetensors")
         assert output.startswith("wrote p.safetensors\nmodel (2 layers")
-        assert "next: kvsurgery convert --profile p.safetensors --out DIR" in output
+        assert "Next: kvsurgery convert --profile p.safetensors --out DIR" in output
         run("merge", *reversed(seeds), "--how", how, "-o", "q.safetensors")
         assert Path("p.safetensors").read_bytes() == Path("q.safetensors").read_bytes()
         assert json.loads(run("show", "p.safetensors", "--json"))["provenance"]["merge"] == how

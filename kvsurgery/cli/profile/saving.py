@@ -19,4 +19,4 @@ def save(profile: HeadProfile, out: Path) -> None:
     console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
     budgeted = profile.scores is not None and METHODS[profile.method].rest == "budgeted"
     budget = " --budget 120" if budgeted else ""
-    console.stderr.print(f"next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)
+    console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)
