@@ -74,8 +74,8 @@ def verify(
         return
     against = "their hashes" if source is None else "their hashes and the source"
     console.stdout.print(
-        f"OK: {folder} was converted from {report.provenance.source}; {report.tensors} tensors and {report.files} files "
-        f"match {against}",
+        f"OK: {folder} was converted from {report.provenance.source}; {report.tensors} tensors and {report.files} "
+        f"files match {against}",
         markup=False,
     )
     if compared:
