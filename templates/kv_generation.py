@@ -190,6 +190,7 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
         group_size=cache_config.get("q_group_size", default.group_size),
         residual=cache_config.get("residual_length", default.residual),
         streaming=default.streaming,
+        sink=default.sink,
     )
 
 

@@ -21,9 +21,11 @@ class Quantization:
 
     A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
     et al. 2024), of one channel over `group_size` tokens for keys, and of one token over `group_size` channels for
-    values; with `per-token`, the latter for both. Without a group size, a tile and a whole head. The newest
-    `residual` tokens of a head, and those that no whole tile is made of yet, stay in the model's dtype. So do streaming
-    heads, unless `streaming` is set and their window is at least twice what stays; then their sinks do.
+    values; with `per-token`, the latter for both. Without a group size, a tile and a whole head.
+
+    The first `sink` tokens of a head, its newest `residual` tokens, and those that no whole tile is made of yet stay in
+    the model's dtype. So do streaming heads, unless `streaming` is set and their window is at least twice the residual
+    and a tile; then they keep the sinks that they have.
     """
 
     bits: int
@@ -31,18 +33,19 @@ class Quantization:
     group_size: int | None = None
     residual: int = TILE
     streaming: bool = False
+    sink: int = 4
 
     def tiles(self, tokens: int) -> int:
-        """Tiles that are packed once a head holds so many tokens: `residual` and more stay, and the very newest."""
+        """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
         return max(0, tokens - 1 - self.residual) // TILE
 
     def window_tiles(self, recent: int) -> int:
         """Tiles that a window of so many tokens can reach into, however its newest tokens are taken back."""
         return -(-(recent - 1) // TILE)
 
-    def tail(self, capacity: int, margin: int = 0) -> int:
+    def slots(self, capacity: int, sink: int, margin: int = 0) -> int:
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
-        return min(capacity, self.residual + TILE + margin)
+        return min(capacity, sink + self.residual + TILE + margin)
 
     def code_bytes(self, head_dim: int) -> int:
         """Bytes of a token's codes, of keys or of values."""
@@ -71,6 +74,8 @@ class Quantization:
             raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
             raise ValueError(f"the residual of a quantized cache is a number of tokens, got {self.residual!r}")
+        if type(self.sink) is not int or self.sink < 0:
+            raise ValueError(f"the sink of a quantized cache is a number of tokens, got {self.sink!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
@@ -213,11 +218,11 @@ class LayerLayout:
             return streaming + sum(tokens) * token
         tile = how.tile_bytes(head_dim, itemsize)
         if self.quantized_window:
-            ring = max(total - self.sink, 0)
-            tiles = min(how.tiles(ring), how.window_tiles(self.recent))
-            slots = min(total, self.sink) + how.tail(ring, margin)
-            streaming = self.streaming * (tiles * tile + slots * token)
-        return streaming + sum(how.tiles(count) * tile + how.tail(count, margin) * token for count in tokens)
+            tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
+            streaming = self.streaming * (tiles * tile + how.slots(total, self.sink, margin) * token)
+        return streaming + sum(
+            how.tiles(count - how.sink) * tile + how.slots(count, how.sink, margin) * token for count in tokens
+        )
 
 
 def setting(config, name: str):
@@ -255,7 +260,7 @@ class KVLayout:
             head_dim = _count(section["head_dim"], least=1)
             selection = _selection(section["selection"]) if "selection" in section else None
             stored = section.get(QUANTIZATION[version])
-            quantization = None if stored is None else _quantization(stored, head_dim)
+            quantization = None if stored is None else _quantization(stored, version, head_dim)
             layers = tuple(_layer(entry, selection, quantization) for entry in section["layers"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
@@ -391,9 +396,17 @@ def _selection(entry: dict) -> Selection:
     return Selection(_count(entry["window"], least=1), kernel_size, pool)
 
 
-def _quantization(entry: dict, head_dim: int) -> Quantization:
-    streaming = entry.get("streaming", False)
-    quantization = Quantization(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"], streaming)
+def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
+    if version == 1:  # the first version packed a head's first tokens too
+        entry = {**entry, "sink": 0}
+    quantization = Quantization(
+        entry["bits"],
+        entry["scheme"],
+        entry["group_size"],
+        entry["residual"],
+        entry.get("streaming", False),
+        entry["sink"],
+    )
     quantization.check(head_dim)
     return quantization
 

@@ -308,11 +308,11 @@ def _compact_kernel(
             k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
             _pack(
-                *(k_from, k_codes_ptr + codes, k_scales, kept, ring, prompt_k_column),
+                *(k_from, k_codes_ptr + codes, k_scales, kept + sink, ring, prompt_k_column),
                 *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, True),
             )
             _pack(
-                *(v_from, v_codes_ptr + codes, v_scales, kept, ring, prompt_v_column),
+                *(v_from, v_codes_ptr + codes, v_scales, kept + sink, ring, prompt_v_column),
                 *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, True),
             )
 
@@ -328,7 +328,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
 
     Args:
         table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
-            keeps none. `packed` are its first tokens, which go into tiles.
+            keeps none. `packed` are its first tokens after the sinks, which go into tiles.
         keys, values: [batch, heads, columns, head_dim], in other memory.
         kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
     """

@@ -96,7 +96,7 @@ class QuantizedGroup(HeadGroup):
     go round a ring as well.
     """
 
-    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int = 0, span: int = EVERY):
+    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int, span: int):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
         super().__init__(states, heads, sink, quantization.residual + TILE)
         self.quantization, self.span = quantization, span
@@ -126,7 +126,7 @@ class QuantizedGroup(HeadGroup):
 
     def packable(self, row: int, tokens: int) -> int:
         """Tokens of a row that tiles take, of its first `tokens`."""
-        return min(self._target(self.skips[row]), tokens - self.sink) // TILE * TILE
+        return max(min(self._target(self.skips[row]), tokens - self.sink), 0) // TILE * TILE
 
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
@@ -164,7 +164,7 @@ class QuantizedGroup(HeadGroup):
 
     def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         stored = super().window(seen, tokens)
-        if self.span == EVERY or not any(self.packed):
+        if not any(self.packed):
             return stored
         after_sinks = torch.arange(seen - tokens, seen, device=self.keys.device)[None] - self.sink
         after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
@@ -197,7 +197,9 @@ def head_group(
     """Empty storage for `heads` heads like `states`, quantized if that is asked for; without a sink they are full."""
     if quantization is None or not heads:
         return HeadGroup(states, heads, sink, recent)
-    return QuantizedGroup(states, heads, quantization, sink or 0, EVERY if sink is None else recent)
+    if sink is None:
+        return QuantizedGroup(states, heads, quantization, quantization.sink, EVERY)
+    return QuantizedGroup(states, heads, quantization, sink, recent)
 
 
 def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:

@@ -47,6 +47,7 @@ def recipes(draw):
     if fit or values["kv_bits"]:
         values |= {"kv_scheme": draw(st.sampled_from(["kivi", "per-token"])), "kv_streaming": draw(st.booleans())}
         values |= {"kv_group_size": draw(maybe(TOKENS)), "kv_residual": draw(TOKENS)}
+        values["kv_sink"] = draw(TOKENS)
     return Recipe(**values)
 
 
@@ -70,6 +71,7 @@ def test_a_file_is_what_one_would_write():
         'kv_scheme = "kivi"',
         "kv_residual = 128",
         "kv_streaming = false",
+        "kv_sink = 4",
         "tp = 2",
         "tp_uneven = false",
         "",

@@ -135,6 +135,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             bool,
             "Quantize streaming heads too, and the model's own sliding windows, where they are long enough.",
         ),
+        "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
     },
     DEVICES: {
         "tp": (

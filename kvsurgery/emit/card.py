@@ -126,7 +126,8 @@ def _quantized(quantization: Any | None) -> str:
     if quantization is None:
         return ""
     return (
-        f". All but the newest {quantization.residual} tokens or a few more are stored in {quantization.bits} bits "
+        f". All but the first {quantization.sink} and at least the newest {quantization.residual} tokens are stored in "
+        f"{quantization.bits} bits "
         f"({quantization.scheme}){'' if quantization.streaming else ', but for streaming heads'}"
     )
 

@@ -306,10 +306,12 @@ class TestOptions:
             "group_size": 2,
             "residual": 64,
             "streaming": False,
+            "sink": 4,
         }
-        assert "newest 64 tokens or a few more are stored in 4 bits" in Path("out/README.md").read_text()
+        card = Path("out/README.md").read_text()
+        assert "All but the first 4 and at least the newest 64 tokens are stored in 4 bits" in card
         assert (
-            "KV cache in 4 bits (per-token, groups of 2), the newest 64 tokens as they are"
+            "KV cache in 4 bits (per-token, groups of 2), the first 4 and the newest 64 tokens as they are"
             in done("inspect", "out").out
         )
         assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantization"] == section["quantization"]

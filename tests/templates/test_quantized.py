@@ -66,7 +66,7 @@ class SlowCache(DynamicCache):
     def pack(self, layer, settled):
         if self.layers[layer].is_sliding:
             return
-        done = self.packed.get(layer, 0)
+        done = self.packed.get(layer, self.quantization.sink)
         while settled - done >= self.quantization.residual + TILE:
             for which, states in enumerate((self.layers[layer].keys, self.layers[layer].values)):
                 tile = states[:, :, done : done + TILE]
@@ -156,7 +156,7 @@ def test_steps_equal_a_cache_that_quantizes_tile_by_tile(quantized, checkpoint, 
     # not nearer, since a state on the edge of two codes may take the other one
     assert (found - expected).norm() <= 0.05 * (exact - expected).norm()
     assert largest((found - expected)[:, :140], expected) <= 1e-5
-    assert max(cache.layers[-1].full.packed) == TILE * quantization.tiles(470)
+    assert max(cache.layers[-1].full.packed) == TILE * quantization.tiles(470 - quantization.sink)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
@@ -167,7 +167,7 @@ def test_without_loss_every_way_in_is_exact(quantized, mixed, family, sizes):
     expected = logits(plain.model, ids)
     found, cache = in_parts(converted.model, ids.split([*sizes, *[1] * 150], 1))
     assert largest(found - expected, expected) <= 1e-5
-    assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1])
+    assert max(cache.layers[-1].full.packed or [0]) == TILE * LOSSLESS.tiles(ids.shape[1] - LOSSLESS.sink)
 
 
 def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
@@ -189,7 +189,7 @@ def test_rows_of_a_padded_batch_pack_tiles_of_their_own(quantized):
     for row, length in enumerate(lengths):
         expected = logits(model, ids[row : row + 1, 400 - length :])
         assert largest(found[row : row + 1, 400 - length :] - expected, expected) <= 1e-5
-        assert cache.layers[0].full.packed[row] == TILE * LOSSLESS.tiles(length)
+        assert cache.layers[0].full.packed[row] == TILE * LOSSLESS.tiles(length - LOSSLESS.sink)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -207,10 +207,10 @@ def test_allocated_bytes_are_the_predicted_ones(quantized, bits, batch, prompt, 
     }
     assert sum(storage.values()) == cache.allocated_bytes()
     # by hand: half of 16 heads full, 16 channels, 4 bytes a scale
-    full, tail = prompt + new, min(prompt + new, 4 + TILE)
+    full, tail = prompt + new, min(prompt + new, 4 + 4 + TILE)
     tile = 2 * (TILE * 16 * bits // 8) + (2 * 16 + 2 * TILE) * 4
     streaming = min(full, 3 + 5)
-    assert cache.allocated_bytes() == batch * 8 * ((tail + streaming) * 2 * 16 * 4 + max(0, full - 5) // TILE * tile)
+    assert cache.allocated_bytes() == batch * 8 * ((tail + streaming) * 2 * 16 * 4 + max(0, full - 9) // TILE * tile)
 
 
 def test_a_tile_is_written_once(quantized):
@@ -284,10 +284,10 @@ def test_what_is_not_packed_can_be_taken_back(quantized):
     cache.crop(-LOSSLESS.residual)
     found, cache = in_parts(model, ids[:, 405:].split(1, 1), cache)
     assert largest(found - expected[:, 405:], expected) <= 1e-5
-    cache.crop(384 - 420)
+    cache.crop(LOSSLESS.sink + 384 - 420)
     with pytest.raises(ValueError, match="are quantized"):
         cache.crop(-1)
-    assert cache.get_seq_length() == 384
+    assert cache.get_seq_length() == LOSSLESS.sink + 384
 
 
 class TestAsTransformersAsksForIt:
@@ -344,6 +344,8 @@ class TestAsTransformersAsksForIt:
         {"group_size": 2},
         {"residual": -1},
         {"residual": 1.5},
+        {"sink": -1},
+        {"sink": None},
         {"bits": None},
     ],
     ids=str,
