@@ -29,7 +29,7 @@ from kvsurgery.typed_toml import check_types, read_table, to_toml
 CHOICES = ("sparsity", "threshold", "full_heads")
 STREAMING = ("sink", "recent")
 BUDGETED = ("budget", "beta", "window", "kernel_size", "pool")
-QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink")
+QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate")
 MAX_TOKENS = 1 << 30
 MAX_BATCH = 1 << 20
 
@@ -119,7 +119,7 @@ class Recipe:
         kernel_size, pool: how many neighbours this attention is pooled over, and by what.
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
-        kv_scheme, kv_group_size, kv_residual, kv_streaming, kv_sink: how it is quantized, the fields of
+        kv_scheme, kv_group_size, kv_residual, kv_streaming, kv_sink, kv_rotate: how it is quantized, the fields of
             `kv_layout.Quantization`.
 
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
@@ -155,6 +155,7 @@ class Recipe:
     kv_residual: int = 128
     kv_streaming: bool = False
     kv_sink: int = 4
+    kv_rotate: Literal["none", "values", "both"] | None = None
 
     tp: int = 1
     tp_uneven: bool = False

@@ -12,6 +12,7 @@ MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they s
 # what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
 KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
+ROTATIONS = "none", "values", "both"
 TILE = 128  # tokens of a head that are quantized together
 
 
@@ -26,6 +27,10 @@ class Quantization:
     The first `sink` tokens of a head, its newest `residual` tokens, and those that no whole tile is made of yet stay in
     the model's dtype. So do streaming heads, unless `streaming` is set and their window is at least twice the residual
     and a tile; then they keep the sinks that they have.
+
+    `rotate` says what is rotated within a head before it is stored (see kv_rotation.py): `none`, `values`, or `both`
+    keys and values. By default, values are where codes have 4 bits or less. Rotated keys lose less in some models, and
+    far more in others, such as those that normalize queries and keys.
     """
 
     bits: int
@@ -34,6 +39,11 @@ class Quantization:
     residual: int = TILE
     streaming: bool = False
     sink: int = 4
+    rotate: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rotate is None:
+            object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
@@ -76,6 +86,8 @@ class Quantization:
             raise ValueError(f"the residual of a quantized cache is a number of tokens, got {self.residual!r}")
         if type(self.sink) is not int or self.sink < 0:
             raise ValueError(f"the sink of a quantized cache is a number of tokens, got {self.sink!r}")
+        if self.rotate not in ROTATIONS:
+            raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
@@ -199,6 +211,13 @@ class LayerLayout:
         """Whether streaming heads are quantized."""
         how = self.quantization
         return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
+
+    @property
+    def quantized_heads(self) -> int:
+        """How many heads are quantized: the first ones in the order of storage."""
+        if self.quantization is None:
+            return 0
+        return self.heads if self.budgets or self.quantized_window else self.full
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
@@ -397,8 +416,8 @@ def _selection(entry: dict) -> Selection:
 
 
 def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
-    if version == 1:  # the first version packed a head's first tokens too
-        entry = {**entry, "sink": 0}
+    if version == 1:  # all tokens were packed, and as they are
+        entry = {**entry, "sink": 0, "rotate": "none"}
     quantization = Quantization(
         entry["bits"],
         entry["scheme"],
@@ -406,6 +425,7 @@ def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
         entry["residual"],
         entry.get("streaming", False),
         entry["sink"],
+        entry["rotate"],
     )
     quantization.check(head_dim)
     return quantization

@@ -136,6 +136,11 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             "Quantize streaming heads too, and the model's own sliding windows, where they are long enough.",
         ),
         "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
+        "kv_rotate": (
+            click.Choice(["none", "values", "both"]),
+            "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
+            "harms others.  [default: (values at 4 bits and less)]",
+        ),
     },
     DEVICES: {
         "tp": (

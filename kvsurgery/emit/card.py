@@ -125,10 +125,11 @@ def _quantized(quantization: Any | None) -> str:
     """How the cache is quantized, as the end of a sentence."""
     if quantization is None:
         return ""
+    rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate, "")
     return (
         f". All but the first {quantization.sink} and at least the newest {quantization.residual} tokens are stored in "
         f"{quantization.bits} bits "
-        f"({quantization.scheme}){'' if quantization.streaming else ', but for streaming heads'}"
+        f"({quantization.scheme}{rotated}){'' if quantization.streaming else ', but for streaming heads'}"
     )
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from kvsurgery.policy.policy import Quantization, Selection
 from kvsurgery.templates import kv_layout
+from kvsurgery.templates.kv_rotation import rotated, rotation
 from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
 from tests import emitted
 from tests.families import largest, make, tokens
@@ -69,7 +70,9 @@ class SlowCache(DynamicCache):
         done = self.packed.get(layer, self.quantization.sink)
         while settled - done >= self.quantization.residual + TILE:
             for which, states in enumerate((self.layers[layer].keys, self.layers[layer].values)):
-                tile = states[:, :, done : done + TILE]
+                stored = states[:, :, done : done + TILE]
+                rotate = self.quantization.rotate in (("both",), ("both", "values"))[which]
+                tile = rotated(stored, stored.shape[1]) if rotate else stored.clone()
                 per_channel = which == 0 and self.quantization.scheme == "kivi"
                 size = self.quantization.group_size or (TILE if per_channel else tile.shape[3])
                 for part in tile.split(size, 2 if per_channel else 3):
@@ -77,6 +80,7 @@ class SlowCache(DynamicCache):
                     low, high = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
                     scale = (high - low) / (2**self.quantization.bits - 1)
                     part.copy_(low + ((part - low) / scale.clamp(min=1e-30)).round() * scale)
+                stored.copy_(rotated(tile, tile.shape[1], back=True) if rotate else tile)
             done = self.packed[layer] = done + TILE
 
 
@@ -128,6 +132,24 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
         assert ((found.double() - exact.double()).abs() <= bound).all()
 
 
+@given(head_dim=st.integers(1, 130).map(lambda half: 2 * half), heads=st.integers(0, 3), seed=st.integers(0, 100))
+@settings(max_examples=50)
+def test_rotations_are_orthonormal_and_even(head_dim, heads, seed):
+    matrix = rotation(head_dim, torch.float64, torch.device("cpu"))
+    assert (matrix @ matrix.T - torch.eye(head_dim)).abs().max() <= 1e-12
+    if head_dim % 16 == 0:  # an odd part of m has elements up to 2 ** 0.5 times the mean
+        assert matrix.abs().max() <= (2 / head_dim) ** 0.5 + 1e-12
+    states = torch.randn(2, 3, 5, head_dim, generator=torch.Generator().manual_seed(seed))
+    turned = rotated(states, heads)
+    assert largest(rotated(turned, heads, back=True) - states, states) <= 1e-5
+    assert turned[:, heads:].equal(states[:, heads:])
+    assert largest(turned.square().sum(-1) - states.square().sum(-1), states.square().sum(-1)) <= 1e-5
+
+
+def test_the_rotation_of_a_power_of_two_is_a_hadamard_matrix():
+    assert rotation(64, torch.float32, torch.device("cpu")).abs().unique().tolist() == [0.125]
+
+
 def test_bytes_of_a_tile():
     """Against 64 KiB in 16 bit, at 128 channels."""
     ratios = [64 * 1024 / Quantization(bits).tile_bytes(128) for bits in (8, 4, 2)]
@@ -144,6 +166,7 @@ def test_bytes_of_a_tile():
         (Quantization(8, "per-token", residual=40), "llama"),
         (Quantization(4, "kivi", 16, residual=3), "qwen3_moe"),
         (Quantization(8, residual=7), "llama-tied-mha"),
+        (Quantization(4, residual=2, rotate="both", sink=0), "qwen3"),
     ],
     ids=str,
 )
@@ -346,6 +369,7 @@ class TestAsTransformersAsksForIt:
         {"residual": 1.5},
         {"sink": -1},
         {"sink": None},
+        {"rotate": "keys"},
         {"bits": None},
     ],
     ids=str,
