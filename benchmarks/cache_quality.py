@@ -36,12 +36,14 @@ def settings() -> dict[str, Quantization | None]:
     found: dict[str, Quantization | None] = {"unquantized": None}
     for scheme, widths in (("kivi", (8, 4, 2)), ("per-token", (4, 2))):
         for bits in widths:
-            plain = Quantization(bits, scheme, sink=0, rotate="none")
+            plain = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
             steps = {
                 "0.1.0": plain,
                 "+ sinks": replace(plain, sink=4),
                 "+ rotated values": replace(plain, sink=4, rotate="values"),
+                "+ clipped ranges": replace(plain, sink=4, rotate="values", clip=True),
                 "+ rotated keys": replace(plain, sink=4, rotate="both"),
+                "+ both": replace(plain, sink=4, rotate="both", clip=True),
             }
             found |= {f"{scheme} {bits} {name}": how for name, how in steps.items()}
     return found

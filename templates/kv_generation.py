@@ -193,6 +193,7 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
         streaming=default.streaming,
         sink=default.sink,
         rotate=default.rotate if bits == default.bits else None,
+        clip=default.clip if bits == default.bits else None,
     )
 
 

@@ -13,6 +13,7 @@ MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they s
 KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
+CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 
 
@@ -31,6 +32,9 @@ class Quantization:
     `rotate` says what is rotated within a head before it is stored (see kv_rotation.py): `none`, `values`, or `both`
     keys and values. By default, values are where codes have 4 bits or less. Rotated keys lose less in some models, and
     far more in others, such as those that normalize queries and keys.
+
+    With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
+    where codes have 2 bits: at 4 and 8, states that are clipped weigh more than smaller steps.
     """
 
     bits: int
@@ -40,10 +44,13 @@ class Quantization:
     streaming: bool = False
     sink: int = 4
     rotate: str | None = None
+    clip: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rotate is None:
             object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
+        if self.clip is None:
+            object.__setattr__(self, "clip", self.bits == 2)
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
@@ -86,6 +93,8 @@ class Quantization:
             raise ValueError(f"the residual of a quantized cache is a number of tokens, got {self.residual!r}")
         if type(self.sink) is not int or self.sink < 0:
             raise ValueError(f"the sink of a quantized cache is a number of tokens, got {self.sink!r}")
+        if type(self.clip) is not bool:
+            raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
         if self.rotate not in ROTATIONS:
             raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
@@ -417,7 +426,7 @@ def _selection(entry: dict) -> Selection:
 
 def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
     if version == 1:  # all tokens were packed, and as they are
-        entry = {**entry, "sink": 0, "rotate": "none"}
+        entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
     quantization = Quantization(
         entry["bits"],
         entry["scheme"],
@@ -426,6 +435,7 @@ def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
         entry.get("streaming", False),
         entry["sink"],
         entry["rotate"],
+        entry["clip"],
     )
     quantization.check(head_dim)
     return quantization

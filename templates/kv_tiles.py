@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .kv_heads import HeadGroup, block_elements, on_device
-from .kv_layout import EVERY, TILE, Quantization
+from .kv_layout import CLIPPED, EVERY, TILE, Quantization
 
 
 class Tiles(NamedTuple):
@@ -47,9 +47,8 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    head_dim, bits = keys.shape[-1], quantization.bits
-    key_groups, value_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
-    return Tiles(*_quantize(keys, key_groups, bits), *_quantize(values, value_groups, bits))
+    key_groups, value_groups = (of(keys.shape[-1]) for of in (quantization.key_groups, quantization.value_groups))
+    return Tiles(*_quantize(keys, key_groups, quantization), *_quantize(values, value_groups, quantization))
 
 
 def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,20 +59,47 @@ def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _quantize(states: torch.Tensor, groups: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(
+    states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
+) -> tuple[torch.Tensor, torch.Tensor]:
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
+    bits = quantization.bits
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
-    low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
-    # rounded as they are stored, so that codes fit what dequantizing will see; the minimum is a state, thus exact
-    scale = ((high - low) / (2**bits - 1)).to(states.dtype).float()
-    codes = ((grouped - low) / scale.where(scale > 0, 1)).round().clamp(0, 2**bits - 1)
-    planes = codes.to(torch.uint8).view(*outer, tokens, 8 // bits, head_dim * bits // 8)
+    scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
+    planes = _codes(grouped, scale, low, bits).to(torch.uint8).view(*outer, tokens, 8 // bits, head_dim * bits // 8)
     packed = planes[..., 0, :].clone()
     for plane in range(1, 8 // bits):
         packed |= planes[..., plane, :] << (bits * plane)
     scales = torch.stack([scale, low], len(outer)).to(states.dtype)
     return packed, scales.view(*outer, 2, rows, columns)
+
+
+def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum of each group: of the first `count` ranges, the one with the least squared error.
+
+    Both are rounded as they are stored, so that codes fit what dequantizing will see.
+    """
+    low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
+    scale, least = ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
+    errors = None if count == 1 else _squared_error(grouped, scale, least, bits)
+    for step in range(1, count):
+        span = (high - low) * ((20 - step) / 20)
+        narrow = (span / (2**bits - 1)).to(dtype).float()
+        start = ((low + high) * 0.5 - span * 0.5).to(dtype).float()
+        error = _squared_error(grouped, narrow, start, bits)
+        better = error < errors
+        scale, least, errors = narrow.where(better, scale), start.where(better, least), error.where(better, errors)
+    return scale, least
+
+
+def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    return (_codes(grouped, scale, low, bits).mul_(scale).add_(low) - grouped).square_().sum((-3, -1), keepdim=True)
+
+
+def _codes(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in float32."""
+    return ((grouped - low) / scale.where(scale > 0, 1)).round_().clamp_(0, 2**bits - 1)
 
 
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:

@@ -47,7 +47,8 @@ def recipes(draw):
     if fit or values["kv_bits"]:
         values |= {"kv_scheme": draw(st.sampled_from(["kivi", "per-token"])), "kv_streaming": draw(st.booleans())}
         values |= {"kv_group_size": draw(maybe(TOKENS)), "kv_residual": draw(TOKENS)}
-        values |= {"kv_sink": draw(TOKENS), "kv_rotate": draw(st.sampled_from([None, "none", "values", "both"]))}
+        values |= {"kv_sink": draw(TOKENS), "kv_clip": draw(st.sampled_from([None, False, True]))}
+        values |= {"kv_rotate": draw(st.sampled_from([None, "none", "values", "both"]))}
     return Recipe(**values)
 
 

@@ -66,6 +66,8 @@ def _option(name: str) -> Callable[[Any], Any]:
     """The option of a recipe's field."""
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
     default = getattr(Recipe(), name, None)
+    if kind is bool and default is None:
+        return click.option(f"{_flag(name)}/{_flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
         return click.option(_flag(name), is_flag=True, flag_value=True, default=None, help=text)
     shown = "" if default is None or "[default" in text else f"  [default: {default}]"
@@ -141,6 +143,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
             "harms others.  [default: (values at 4 bits and less)]",
         ),
+        "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 2 bits)]"),
     },
     DEVICES: {
         "tp": (
@@ -221,7 +224,9 @@ def flags_of(recipe: Recipe) -> list[str]:
         word
         for name in recipe.in_use
         if (value := getattr(recipe, name)) != getattr(usual, name)
-        for word in (_flag(name), *([] if value is True else [str(value)]))
+        for word in (
+            [_flag(f"no_{name}")] if value is False else [_flag(name), *([] if value is True else [str(value)])]
+        )
     ]
 
 

@@ -308,6 +308,7 @@ class TestOptions:
             "streaming": False,
             "sink": 4,
             "rotate": "values",
+            "clip": False,
         }
         card = Path("out/README.md").read_text()
         assert "All but the first 4 and at least the newest 64 tokens are stored in 4 bits" in card

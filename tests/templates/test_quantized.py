@@ -113,7 +113,7 @@ def in_parts(model, parts, cache=None, **options):
 )
 @settings(max_examples=60)
 def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
-    quantization = Quantization(bits, scheme, group_size)
+    quantization = Quantization(bits, scheme, group_size, clip=False)
     generator = torch.Generator().manual_seed(seed)
     spread = torch.rand(head_dim, generator=generator) * 5
     states = (torch.randn(2, 2, 3, TILE, head_dim, generator=generator) * spread).to(dtype)
@@ -130,6 +130,28 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
             dim - 1, dim
         ) + rounding * exact.double().abs().amax()
         assert ((found.double() - exact.double()).abs() <= bound).all()
+
+
+@given(
+    bits=st.sampled_from([8, 4, 2]),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    head_dim=st.integers(1, 20).map(lambda eighth: 8 * eighth),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=30)
+def test_clipping_never_adds_to_the_squared_error_of_a_group(bits, scheme, head_dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(2, 2, TILE, head_dim, generator=generator).pow(3)
+    errors = []
+    for clip in (False, True):
+        found = dequantize(quantize(*states, Quantization(bits, scheme, clip=clip)), bits)
+        sums = (1 if scheme == "kivi" else 2, 2)
+        triples = zip(found, states, sums, strict=True)
+        errors.append([(new - old).square().sum(dim) for new, old, dim in triples])
+    for whole, clipped in zip(*errors, strict=True):
+        assert (clipped <= whole * (1 + 1e-3) + 1e-9).all()
+    if bits == 2 and head_dim >= 16:
+        assert sum(part.sum() for part in errors[1]) < 0.95 * sum(part.sum() for part in errors[0])
 
 
 @given(head_dim=st.integers(1, 130).map(lambda half: 2 * half), heads=st.integers(0, 3), seed=st.integers(0, 100))
@@ -370,6 +392,7 @@ class TestAsTransformersAsksForIt:
         {"sink": -1},
         {"sink": None},
         {"rotate": "keys"},
+        {"clip": 1},
         {"bits": None},
     ],
     ids=str,
