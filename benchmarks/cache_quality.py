@@ -34,7 +34,7 @@ States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each laye
 def settings() -> dict[str, Quantization | None]:
     """The caches that are compared, by name."""
     found: dict[str, Quantization | None] = {"unquantized": None}
-    for scheme, widths in (("kivi", (8, 4, 2)), ("per-token", (4, 2))):
+    for scheme, widths in (("kivi", (8, 4, 3, 2)), ("per-token", (4, 3, 2))):
         for bits in widths:
             plain = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
             steps = {
@@ -45,7 +45,8 @@ def settings() -> dict[str, Quantization | None]:
                 "+ rotated keys": replace(plain, sink=4, rotate="both"),
                 "+ both": replace(plain, sink=4, rotate="both", clip=True),
             }
-            found |= {f"{scheme} {bits} {name}": how for name, how in steps.items()}
+            count = len(steps) if bits < 8 else 3
+            found |= {f"{scheme} {bits} {name}": how for name, how in [*steps.items()][:count]}
     return found
 
 

@@ -34,7 +34,7 @@ class Quantization:
     far more in others, such as those that normalize queries and keys.
 
     With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
-    where codes have 2 bits: at 4 and 8, states that are clipped weigh more than smaller steps.
+    where codes have 2 or 3 bits: at 4 and 8, states that are clipped weigh more than smaller steps.
     """
 
     bits: int
@@ -50,7 +50,7 @@ class Quantization:
         if self.rotate is None:
             object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
         if self.clip is None:
-            object.__setattr__(self, "clip", self.bits == 2)
+            object.__setattr__(self, "clip", self.bits < 4)
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
@@ -67,6 +67,11 @@ class Quantization:
     def code_bytes(self, head_dim: int) -> int:
         """Bytes of a token's codes, of keys or of values."""
         return head_dim * self.bits // 8
+
+    @property
+    def word_bits(self) -> int:
+        """Bits of a code that lie side by side with those of other channels; the third bits of codes lie apart."""
+        return 2 if self.bits == 3 else self.bits
 
     def key_groups(self, head_dim: int) -> tuple[int, int]:
         """Shape of the scales of a tile's keys, and of their minima."""
@@ -85,8 +90,8 @@ class Quantization:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
-        if type(self.bits) is not int or self.bits not in (8, 4, 2):
-            raise ValueError(f"a quantized cache has 8, 4 or 2 bits, got {self.bits!r}")
+        if type(self.bits) is not int or self.bits not in (8, 4, 3, 2):
+            raise ValueError(f"a quantized cache has 8, 4, 3 or 2 bits, got {self.bits!r}")
         if self.scheme not in ("kivi", "per-token"):
             raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:

@@ -131,7 +131,8 @@ def _pack(
 ):
     """Quantize a tile of keys or values: scales first, then codes by them, N tokens at once."""
     dtype: tl.constexpr = state_ptr.dtype.element_ty
-    W: tl.constexpr = D * BITS // 8
+    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    W: tl.constexpr = D * WORD_BITS // 8
     GROUP: tl.constexpr = D // COLUMNS
     MOST: tl.constexpr = 2**BITS - 1
     n, w = tl.arange(0, N), tl.arange(0, WP)
@@ -159,16 +160,23 @@ def _pack(
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
         there = (w < W)[None, :] & (n >= 0)[:, None]
-        packed = tl.zeros([N, WP], tl.int32)
-        for plane in tl.static_range(8 // BITS):
+        packed, third = tl.zeros([N, WP], tl.int32), tl.zeros([N, WP], tl.int32)
+        for plane in tl.static_range(8 // WORD_BITS):
             d = plane * W + w
             x = tl.load(state_ptr + token[:, None] * step + d[None, :], there, 0.0).to(tl.float32)
             at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
             scale = tl.load(at, there, 1.0).to(tl.float32)
             low = tl.load(at + ROWS * COLUMNS, there, 0.0).to(tl.float32)
             code = _rounded(tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0)))
-            packed |= tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32) << (BITS * plane)
+            code = tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32)
+            packed |= (code & (2**WORD_BITS - 1)) << (WORD_BITS * plane)
+            third |= (code >> WORD_BITS) << plane
         tl.store(code_ptr + (start + n)[:, None] * W + w[None, :], packed.to(tl.uint8), there)
+        if BITS == 3:
+            even, odd = tl.split(tl.reshape(third, [N, WP // 2, 2]))
+            half = tl.arange(0, WP // 2)[None, :]
+            thirds = code_ptr + TILE_TOKENS * W + (start + n)[:, None] * (W // 2) + half
+            tl.store(thirds, (even | odd << 4).to(tl.uint8), (half < W // 2) & (n >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "heads", "least"])
@@ -396,7 +404,7 @@ def _pack_options(table: HeadTable) -> dict[str, int | None]:
     padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
     tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
     key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
-    width = triton.next_power_of_2(quantization.code_bytes(head_dim))
+    width = triton.next_power_of_2(head_dim * quantization.word_bits // 8)
     options = quantization.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
     options += (CLIPPED if quantization.clip else 1,)
     return dict(zip(PACK_OPTIONS, options, strict=True))

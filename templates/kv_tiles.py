@@ -1,4 +1,4 @@
-"""Quantized tiles of keys and values: asymmetric codes of 8, 4 or 2 bits, packed, each tile written once.
+"""Quantized tiles of keys and values: asymmetric codes of 8, 4, 3 or 2 bits, packed, each tile written once.
 
 The scheme is KIVI's (Liu et al. 2024, arXiv 2402.02750), or per token as in the quantized cache of transformers.
 """
@@ -16,7 +16,10 @@ class Tiles(NamedTuple):
     """Packed tiles of one layer's heads, head after head; `S` is a tile's `key_groups` or `value_groups`.
 
     A token's codes are `width = head_dim * bits / 8` bytes; byte w holds channels w, width + w, 2 * width + w, ... from
-    the low bits on. Scales and minima are in the model's dtype: first all scales of a tile, then all minima.
+    the low bits on. With 3 bits, the two low bits of all tokens come first, as codes of 2 bits, then the third bits:
+    byte w of a token has those of bytes 2 * w and 2 * w + 1, again from the low bits on. A byte thus goes with a 16-bit
+    word, and kernels work on as many channels at once as with 2 bits. Scales and minima are in the model's dtype: first
+    all scales of a tile, then all minima.
     """
 
     key_codes: torch.Tensor  # uint8 [batch, tiles, TILE, width]
@@ -67,10 +70,7 @@ def _quantize(
     bits = quantization.bits
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
     scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
-    planes = _codes(grouped, scale, low, bits).to(torch.uint8).view(*outer, tokens, 8 // bits, head_dim * bits // 8)
-    packed = planes[..., 0, :].clone()
-    for plane in range(1, 8 // bits):
-        packed |= planes[..., plane, :] << (bits * plane)
+    packed = _pack(_codes(grouped, scale, low, bits).to(torch.uint8).view(states.shape), bits)
     scales = torch.stack([scale, low], len(outer)).to(states.dtype)
     return packed, scales.view(*outer, 2, rows, columns)
 
@@ -102,11 +102,40 @@ def _codes(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: 
     return ((grouped - low) / scale.where(scale > 0, 1)).round_().clamp_(0, 2**bits - 1)
 
 
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] as bytes [..., tokens, width]."""
+    if bits == 3:
+        shift, third = _third_bits(codes.device), (codes >> 2).unflatten(-1, (4, -1, 2))
+        parts = _pack(codes & 3, 2), (third << shift).sum((-3, -1), dtype=torch.uint8)
+        return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (codes.shape[-2], -1))
+    planes = codes.unflatten(-1, (8 // bits, -1))
+    packed = planes[..., 0, :].clone()
+    for plane in range(1, 8 // bits):
+        packed |= planes[..., plane, :] << (bits * plane)
+    return packed
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse of `_pack`."""
+    if bits == 3:
+        tokens, width = packed.shape[-2:]
+        parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
+        low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
+        bit = third[..., None, :, None] >> _third_bits(packed.device) & 1
+        return _unpack(low, 2) | bit.flatten(-3) << 2
+    return torch.cat([packed >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)], -1)
+
+
+def _third_bits(device: torch.device) -> torch.Tensor:
+    """Where a byte has the third bits of the channels in a 16-bit word, uint8 [4, 1, 2]."""
+    place = torch.arange(8, dtype=torch.uint8, device=device)
+    return place.view(2, 4).T[:, None]
+
+
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     *outer, tokens, width = codes.shape
     rows, columns = scales.shape[-2:]
-    planes = [codes >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)] if bits < 8 else [codes]
-    states = torch.cat(planes, -1).to(scales.dtype)
+    states = _unpack(codes, bits).to(scales.dtype) if bits < 8 else codes.to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
     if states.dtype == torch.float32:  # several times faster where a scale is for the innermost states

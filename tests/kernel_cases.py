@@ -94,6 +94,10 @@ PACKED = [
     Packed(Quantization(8), 1, [], 4, 16, [450], 4),
     Packed(Quantization(2), 3, [], 2, 16, [450, 200], 8),
     Packed(Quantization(4, sink=0), 2, [FULL], 2, 32, [450, 200], 8),
+    Packed(Quantization(3), 2, [FULL], 4, 128, [700, 300], 5),
+    Packed(Quantization(3, group_size=32, residual=0), 1, [], 7, 80, [600], 7, window=(3, 300)),
+    Packed(Quantization(3, "per-token"), 1, [FULL], 2, 64, [450], 4, softcap=20.0),
+    Packed(Quantization(3, "per-token", 16), 1, [], 1, 48, [450], 4),
     Packed(Quantization(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
@@ -232,6 +236,8 @@ FLUSH = [
     (Quantization(4, "per-token", residual=10), 96),
     (Quantization(2, "per-token", 20, 30), 80),
     (Quantization(8, "per-token"), 16),
+    (Quantization(3), 80),
+    (Quantization(3, "per-token", 32, residual=3), 64),
 ]
 
 
@@ -290,6 +296,7 @@ COMPACT = [
     Compact((300, 0), 417, 96, [100, 100], Quantization(2, "per-token", 32, 30), new=900),
     Compact((260,), 261, 16, [0], Quantization(8, "per-token"), new=0),
     Compact((400, 2), 500, 64, [0, 260], Quantization(4, residual=0, sink=0)),
+    Compact((300,), 400, 48, [0], Quantization(3, residual=0)),
 ]
 
 

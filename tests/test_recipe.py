@@ -42,7 +42,7 @@ def recipes(draw):
     else:
         way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
         values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
-        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 2]))
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, 2]))
         values["budget"] = draw(maybe(TOKENS)) if rest != "streaming" else None
     if fit or values["kv_bits"]:
         values |= {"kv_scheme": draw(st.sampled_from(["kivi", "per-token"])), "kv_streaming": draw(st.booleans())}

@@ -109,7 +109,8 @@ def _show_surgery(surgery: Surgery, family: str) -> None:
     if quantized := surgery.quantization:
         groups = f", groups of {quantized['group_size']}" if quantized["group_size"] else ""
         rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantized["rotate"], "")
-        scheme = f"{quantized['scheme']}{groups}{rotated}"
+        clipped = ", ranges clipped" if quantized["clip"] else ""
+        scheme = f"{quantized['scheme']}{groups}{rotated}{clipped}"
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         kept = f"the first {quantized['sink']} and the newest {quantized['residual']} tokens as they are"
         lines.append(f"KV cache in {quantized['bits']} bits ({scheme}), {kept}{windows}")

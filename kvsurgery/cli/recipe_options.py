@@ -120,7 +120,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kernel_size": (int, "Neighbours over which this attention is pooled."),
         "pool": (click.Choice(["max", "avg"]), "How it is pooled."),
         "kv_bits": (
-            Bits(8, 4, 2),
+            Bits(8, 4, 3, 2),
             "Bits that full and budgeted heads store their tokens in, except for the newest.  [default: (the model's "
             "dtype)]",
         ),
@@ -143,7 +143,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
             "harms others.  [default: (values at 4 bits and less)]",
         ),
-        "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 2 bits)]"),
+        "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits)]"),
     },
     DEVICES: {
         "tp": (

@@ -37,7 +37,7 @@ AXES: dict[str, tuple[str, click.ParamType, str]] = {
     "beta": (CACHE, click.FLOAT, "How budgets follow the scores: the larger, the more even.  [default: 1.2]"),
     "kv_bits": (
         CACHE,
-        Bits(16, 8, 4, 2),
+        Bits(16, 8, 4, 3, 2),
         "Bits that full and budgeted heads store their tokens in, except for the newest; 16 is the model's dtype.",
     ),
 }

@@ -126,10 +126,11 @@ def _quantized(quantization: Any | None) -> str:
     if quantization is None:
         return ""
     rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate, "")
+    clipped = ", ranges clipped" if quantization.clip else ""
+    streaming = "" if quantization.streaming else ", but for streaming heads"
     return (
         f". All but the first {quantization.sink} and at least the newest {quantization.residual} tokens are stored in "
-        f"{quantization.bits} bits "
-        f"({quantization.scheme}{rotated}){'' if quantization.streaming else ', but for streaming heads'}"
+        f"{quantization.bits} bits ({quantization.scheme}{rotated}{clipped}){streaming}"
     )
 
 
