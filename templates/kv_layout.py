@@ -50,7 +50,7 @@ class Quantization:
         if self.rotate is None:
             object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
         if self.clip is None:
-            object.__setattr__(self, "clip", self.bits < 4)
+            object.__setattr__(self, "clip", self.bits in (3, 2))
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
