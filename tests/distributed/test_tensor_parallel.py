@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "olmo2", "gemma2"]
 # a scale for every element loses nothing
-LOSSLESS = Quantization(8, "per-token", 1, 5)
+LOSSLESS = Quantization(8, "per-token", 1, 5, rotate="both")
 KINDS = {
     "uneven": {"tp_uneven": True, "full_heads": 6},
     "budgets": {"rest": "budgeted", "full_heads": 4, "budget": 6},
