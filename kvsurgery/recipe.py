@@ -29,7 +29,7 @@ from kvsurgery.typed_toml import check_types, read_table, to_toml
 CHOICES = ("sparsity", "threshold", "full_heads")
 STREAMING = ("sink", "recent")
 BUDGETED = ("budget", "beta", "window", "kernel_size", "pool")
-QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming")
+QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
 MAX_TOKENS = 1 << 30
 MAX_BATCH = 1 << 20
 
@@ -119,8 +119,8 @@ class Recipe:
         kernel_size, pool: how many neighbours this attention is pooled over, and by what.
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
-        kv_scheme, kv_group_size, kv_residual, kv_streaming: how it is quantized, the fields of
-            `kv_layout.Quantization`.
+        kv_scheme, kv_group_size, kv_residual, kv_streaming, kv_sink, kv_rotate, kv_clip: how it is quantized, the
+            fields of `kv_layout.Quantization`.
 
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
         tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
@@ -154,6 +154,9 @@ class Recipe:
     kv_group_size: int | None = None
     kv_residual: int = 128
     kv_streaming: bool = False
+    kv_sink: int = 4
+    kv_rotate: Literal["none", "values", "both"] | None = None
+    kv_clip: bool | None = None
 
     tp: int = 1
     tp_uneven: bool = False
@@ -189,7 +192,7 @@ class Recipe:
         """How heads store all but their newest tokens; None: in the model's dtype."""
         if self.kv_bits is None:
             return None
-        return Quantization(self.kv_bits, self.kv_scheme, self.kv_group_size, self.kv_residual, self.kv_streaming)
+        return Quantization(self.kv_bits, *(getattr(self, name) for name in QUANTIZED))
 
     @property
     def in_use(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from .kv_cache import Handle, KVLayerCache
 from .kv_columns import check_padding, leading_padding
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
+from .kv_rotation import rotated
 from .kv_tiles import QuantizedGroup
 from .kv_torch import Scoring
 
@@ -106,10 +107,18 @@ def attention(
         output = _without_cache(query, key, value, attention_mask, own, path, scoring)
     else:
         layer.make_room(query.shape[2])
+        heads, group = own.quantized_heads, query.shape[1] // key.shape[1]
+        rotate = own.quantization.rotate if heads else "none"
+        if rotate != "none":  # all that is stored is, so that nothing else has to know
+            value = rotated(value, heads)
+        if rotate == "both":
+            query, key = rotated(query, heads * group), rotated(key, heads)
         if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
             output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
         else:
             output = _with_cache(query, key, value, layer, path, scoring)
+        if rotate != "none":
+            output = rotated(output, heads * group, back=True)
     if own.scattered:
         output = in_blocks(output, own)
     return output.transpose(1, 2).contiguous(), None

@@ -273,12 +273,13 @@ def decode(
     if table.tiles is not None and table.quantization is not None:
         segments, options = 2, _packed_options(head_dim, members, table.quantization)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-    wide = padded != 128 or options["BITS"] == 2 or not options["KEY_ROWS"] or options["GROUPS"] != 1
+    wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
     half = query.element_size() == 2
     wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
     # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
     stages = 5 if tokens * padded * query.element_size() <= TILE_BYTES else 3
+    stages = min(stages, 4) if options["BITS"] == 3 else stages  # a unit has half as much again in third bits
     stages = stages if half or segments == 1 else 1
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
@@ -319,7 +320,7 @@ def _packed_options(head_dim: int, members: int, quantization: Quantization) -> 
 
     A dot that is wider than it is tall is split over warps by columns; a square one has each warp compute all of it.
     """
-    words = head_dim * quantization.bits // 16
+    words = head_dim * quantization.word_bits // 16
     key_width = _padded(words)
     tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE)
     key_rows = 0

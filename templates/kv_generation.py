@@ -194,12 +194,16 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
     if cache_config.get("axis_value", per_token) != per_token:
         raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
+    bits = cache_config.get("nbits", default.bits)
     return Quantization(
-        bits=cache_config.get("nbits", default.bits),
+        bits=bits,
         scheme=scheme,
         group_size=cache_config.get("q_group_size", default.group_size),
         residual=cache_config.get("residual_length", default.residual),
         streaming=default.streaming,
+        sink=default.sink,
+        rotate=default.rotate if bits == default.bits else None,
+        clip=default.clip if bits == default.bits else None,
     )
 
 

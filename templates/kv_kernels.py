@@ -91,11 +91,45 @@ def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
     }}"""
 
 
+@triton.constexpr_function
+def _unpacking_third_asm(plane: int, mantissa: int) -> str:
+    """The same of two words with two low bits each, and of the third ones beside them, in five instructions."""
+    kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
+    exponent = (2 ** (14 - mantissa) - 1 + mantissa) << mantissa
+    to_third = f"shr.b32 word, $2, {plane - 2};" if plane > 2 else f"shl.b32 word, $2, {2 - plane};"
+    return f"""{{
+        .reg .b32 word, a, b, one;
+        mov.b32 one, {one * 0x10001};
+        mov.b32 b, {(0x8000 | exponent | 4) * 0x10001};
+        shr.b32 word, $1, {2 * plane};
+        lop3.b32 a, word, {3 * 0x10001}, {exponent * 0x10001}, 0xea;
+        {to_third}
+        lop3.b32 a, word, {4 * 0x10001}, a, 0xea;
+        fma.rn.{kind} $0, a, one, b;
+    }}"""
+
+
 @triton.jit
-def _codes(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
-    """Codes less 2 ** (BITS - 1) at bits PLANE * BITS of int16 words."""
+def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
+    """The bytes of third bits that go with words w [channels] of N tokens, int16; `codes` are int16 words of tiles."""
+    W: tl.constexpr = D // 8
+    tile = unit * N // TILE_TOKENS
+    # after the words of a tile, which are two bytes each
+    at = (unit * N + n)[:, None] * W + (tile + 1) * (2 * TILE_TOKENS * W) + w[None, :]
+    return tl.load(codes.to(tl.pointer_type(tl.uint8)) + at, (w < W)[None, :], 0).to(tl.int16)
+
+
+@triton.jit
+def _codes(words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """Codes less 2 ** (BITS - 1) at bits PLANE * BITS of int16 words; of 3 bits two there and one in `third`."""
+    MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
+    if BITS == 3:
+        if ASM:
+            of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA)
+            return tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
+        low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
+        return ((low | high << 2).to(tl.float32) - 4).to(dtype)
     if ASM:
-        MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
         asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
     codes = (words >> (PLANE * BITS)) & (2**BITS - 1)
@@ -185,8 +219,9 @@ def _over_tiles(
     its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    W: tl.constexpr = D * BITS // 16
-    PLANES: tl.constexpr = 16 // BITS
+    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    W: tl.constexpr = D * WORD_BITS // 16
+    PLANES: tl.constexpr = 16 // WORD_BITS
     HALF: tl.constexpr = 2 ** (BITS - 1)
     m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
     q, acc = (), ()
@@ -205,6 +240,10 @@ def _over_tiles(
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
         states = unit * (N * W) + n[:, None] * W
+        k_third, v_third = n, n
+        if BITS == 3:
+            states += tile * (TILE_TOKENS * W // 2)
+            k_third, v_third = _third_bits(k_codes, unit, n, kw, D, N), _third_bits(v_codes, unit, n, vw, D, N)
         k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
@@ -220,11 +259,11 @@ def _over_tiles(
                     of_zeros += exact * (pairs[2 + odd] * scale)[None, :]
             scores += tl.sum(of_zeros, 1)[:, None]
             for plane in tl.static_range(PLANES):
-                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+                codes = _codes(k, k_third, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
                 scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
         else:
             for plane in tl.static_range(PLANES):
-                codes = _codes(k, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+                codes = _codes(k, k_third, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
                 if GROUPS > 1:
                     k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
                     k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
@@ -250,7 +289,7 @@ def _over_tiles(
             weights *= v_factor[None, :]
         faded, acc = acc, ()
         for plane in tl.static_range(PLANES):
-            codes = _codes(v, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
+            codes = _codes(v, v_third, plane % 2 * (PLANES // 2) + plane // 2, BITS, ASM, dtype)
             if GROUPS > 1:
                 v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
                 v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)

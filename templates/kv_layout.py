@@ -12,6 +12,8 @@ MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they s
 # what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
 KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
+ROTATIONS = "none", "values", "both"
+CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 
 
@@ -21,9 +23,18 @@ class Quantization:
 
     A code c stands for minimum + scale * c. Scale and minimum belong to a group of states: with the scheme `kivi` (Liu
     et al. 2024), of one channel over `group_size` tokens for keys, and of one token over `group_size` channels for
-    values; with `per-token`, the latter for both. Without a group size, a tile and a whole head. The newest
-    `residual` tokens of a head, and those that no whole tile is made of yet, stay in the model's dtype. So do streaming
-    heads, unless `streaming` is set and their window is at least twice what stays; then their sinks do.
+    values; with `per-token`, the latter for both. Without a group size, a tile and a whole head.
+
+    The first `sink` tokens of a head, its newest `residual` tokens, and those that no whole tile is made of yet stay in
+    the model's dtype. So do streaming heads, unless `streaming` is set and their window is at least twice the residual
+    and a tile; then they keep the sinks that they have.
+
+    `rotate` says what is rotated within a head before it is stored (see kv_rotation.py): `none`, `values`, or `both`
+    keys and values. By default, values are where codes have 4 bits or less. Rotated keys lose less in some models, and
+    far more in others, such as those that normalize queries and keys.
+
+    With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
+    where codes have 2 or 3 bits: at 4 and 8, states that are clipped weigh more than smaller steps.
     """
 
     bits: int
@@ -31,22 +42,36 @@ class Quantization:
     group_size: int | None = None
     residual: int = TILE
     streaming: bool = False
+    sink: int = 4
+    rotate: str | None = None
+    clip: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.rotate is None:
+            object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
+        if self.clip is None:
+            object.__setattr__(self, "clip", self.bits in (3, 2))
 
     def tiles(self, tokens: int) -> int:
-        """Tiles that are packed once a head holds so many tokens: `residual` and more stay, and the very newest."""
+        """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
         return max(0, tokens - 1 - self.residual) // TILE
 
     def window_tiles(self, recent: int) -> int:
         """Tiles that a window of so many tokens can reach into, however its newest tokens are taken back."""
         return -(-(recent - 1) // TILE)
 
-    def tail(self, capacity: int, margin: int = 0) -> int:
+    def slots(self, capacity: int, sink: int, margin: int = 0) -> int:
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
-        return min(capacity, self.residual + TILE + margin)
+        return min(capacity, sink + self.residual + TILE + margin)
 
     def code_bytes(self, head_dim: int) -> int:
         """Bytes of a token's codes, of keys or of values."""
         return head_dim * self.bits // 8
+
+    @property
+    def word_bits(self) -> int:
+        """Bits of a code that lie side by side with those of other channels; the third bits of codes lie apart."""
+        return 2 if self.bits == 3 else self.bits
 
     def key_groups(self, head_dim: int) -> tuple[int, int]:
         """Shape of the scales of a tile's keys, and of their minima."""
@@ -65,12 +90,18 @@ class Quantization:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError, in words, where heads of this size cannot be stored so."""
-        if type(self.bits) is not int or self.bits not in (8, 4, 2):
-            raise ValueError(f"a quantized cache has 8, 4 or 2 bits, got {self.bits!r}")
+        if type(self.bits) is not int or self.bits not in (8, 4, 3, 2):
+            raise ValueError(f"a quantized cache has 8, 4, 3 or 2 bits, got {self.bits!r}")
         if self.scheme not in ("kivi", "per-token"):
             raise ValueError(f"the scheme of a quantized cache is kivi or per-token, got {self.scheme!r}")
         if type(self.residual) is not int or self.residual < 0:
             raise ValueError(f"the residual of a quantized cache is a number of tokens, got {self.residual!r}")
+        if type(self.sink) is not int or self.sink < 0:
+            raise ValueError(f"the sink of a quantized cache is a number of tokens, got {self.sink!r}")
+        if type(self.clip) is not bool:
+            raise ValueError(f"whether a quantized cache clips ranges is true or false, got {self.clip!r}")
+        if self.rotate not in ROTATIONS:
+            raise ValueError(f"a quantized cache rotates {', '.join(ROTATIONS)}, got {self.rotate!r}")
         if head_dim * self.bits % 16:  # the kernels load codes in words of two bytes
             raise ValueError(f"heads of {head_dim} do not fill whole 16-bit words at {self.bits} bits")
         if type(self.streaming) is not bool:
@@ -195,6 +226,13 @@ class LayerLayout:
         how = self.quantization
         return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
 
+    @property
+    def quantized_heads(self) -> int:
+        """How many heads are quantized: the first ones in the order of storage."""
+        if self.quantization is None:
+            return 0
+        return self.heads if self.budgets or self.quantized_window else self.full
+
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
         return min(capacity, self.sink + self.recent + margin)
@@ -213,11 +251,11 @@ class LayerLayout:
             return streaming + sum(tokens) * token
         tile = how.tile_bytes(head_dim, itemsize)
         if self.quantized_window:
-            ring = max(total - self.sink, 0)
-            tiles = min(how.tiles(ring), how.window_tiles(self.recent))
-            slots = min(total, self.sink) + how.tail(ring, margin)
-            streaming = self.streaming * (tiles * tile + slots * token)
-        return streaming + sum(how.tiles(count) * tile + how.tail(count, margin) * token for count in tokens)
+            tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
+            streaming = self.streaming * (tiles * tile + how.slots(total, self.sink, margin) * token)
+        return streaming + sum(
+            how.tiles(count - how.sink) * tile + how.slots(count, how.sink, margin) * token for count in tokens
+        )
 
 
 def setting(config, name: str):
@@ -255,7 +293,7 @@ class KVLayout:
             head_dim = _count(section["head_dim"], least=1)
             selection = _selection(section["selection"]) if "selection" in section else None
             stored = section.get(QUANTIZATION[version])
-            quantization = None if stored is None else _quantization(stored, head_dim)
+            quantization = None if stored is None else _quantization(stored, version, head_dim)
             layers = tuple(_layer(entry, selection, quantization) for entry in section["layers"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
@@ -391,9 +429,19 @@ def _selection(entry: dict) -> Selection:
     return Selection(_count(entry["window"], least=1), kernel_size, pool)
 
 
-def _quantization(entry: dict, head_dim: int) -> Quantization:
-    streaming = entry.get("streaming", False)
-    quantization = Quantization(entry["bits"], entry["scheme"], entry["group_size"], entry["residual"], streaming)
+def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
+    if version == 1:  # all tokens were packed, and as they are
+        entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
+    quantization = Quantization(
+        entry["bits"],
+        entry["scheme"],
+        entry["group_size"],
+        entry["residual"],
+        entry.get("streaming", False),
+        entry["sink"],
+        entry["rotate"],
+        entry["clip"],
+    )
     quantization.check(head_dim)
     return quantization
 

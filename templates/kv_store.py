@@ -4,11 +4,12 @@ import torch
 
 from .kv_cache import HeadTable
 from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
-from .kv_layout import TILE
+from .kv_layout import CLIPPED, TILE
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
-PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP"  # of kernels that pack tiles
+# of kernels that pack tiles
+PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP", "RANGES"
 
 
 @triton.jit(do_not_specialize=["position_batch", "position_head", "heads"])
@@ -82,6 +83,33 @@ def _places(first, n, ring, LISTED: tl.constexpr):
 
 
 @triton.jit
+def _range(x, there, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: tl.constexpr, dtype: tl.constexpr):
+    """Scale and minimum of groups along an axis of x, rounded to dtype, as `kv_tiles` chooses them."""
+    most = tl.full(low.shape, MOST, tl.float32)
+    scale, least = tl.div_rn(high - low, most).to(dtype).to(tl.float32), low
+    if RANGES > 1:
+        errors = _squared_error(x, there, scale, least, AXIS, MOST)
+        for step in range(1, RANGES):
+            factor = tl.div_rn(tl.full(low.shape, 20 - step, tl.float32), tl.full(low.shape, 20, tl.float32))
+            span = (high - low) * factor
+            narrow = tl.div_rn(span, most).to(dtype).to(tl.float32)
+            start = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)  # exact halves: fused or not
+            error = _squared_error(x, there, narrow, start, AXIS, MOST)
+            better = error < errors
+            scale, least = tl.where(better, narrow, scale), tl.where(better, start, least)
+            errors = tl.where(better, error, errors)
+    return scale, least
+
+
+@triton.jit
+def _squared_error(x, there, scale, low, AXIS: tl.constexpr, MOST: tl.constexpr):
+    wide, least = tl.expand_dims(scale, AXIS), tl.expand_dims(low, AXIS)
+    codes = _rounded(tl.div_rn(x - least, tl.where(wide > 0, wide, 1.0) + tl.zeros_like(x)))
+    difference = tl.where(there, tl.minimum(tl.maximum(codes, 0.0), MOST) * wide + least - x, 0.0)
+    return tl.sum(difference * difference, AXIS)
+
+
+@triton.jit
 def _pack(
     state_ptr,  # of the head's place 0
     code_ptr,  # [TILE, W] bytes of one tile
@@ -98,11 +126,13 @@ def _pack(
     WP: tl.constexpr,
     CP: tl.constexpr,
     GP: tl.constexpr,
+    RANGES: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """Quantize a tile of keys or values: scales first, then codes by them, N tokens at once."""
     dtype: tl.constexpr = state_ptr.dtype.element_ty
-    W: tl.constexpr = D * BITS // 8
+    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    W: tl.constexpr = D * WORD_BITS // 8
     GROUP: tl.constexpr = D // COLUMNS
     MOST: tl.constexpr = 2**BITS - 1
     n, w = tl.arange(0, N), tl.arange(0, WP)
@@ -111,32 +141,42 @@ def _pack(
         if ROWS < TILE_TOKENS:  # of a channel, and N tokens are a group
             d = tl.arange(0, DP)[None, :]
             x = tl.load(state_ptr + token[:, None] * step + d, d < D, 0.0).to(tl.float32)
-            low, high = tl.min(x, 0)[None, :], tl.max(x, 0)[None, :]
+            inside = (d < D) & (n >= 0)[:, None]
+            scale, low = _range(x, inside, tl.min(x, 0), tl.max(x, 0), 0, MOST, RANGES, dtype)
+            scale, low = scale[None, :], low[None, :]
             at, there = start // N * D + d, d < D
         else:
             column, g = tl.arange(0, CP)[None, :, None], tl.arange(0, GP)[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
             states = state_ptr + token[:, None, None] * step + column * GROUP + g
-            low = tl.min(tl.load(states, inside, float("inf")).to(tl.float32), 2)
-            high = tl.max(tl.load(states, inside, float("-inf")).to(tl.float32), 2)
+            x = tl.load(states, inside, 0.0).to(tl.float32)
+            low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
+            scale, low = _range(x, inside, tl.min(low, 2), tl.max(high, 2), 2, MOST, RANGES, dtype)
             column = tl.arange(0, CP)[None, :]
             at, there = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
-        tl.store(scale_ptr + at, tl.div_rn(high - low, tl.full(low.shape, MOST, tl.float32)).to(dtype), there)
+        tl.store(scale_ptr + at, scale.to(dtype), there)
         tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), there)
     tl.debug_barrier()  # other threads read what these have stored
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
         there = (w < W)[None, :] & (n >= 0)[:, None]
-        packed = tl.zeros([N, WP], tl.int32)
-        for plane in tl.static_range(8 // BITS):
+        packed, third = tl.zeros([N, WP], tl.int32), tl.zeros([N, WP], tl.int32)
+        for plane in tl.static_range(8 // WORD_BITS):
             d = plane * W + w
             x = tl.load(state_ptr + token[:, None] * step + d[None, :], there, 0.0).to(tl.float32)
             at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
             scale = tl.load(at, there, 1.0).to(tl.float32)
             low = tl.load(at + ROWS * COLUMNS, there, 0.0).to(tl.float32)
             code = _rounded(tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0)))
-            packed |= tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32) << (BITS * plane)
+            code = tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32)
+            packed |= (code & (2**WORD_BITS - 1)) << (WORD_BITS * plane)
+            third |= (code >> WORD_BITS) << plane
         tl.store(code_ptr + (start + n)[:, None] * W + w[None, :], packed.to(tl.uint8), there)
+        if BITS == 3:
+            even, odd = tl.split(tl.reshape(third, [N, WP // 2, 2]))
+            half = tl.arange(0, WP // 2)[None, :]
+            thirds = code_ptr + TILE_TOKENS * W + (start + n)[:, None] * (W // 2) + half
+            tl.store(thirds, (even | odd << 4).to(tl.uint8), (half < W // 2) & (n >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["confirmed_batch", "confirmed_head", "packed_batch", "packed_head", "heads", "least"])
@@ -176,6 +216,7 @@ def _flush_kernel(
     WP: tl.constexpr,
     CP: tl.constexpr,
     GP: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     first = tl.load(first_ptr + head)
@@ -195,11 +236,11 @@ def _flush_kernel(
         v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
         _pack(
             *(k_ptr + states, k_codes_ptr + codes, k_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, False),
+            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, RANGES, False),
         )
         _pack(
             *(v_ptr + states, v_codes_ptr + codes, v_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, False),
+            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, RANGES, False),
         )
         tl.store(own, packed + TILE_TOKENS)
 
@@ -279,6 +320,7 @@ def _compact_kernel(
     WP: tl.constexpr,
     CP: tl.constexpr,
     GP: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
     begin = tl.program_id(0) * TILE_TOKENS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -309,12 +351,12 @@ def _compact_kernel(
             k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
             _pack(
-                *(k_from, k_codes_ptr + codes, k_scales, kept, ring, prompt_k_column),
-                *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, True),
+                *(k_from, k_codes_ptr + codes, k_scales, kept + sink, ring, prompt_k_column),
+                *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, RANGES, True),
             )
             _pack(
-                *(v_from, v_codes_ptr + codes, v_scales, kept, ring, prompt_v_column),
-                *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, True),
+                *(v_from, v_codes_ptr + codes, v_scales, kept + sink, ring, prompt_v_column),
+                *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, RANGES, True),
             )
 
 
@@ -329,7 +371,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
 
     Args:
         table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
-            keeps none. `packed` are its first tokens, which go into tiles.
+            keeps none. `packed` are its first tokens after the sinks, which go into tiles.
         keys, values: [batch, heads, columns, head_dim], in other memory.
         kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
     """
@@ -363,6 +405,7 @@ def _pack_options(table: HeadTable) -> dict[str, int | None]:
     padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
     tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
     key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
-    width = triton.next_power_of_2(quantization.code_bytes(head_dim))
+    width = triton.next_power_of_2(head_dim * quantization.word_bits // 8)
     options = quantization.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
+    options += (CLIPPED if quantization.clip else 1,)
     return dict(zip(PACK_OPTIONS, options, strict=True))

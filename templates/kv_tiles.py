@@ -1,4 +1,4 @@
-"""Quantized tiles of keys and values: asymmetric codes of 8, 4 or 2 bits, packed, each tile written once.
+"""Quantized tiles of keys and values: asymmetric codes of 8, 4, 3 or 2 bits, packed, each tile written once.
 
 The scheme is KIVI's (Liu et al. 2024, arXiv 2402.02750), or per token as in the quantized cache of transformers.
 """
@@ -9,14 +9,17 @@ from typing import NamedTuple
 import torch
 
 from .kv_heads import HeadGroup, block_elements, on_device
-from .kv_layout import EVERY, TILE, Quantization
+from .kv_layout import CLIPPED, EVERY, TILE, Quantization
 
 
 class Tiles(NamedTuple):
     """Packed tiles of one layer's heads, head after head; `S` is a tile's `key_groups` or `value_groups`.
 
     A token's codes are `width = head_dim * bits / 8` bytes; byte w holds channels w, width + w, 2 * width + w, ... from
-    the low bits on. Scales and minima are in the model's dtype: first all scales of a tile, then all minima.
+    the low bits on. With 3 bits, the two low bits of all tokens come first, as codes of 2 bits, then the third bits:
+    byte w of a token has those of bytes 2 * w and 2 * w + 1, again from the low bits on. A byte thus goes with a 16-bit
+    word, and kernels work on as many channels at once as with 2 bits. Scales and minima are in the model's dtype: first
+    all scales of a tile, then all minima.
     """
 
     key_codes: torch.Tensor  # uint8 [batch, tiles, TILE, width]
@@ -47,9 +50,8 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    head_dim, bits = keys.shape[-1], quantization.bits
-    key_groups, value_groups = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
-    return Tiles(*_quantize(keys, key_groups, bits), *_quantize(values, value_groups, bits))
+    key_groups, value_groups = (of(keys.shape[-1]) for of in (quantization.key_groups, quantization.value_groups))
+    return Tiles(*_quantize(keys, key_groups, quantization), *_quantize(values, value_groups, quantization))
 
 
 def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,27 +62,80 @@ def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _quantize(states: torch.Tensor, groups: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(
+    states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
+) -> tuple[torch.Tensor, torch.Tensor]:
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
+    bits = quantization.bits
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
+    scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
+    packed = _pack(_codes(grouped, scale, low, bits).to(torch.uint8).view(states.shape), bits)
+    scales = torch.stack([scale, low], len(outer)).to(states.dtype)
+    return packed, scales.view(*outer, 2, rows, columns)
+
+
+def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum of each group: of the first `count` ranges, the one with the least squared error.
+
+    Both are rounded as they are stored, so that codes fit what dequantizing will see.
+    """
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
-    # rounded as they are stored, so that codes fit what dequantizing will see; the minimum is a state, thus exact
-    scale = ((high - low) / (2**bits - 1)).to(states.dtype).float()
-    codes = ((grouped - low) / scale.where(scale > 0, 1)).round().clamp(0, 2**bits - 1)
-    planes = codes.to(torch.uint8).view(*outer, tokens, 8 // bits, head_dim * bits // 8)
+    scale, least = ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
+    errors = None if count == 1 else _squared_error(grouped, scale, least, bits)
+    for step in range(1, count):
+        span = (high - low) * ((20 - step) / 20)
+        narrow = (span / (2**bits - 1)).to(dtype).float()
+        start = ((low + high) * 0.5 - span * 0.5).to(dtype).float()
+        error = _squared_error(grouped, narrow, start, bits)
+        better = error < errors
+        scale, least, errors = narrow.where(better, scale), start.where(better, least), error.where(better, errors)
+    return scale, least
+
+
+def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    return (_codes(grouped, scale, low, bits).mul_(scale).add_(low) - grouped).square_().sum((-3, -1), keepdim=True)
+
+
+def _codes(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in float32."""
+    return ((grouped - low) / scale.where(scale > 0, 1)).round_().clamp_(0, 2**bits - 1)
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., tokens, head_dim] as bytes [..., tokens, width]."""
+    if bits == 3:
+        shift, third = _third_bits(codes.device), (codes >> 2).unflatten(-1, (4, -1, 2))
+        parts = _pack(codes & 3, 2), (third << shift).sum((-3, -1), dtype=torch.uint8)
+        return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (codes.shape[-2], -1))
+    planes = codes.unflatten(-1, (8 // bits, -1))
     packed = planes[..., 0, :].clone()
     for plane in range(1, 8 // bits):
         packed |= planes[..., plane, :] << (bits * plane)
-    scales = torch.stack([scale, low], len(outer)).to(states.dtype)
-    return packed, scales.view(*outer, 2, rows, columns)
+    return packed
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse of `_pack`."""
+    if bits == 3:
+        tokens, width = packed.shape[-2:]
+        parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
+        low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
+        bit = third[..., None, :, None] >> _third_bits(packed.device) & 1
+        return _unpack(low, 2) | bit.flatten(-3) << 2
+    return torch.cat([packed >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)], -1)
+
+
+def _third_bits(device: torch.device) -> torch.Tensor:
+    """Where a byte has the third bits of the channels in a 16-bit word, uint8 [4, 1, 2]."""
+    place = torch.arange(8, dtype=torch.uint8, device=device)
+    return place.view(2, 4).T[:, None]
 
 
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     *outer, tokens, width = codes.shape
     rows, columns = scales.shape[-2:]
-    planes = [codes >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)] if bits < 8 else [codes]
-    states = torch.cat(planes, -1).to(scales.dtype)
+    states = _unpack(codes, bits).to(scales.dtype) if bits < 8 else codes.to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
     if states.dtype == torch.float32:  # several times faster where a scale is for the innermost states
@@ -98,7 +153,7 @@ class QuantizedGroup(HeadGroup):
 
     sink: int
 
-    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int = 0, span: int = EVERY):
+    def __init__(self, states: torch.Tensor, heads: int, quantization: Quantization, sink: int, span: int):
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim] that see `sink` and `span` tokens."""
         super().__init__(states, heads, sink, quantization.residual + TILE)
         self.quantization, self.span = quantization, span
@@ -128,7 +183,7 @@ class QuantizedGroup(HeadGroup):
 
     def packable(self, row: int, tokens: int) -> int:
         """Tokens of a row that tiles take, of its first `tokens`."""
-        return min(self._target(self.skips[row]), tokens - self.sink) // TILE * TILE
+        return max(min(self._target(self.skips[row]), tokens - self.sink), 0) // TILE * TILE
 
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
@@ -166,7 +221,7 @@ class QuantizedGroup(HeadGroup):
 
     def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         stored = super().window(seen, tokens)
-        if self.span == EVERY or not any(self.packed):
+        if not any(self.packed):
             return stored
         after_sinks = torch.arange(seen - tokens, seen, device=self.keys.device)[None] - self.sink
         after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
@@ -200,7 +255,9 @@ def head_group(
     """Empty storage for `heads` heads like `states`, quantized if that is asked for; without a sink they are full."""
     if quantization is None or not heads:
         return HeadGroup(states, heads, sink, recent)
-    return QuantizedGroup(states, heads, quantization, sink or 0, EVERY if sink is None else recent)
+    if sink is None:
+        return QuantizedGroup(states, heads, quantization, quantization.sink, EVERY)
+    return QuantizedGroup(states, heads, quantization, sink, recent)
 
 
 def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:

@@ -111,7 +111,8 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
         if quantized:
-            allowed = allowed & (position >= torch.tensor(group.packed, device=query.device)[:, None])
+            tiles_end = group.sink + torch.tensor(group.packed, device=query.device)[:, None]
+            allowed = allowed & ((position < group.sink) | (position >= tiles_end))
         elif group.sink is not None:
             allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
         allowed = allowed[:, None]
@@ -200,11 +201,15 @@ def near(
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """What is not in tiles, by column, the arriving tokens last: keys and values, and the columns that rows skip of it.
 
-    `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on.
+    `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on. Sinks come right before
+    the tokens after the tiles.
     """
     firsts = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
     before = max(past - min(firsts), 0)
-    states = (torch.cat(parts, 2) for parts in zip(group.window(past, before), (keys, values), strict=True))
+    place = torch.arange(past - before, past, device=keys.device) - on_device(firsts, keys.device)[:, None]
+    after_tiles = place + on_device(group.packed, keys.device)[:, None]
+    slot = group.slot(torch.where(place < (group.sink or 0), place, after_tiles).clamp(min=0))
+    states = (torch.cat(parts, 2) for parts in zip(group.take(slot), (keys, values), strict=True))
     skips = [first - (past - before) for first in firsts]
     alike = len(set(skips)) == 1
     keys, values = states

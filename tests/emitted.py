@@ -26,7 +26,15 @@ def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
 
 CLASSES = {family: emitted_class(family) for family in ("llama", "gemma2")}
 # a scale for every element loses nothing
-LOSSLESS = {"bits": 8, "scheme": "per-token", "group_size": 1, "residual": 5}
+LOSSLESS = {
+    "bits": 8,
+    "scheme": "per-token",
+    "group_size": 1,
+    "residual": 5,
+    "sink": 3,
+    "rotate": "both",
+    "clip": False,
+}
 # budgets of two layers; some keep more than a tile
 BUDGETED = {
     "selection": {"window": 4, "kernel_size": 3, "pool": "max"},

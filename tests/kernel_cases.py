@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -52,6 +51,11 @@ DECODE = [
 ]
 
 
+def _named(how: Quantization) -> str:
+    """A quantization in a test's name."""
+    return f"{how.scheme}{how.bits}{'' if how.group_size is None else f'.{how.group_size}'}s{how.sink}r{how.residual}"
+
+
 class Packed(NamedTuple):
     """A decode step over heads with packed tiles, a third shorter from one to the next, and 16-bit ones (`others`).
 
@@ -69,8 +73,7 @@ class Packed(NamedTuple):
     window: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        bits, scheme, size, residual, _ = dataclasses.astuple(self.quantization)
-        kinds = f"{self.heads}{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}+{len(self.others)}"
+        kinds = f"{self.heads}{_named(self.quantization)}+{len(self.others)}"
         cap = "" if self.softcap is None else "-capped"
         cap += "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
         return f"{kinds}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
@@ -90,6 +93,11 @@ PACKED = [
     Packed(Quantization(4, residual=64), 1, [], 2, 256, [450], 9, softcap=30.0),
     Packed(Quantization(8), 1, [], 4, 16, [450], 4),
     Packed(Quantization(2), 3, [], 2, 16, [450, 200], 8),
+    Packed(Quantization(4, sink=0), 2, [FULL], 2, 32, [450, 200], 8),
+    Packed(Quantization(3), 2, [FULL], 4, 128, [700, 300], 5),
+    Packed(Quantization(3, group_size=32, residual=0), 1, [], 7, 80, [600], 7, window=(3, 300)),
+    Packed(Quantization(3, "per-token"), 1, [FULL], 2, 64, [450], 4, softcap=20.0),
+    Packed(Quantization(3, "per-token", 16), 1, [], 1, 48, [450], 4),
     Packed(Quantization(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
@@ -163,11 +171,11 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     """
     torch.manual_seed(0)
     quantization, head_dim = case.quantization, case.head_dim
-    tail = quantization.tail(EVERY, margin=3)
-    kinds = [(0, tail, EVERY)] * case.heads + case.others
+    ring = quantization.slots(EVERY, 0, margin=3)
+    kinds = [(quantization.sink, ring, EVERY)] * case.heads + case.others
     counts = torch.full((len(kinds),), quantization.tiles(max(case.lengths)) + 1, dtype=torch.int32)
     if case.window:
-        kinds[0] = case.window[0], tail, case.window[1]
+        kinds[0] = case.window[0], ring, case.window[1]
         counts[0] = quantization.window_tiles(case.window[1])
     lengths = torch.tensor([[length * 3 // (3 + head) for head in range(len(kinds))] for length in case.lengths])
     slots = [min(max(case.lengths), sink + ring) for sink, ring, _ in kinds]
@@ -228,6 +236,8 @@ FLUSH = [
     (Quantization(4, "per-token", residual=10), 96),
     (Quantization(2, "per-token", 20, 30), 80),
     (Quantization(8, "per-token"), 16),
+    (Quantization(3), 80),
+    (Quantization(3, "per-token", 32, residual=3), 64),
 ]
 
 
@@ -237,7 +247,7 @@ def check_flush(quantization: Quantization, head_dim: int, dtype: torch.dtype, d
     The first one's tiles go round a ring of one, after sinks.
     """
     torch.manual_seed(0)
-    batch, heads, steps, ring, sink = 2, 3, 3, quantization.tail(EVERY, margin=5), 7
+    batch, heads, steps, ring, sink = 2, 3, 3, quantization.slots(EVERY, 0, margin=5), 7
     rings, sinks = torch.full((heads,), ring, dtype=torch.int32), torch.tensor([sink, 0, 0], dtype=torch.int32)
     counts = torch.tensor([1, 1, steps], dtype=torch.int32)
     offsets, first_tiles = torch.arange(heads) * ring, torch.tensor([3, -1, 0], dtype=torch.int32)
@@ -270,10 +280,7 @@ class Compact(NamedTuple):
     new: int = 9
 
     def __str__(self) -> str:
-        bits, scheme, size, residual, _ = (
-            (None,) * 5 if self.quantization is None else dataclasses.astuple(self.quantization)
-        )
-        kind = "" if bits is None else f"-{scheme}{bits}{'' if size is None else f'.{size}'}r{residual}"
+        kind = "" if self.quantization is None else f"-{_named(self.quantization)}"
         budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))
         return f"b{budgets}-n{self.prompt}-d{self.head_dim}-pad{pads}{kind}"
 
@@ -288,6 +295,8 @@ COMPACT = [
     Compact((400, 120, 5000), 523, 80, [0, 0, 300], Quantization(8, group_size=16, residual=0)),
     Compact((300, 0), 417, 96, [100, 100], Quantization(2, "per-token", 32, 30), new=900),
     Compact((260,), 261, 16, [0], Quantization(8, "per-token"), new=0),
+    Compact((400, 2), 500, 64, [0, 260], Quantization(4, residual=0, sink=0)),
+    Compact((300,), 400, 48, [0], Quantization(3, residual=0)),
 ]
 
 

@@ -42,11 +42,13 @@ def recipes(draw):
     else:
         way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
         values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
-        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 2]))
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, 2]))
         values["budget"] = draw(maybe(TOKENS)) if rest != "streaming" else None
     if fit or values["kv_bits"]:
         values |= {"kv_scheme": draw(st.sampled_from(["kivi", "per-token"])), "kv_streaming": draw(st.booleans())}
         values |= {"kv_group_size": draw(maybe(TOKENS)), "kv_residual": draw(TOKENS)}
+        values |= {"kv_sink": draw(TOKENS), "kv_clip": draw(st.sampled_from([None, False, True]))}
+        values |= {"kv_rotate": draw(st.sampled_from([None, "none", "values", "both"]))}
     return Recipe(**values)
 
 
@@ -70,6 +72,7 @@ def test_a_file_is_what_one_would_write():
         'kv_scheme = "kivi"',
         "kv_residual = 128",
         "kv_streaming = false",
+        "kv_sink = 4",
         "tp = 2",
         "tp_uneven = false",
         "",

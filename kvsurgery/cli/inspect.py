@@ -110,9 +110,11 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
     if quantized := surgery.quantization:
         groups = f", groups of {quantized['group_size']}" if quantized["group_size"] else ""
-        scheme = f"{quantized['scheme']}{groups}"
+        rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantized["rotate"], "")
+        clipped = ", ranges clipped" if quantized["clip"] else ""
+        scheme = f"{quantized['scheme']}{groups}{rotated}{clipped}"
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
-        kept = f"the newest {quantized['residual']} tokens as they are"
+        kept = f"the first {quantized['sink']} and the newest {quantized['residual']} tokens as they are"
         lines.append(f"KV cache in {quantized['bits']} bits ({scheme}), {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))

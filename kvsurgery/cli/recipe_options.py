@@ -66,6 +66,8 @@ def _option(name: str) -> Callable[[Any], Any]:
     """The option of a recipe's field."""
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
     default = getattr(Recipe(), name, None)
+    if kind is bool and default is None:
+        return click.option(f"{_flag(name)}/{_flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
         return click.option(_flag(name), is_flag=True, flag_value=True, default=None, help=text)
     shown = "" if default is None or "[default" in text else f"  [default: {default}]"
@@ -118,7 +120,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kernel_size": (int, "Number of neighbouring tokens over which this attention is pooled."),
         "pool": (click.Choice(["max", "avg"]), "How this attention is pooled."),
         "kv_bits": (
-            Bits(8, 4, 2),
+            Bits(8, 4, 3, 2),
             "Bits per stored key and value of full and budgeted heads, except for the newest tokens.  [default: (the "
             "model's dtype)]",
         ),
@@ -135,6 +137,13 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             bool,
             "Also quantize the windows of streaming heads and of the model's sliding layers if they are long enough.",
         ),
+        "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
+        "kv_rotate": (
+            click.Choice(["none", "values", "both"]),
+            "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
+            "harms others.  [default: (values at 4 bits and less)]",
+        ),
+        "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits)]"),
     },
     DEVICES: {
         "tp": (
@@ -218,7 +227,9 @@ def flags_of(recipe: Recipe) -> list[str]:
         word
         for name in recipe.in_use
         if (value := getattr(recipe, name)) != getattr(usual, name)
-        for word in (_flag(name), *([] if value is True else [str(value)]))
+        for word in (
+            [_flag(f"no_{name}")] if value is False else [_flag(name), *([] if value is True else [str(value)])]
+        )
     ]
 
 

@@ -41,7 +41,7 @@ AXES: dict[str, tuple[str, click.ParamType, str]] = {
     ),
     "kv_bits": (
         CACHE,
-        Bits(16, 8, 4, 2),
+        Bits(16, 8, 4, 3, 2),
         "Bits that full and budgeted heads store their tokens in, except for the newest; 16 is the model's dtype.",
     ),
 }

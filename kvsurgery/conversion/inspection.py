@@ -37,7 +37,8 @@ class Surgery:
         heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
             in the original's order, or in the converted one's where that is not known.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
-        quantization: bits, scheme, group size and residual of the cache of full and budgeted heads, if it is quantized.
+        quantization: how the cache of full and budgeted heads is quantized, the fields of `kv_layout.Quantization`, if
+            it is.
         reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit.
         ranks: `processes` of tensor parallelism, and the `kv_bytes` of 128k tokens that each of them holds; empty where

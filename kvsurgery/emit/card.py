@@ -125,9 +125,12 @@ def _quantized(quantization: Any | None) -> str:
     """How the cache is quantized, as the end of a sentence."""
     if quantization is None:
         return ""
+    rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate, "")
+    clipped = ", ranges clipped" if quantization.clip else ""
+    streaming = "" if quantization.streaming else ", but for streaming heads"
     return (
-        f". All but the newest {quantization.residual} tokens or a few more are stored in {quantization.bits} bits "
-        f"({quantization.scheme}){'' if quantization.streaming else ', but for streaming heads'}"
+        f". All but the first {quantization.sink} and at least the newest {quantization.residual} tokens are stored in "
+        f"{quantization.bits} bits ({quantization.scheme}{rotated}{clipped}){streaming}"
     )
 
 

@@ -232,10 +232,10 @@ class _Prices:
         token = 2 * head_dim * itemsize
         if quantization is None:
             return int(tokens.sum()) * token
-        residual = min(quantization.residual, MAX_TOKENS)
-        tiles = np.maximum(tokens - 1 - residual, 0) // kv_layout.TILE
-        tail = np.minimum(tokens, residual + kv_layout.TILE)
-        return int(tiles.sum()) * quantization.tile_bytes(head_dim, itemsize) + int(tail.sum()) * token
+        unpacked = min(quantization.sink + quantization.residual, MAX_TOKENS)
+        tiles = np.maximum(tokens - 1 - unpacked, 0) // kv_layout.TILE
+        slots = np.minimum(tokens, unpacked + kv_layout.TILE)
+        return int(tiles.sum()) * quantization.tile_bytes(head_dim, itemsize) + int(slots.sum()) * token
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
         """Bytes that a prefill takes beside the cache, unquantized and quantized, and each budgeted head on top."""

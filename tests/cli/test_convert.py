@@ -306,11 +306,15 @@ class TestOptions:
             "group_size": 2,
             "residual": 64,
             "streaming": False,
+            "sink": 4,
+            "rotate": "values",
+            "clip": False,
         }
-        assert "newest 64 tokens or a few more are stored in 4 bits" in Path("out/README.md").read_text()
+        card = Path("out/README.md").read_text()
+        assert "All but the first 4 and at least the newest 64 tokens are stored in 4 bits" in card
         assert (
-            "KV cache in 4 bits (per-token, groups of 2), the newest 64 tokens as they are"
-            in done("inspect", "out").out
+            "KV cache in 4 bits (per-token, groups of 2, values rotated), the first 4 and the newest 64 tokens as they "
+            "are" in done("inspect", "out").out
         )
         assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantization"] == section["quantization"]
 

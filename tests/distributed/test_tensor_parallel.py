@@ -45,7 +45,7 @@ FAMILIES = [name for name in FAMILIES if name in AVAILABLE and (process.FIVE or 
 WHOLE = ("qwen2_moe",) if process.FIVE else ("mixtral", "glm4_moe")
 INTERLEAVED = ("olmo3", "exaone4", "cohere2")
 # a scale for every element loses nothing
-LOSSLESS = Quantization(8, "per-token", 1, 5)
+LOSSLESS = Quantization(8, "per-token", 1, 5, rotate="both")
 KINDS = {
     "uneven": {"tp_uneven": True, "full_heads": 6},
     "budgets": {"rest": "budgeted", "full_heads": 4, "budget": 6},

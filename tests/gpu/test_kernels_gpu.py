@@ -94,7 +94,7 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
     """Tiles that a replay packs are read by its own decode step; each head has its own length."""
     torch.manual_seed(0)
     quantization, heads, head_dim, room = Quantization(4), 2, 128, 40
-    ring = quantization.tail(EVERY)
+    ring = quantization.slots(EVERY, 0)
     query = torch.randn(1, heads * 4, head_dim, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, ring + 260, head_dim, device="cuda", dtype=torch.bfloat16)
     tiles = empty_tiles(keys, room, quantization)

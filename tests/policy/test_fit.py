@@ -186,10 +186,10 @@ class TestByHand:
         assert Fraction(one.kept).limit_denominator(10**6) == Fraction(3, 4) + Fraction(1, 4) * Fraction(1, 10)
 
     def test_quantized(self):
-        # 871 tokens before the residual: 6 tiles of 128, 256 slots for the rest, each with scales of kivi
+        # 867 tokens between sinks and residual: 6 tiles of 128, 260 slots for the rest, each with scales of kivi
         tile = 2 * (128 * 8 * 4 // 8) + 2 * 8 * 2 + 2 * 128 * 2
         one = self.find(2, None, 4)
-        assert one.kv_bytes == 2 * (6 * tile + 256 * 32)
+        assert one.kv_bytes == 2 * (6 * tile + 260 * 32)
         assert one.kept == pytest.approx(0.9921)
 
     def test_budgeted(self):

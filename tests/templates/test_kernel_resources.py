@@ -149,7 +149,7 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
         (4, "kivi", None, torch.float16, 256, 4, False),
         (2, "kivi", None, torch.float16, 128, 1, False),
         (4, "per-token", 64, torch.float16, 128, 4, False),
-        *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 2)),
+        *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 3, 2)),
     ],
     *((bits, "kivi", None, torch.bfloat16, 64, 4, False) for bits in (8, 4, 2)),
     *((bits, "kivi", None, torch.bfloat16, 128, 4, False) for bits in (8, 2)),
@@ -172,11 +172,14 @@ def test_decode_of_tiles(
     table = HeadTable(states, states, each, each, each, each, row, *stored)
     kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
-    three = bits > 2 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
+    three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)
     check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2)
-    loads = 2 + (8 // bits if scheme == "kivi" else size is None) + (size is None), 2  # of packed units, of slots
-    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * 5  # four ahead
+    loads = (
+        2 + 2 * (bits == 3) + (4 if bits == 3 else 8 // bits if scheme == "kivi" else size is None) + (size is None),
+        2,
+    )  # of packed units, of slots
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 else 5)
     check(compiled["_combine_kernel"], tmp_path, 8)
     kv_store.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1)
@@ -187,7 +190,7 @@ def test_decode_of_tiles(
     [(None, torch.bfloat16, 80), (Quantization(8), torch.bfloat16, 128), (Quantization(4), torch.bfloat16, 256)],
     *((None, torch.bfloat16, head_dim) for head_dim in (64, 128, 256)),
     *((None, torch.float32, head_dim) for head_dim in (64, 80, 128, 256)),
-    *((Quantization(bits), torch.bfloat16, 128) for bits in (4, 2)),
+    *((Quantization(bits), torch.bfloat16, 128) for bits in (4, 3, 2)),
     (Quantization(8, "kivi", 16), torch.float16, 80),
     (Quantization(4, "per-token"), torch.float16, 128),
     (Quantization(2, "per-token", 64), torch.bfloat16, 256),
@@ -219,6 +222,27 @@ def test_unpacking(bits: int, dtype: str) -> None:
             first, second = ((term >> place).to(torch.uint16).view(kind) for term in terms)
             codes = (of_half >> plane * bits & 2**bits - 1) - 2 ** (bits - 1)
             assert torch.equal((first + second).long(), codes)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_unpacking_of_three_bits(dtype: str) -> None:
+    """What the assembly does to two words and their third bits, in torch, for many of them."""
+    low, kind = torch.arange(2**16), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    high, mantissa = low.flip(0) * 40503 % 2**16, 7 if dtype == "bf16" else 10
+    thirds = [part * 2654435761 % 2**32 >> 24 for part in (low, high)]
+    words, third = high << 16 | low, thirds[1] << 16 | thirds[0]
+    exponent, added = {"bf16": (0x4300, 0xC304), "fp16": (0x6400, 0xE404)}[dtype]
+    for plane in range(8):
+        asm = kv_kernels._unpacking_third_asm(plane, mantissa)
+        assert f"mov.b32 b, {added * 0x10001};" in asm
+        assert f"lop3.b32 a, word, {3 * 0x10001}, {exponent * 0x10001}, 0xea;" in asm
+        [(to, by)] = re.findall(r"(shl|shr).b32 word, \$2, (\d+);", asm)
+        shifted = third << int(by) if to == "shl" else third >> int(by)
+        found = words >> 2 * plane & 3 * 0x10001 | exponent * 0x10001 | shifted & 4 * 0x10001
+        for place, of_half, of_third in ((0, low, thirds[0]), (16, high, thirds[1])):
+            floats = (found >> place & 0xFFFF).to(torch.uint16).view(kind).float()
+            codes = (of_half >> 2 * plane & 3) + 4 * (of_third >> plane & 1) - 4
+            assert torch.equal((floats - 2**mantissa - 4).long(), codes)
 
 
 KINDS = "full", "streaming", "few tokens"

@@ -70,11 +70,19 @@ def test_inconsistent_sections_are_refused(section, message):
 
 
 def test_the_section_of_version_1_is_read():
-    """It spells the cache's quantization as the converter's first release did."""
-    stored = asdict(Quantization(4))
+    """It spells the cache's quantization as the converter's first release did, which packed all tokens as they are."""
+    stored = {"bits": 2, "scheme": "kivi", "group_size": None, "residual": 128, "streaming": False}
     first = config(head_dim=16, version=1, quantisation=stored)
-    assert KVLayout.from_config(first) == KVLayout.from_config(config(head_dim=16, quantization=stored))
-    assert KVLayout.from_config(first).quantization == Quantization(4)
+    assert KVLayout.from_config(first).quantization == Quantization(2, sink=0, rotate="none", clip=False)
+
+
+def test_version_2_says_all_of_the_quantization():
+    stored = asdict(Quantization(2))
+    assert KVLayout.from_config(config(head_dim=16, quantization=stored)).quantization == Quantization(2)
+    for name in ("bits", "scheme", "group_size", "residual", "sink", "rotate", "clip"):
+        without = {key: value for key, value in stored.items() if key != name}
+        with pytest.raises(ValueError, match=name):
+            KVLayout.from_config(config(head_dim=16, quantization=without))
 
 
 def in_blocks():

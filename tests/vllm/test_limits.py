@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
 
+from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.vllm import register, supports
 from kvsurgery.vllm.limits import checked_layout
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
-TILES = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 128, "streaming": False}
+TILES = asdict(Quantization(4))
 
 
 def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:

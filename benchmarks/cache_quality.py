@@ -1,0 +1,133 @@
+"""What a quantized cache loses on a language model: divergence of the next token, and perplexity.
+
+    python benchmarks/cache_quality.py MODEL book.txt other.txt --json quality.json
+
+MODEL is converted with every head full. The cache takes 1,024 tokens of a text, and one forward reads the 192 tokens
+that follow, as a later prompt. The divergence is the mean Kullback-Leibler divergence, in nats, of the distribution of
+the next token from that with an unquantized cache. The settings begin with the cache of version 0.1.0 and add one part
+after the other. An interrupted run continues from its JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from quantized_cache import converted
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from kvsurgery import console
+from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_rotation import rotated
+
+States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
+
+
+def settings() -> dict[str, Quantization | None]:
+    """The caches that are compared, by name."""
+    found: dict[str, Quantization | None] = {"unquantized": None}
+    for scheme, widths in (("kivi", (8, 4, 3, 2)), ("per-token", (4, 3, 2))):
+        for bits in widths:
+            plain = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
+            steps = {
+                "0.1.0": plain,
+                "+ sinks": replace(plain, sink=4),
+                "+ rotated values": replace(plain, sink=4, rotate="values"),
+                "+ clipped ranges": replace(plain, sink=4, rotate="values", clip=True),
+                "+ rotated keys": replace(plain, sink=4, rotate="both"),
+                "+ both": replace(plain, sink=4, rotate="both", clip=True),
+            }
+            count = len(steps) if bits < 8 else 3
+            found |= {f"{scheme} {bits} {name}": how for name, how in [*steps.items()][:count]}
+    return found
+
+
+@torch.inference_mode()
+def prompt_states(model: PreTrainedModel, prompt: torch.Tensor) -> States:
+    """Keys and values of a prompt [1, tokens], as they are before they are stored."""
+    cache = model(prompt, logits_to_keep=1).past_key_values
+    return [
+        (layer.full.keys[:, :, : prompt.shape[1]], layer.full.values[:, :, : prompt.shape[1]]) for layer in cache.layers
+    ]
+
+
+@torch.inference_mode()
+def next_tokens(
+    model: PreTrainedModel, quantization: Quantization | None, states: States, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt.
+
+    The cache is filled as the prompt's own forward fills it.
+    """
+    cache_class = type(model(tokens[:, :1]).past_key_values)
+    cache = cache_class(model.config, quantization=quantization)
+    prompt = states[0][0].shape[2]
+    cache.begin(None, 1, prompt)
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
+        keys = rotated(keys, heads) if rotate == "both" else keys
+        layer.lazy_initialization(keys)
+        layer.append(keys, values if rotate == "none" else rotated(values, heads))
+    return model(tokens, past_key_values=cache).logits[0].float().log_softmax(-1)
+
+
+def measure(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, wanted: dict[str, Quantization | None]) -> dict:
+    """Divergence and mean log-probability of [1, prompt + new + 1] tokens, by setting."""
+    states, new = prompt_states(model, tokens[:, :prompt]), tokens[:, prompt:-1]
+    exact = next_tokens(model, None, states, new)
+    found = {}
+    for name, quantization in wanted.items():
+        logs = exact if quantization is None else next_tokens(model, quantization, states, new)
+        divergence = F.kl_div(logs, exact, log_target=True, reduction="none").sum(-1).mean().item()
+        found[name] = {"kl": divergence, "nats": F.nll_loss(logs, tokens[0, prompt + 1 :]).item()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="UTF-8 texts")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens in the cache")
+    parser.add_argument("--new", type=int, default=192, help="tokens that follow them")
+    parser.add_argument("--windows", type=int, default=4, help="of each text")
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument(
+        "--json", type=Path, required=True, help="figures of every window; those there are not repeated"
+    )
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    length = arguments.prompt + arguments.new + 1
+    chosen = {name: how for name, how in settings().items() if how is None or arguments.only in name}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    for text in arguments.texts:
+        content = text.read_text(encoding="utf-8")
+        tokens = torch.tensor([tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]])
+        starts = torch.linspace(0, tokens.shape[1] - length, arguments.windows + 2).long().tolist()[1:-1]
+        for start in starts:
+            window = known.setdefault(f"{text.name} {start} {arguments.prompt} {arguments.new}", {})
+            missing = {name: how for name, how in chosen.items() if name not in window}
+            if missing:
+                window |= measure(model, tokens[:, start : start + length], arguments.prompt, missing)
+                arguments.json.write_text(json.dumps(known, indent=1) + "\n")
+    rows = []
+    for name in chosen:
+        figures = [window[name] for window in known.values() if name in window]
+        kl, nats = (fmean(figure[which] for figure in figures) for which in ("kl", "nats"))
+        rows.append((name, f"{kl:.4f}", f"{math.exp(nats):.2f}"))
+    console.stdout.print(console.table(f"{len(known)} windows", ["cache", "KL", "perplexity"], rows))
+
+
+if __name__ == "__main__":
+    main()
