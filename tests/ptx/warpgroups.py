@@ -1,0 +1,8 @@
+"""wgmma."""
+
+EFFECTS = {}
+
+
+class Products:
+    def __init__(self, grid):
+        pass
