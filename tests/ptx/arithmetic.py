@@ -169,6 +169,7 @@ def _define_integers() -> None:
         _define(
             f"mul.hi.{kind}", lambda a, b, to=to, n=bits: (a.astype(to) * b >> to.type(n)).astype(a.dtype), (kind,) * 2
         )
+    _define("min.relu.s32", lambda a, b: np.maximum(np.minimum(a, b), 0), ("s32", "s32"))
     for kind in ("s32", "u32", "s64", "u64"):
         _define(f"bfe.{kind}", _field, (kind, "u32", "u32"))
 
@@ -216,6 +217,9 @@ def _define_floats() -> None:
     for kind in ("bf16", "f16"):
         _define(f"fma.rn.{kind}x2", _packed(kind, lambda a, b, c: a * b + c), ("b32",) * 3)
     for name, function in COMPARISONS.items():
+        _define(f"setp.{name}.f16", _compared(function, False), ("f16", "f16"), "pred")
+        ordered = _compared(function, False)
+        _define(f"setp.{name}.bf16", lambda a, b, f=ordered: f(widened(a), widened(b)), ("bf16", "bf16"), "pred")
         _define(f"setp.{name}.f32", _compared(function, False), ("f32", "f32"), "pred")
         _define(f"setp.{name}u.f32", _compared(function, True), ("f32", "f32"), "pred")
 

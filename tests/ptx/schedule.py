@@ -75,11 +75,13 @@ def blocks(kernel: Kernel, registers: Registers) -> tuple[list[Block], dict[str,
     starts = {0, *kernel.labels.values()}
     starts |= {number + 1 for number, each in enumerate(kernel.instructions) if each.opcode in BRANCHES}
     ordered = sorted(start for start in starts if start < len(kernel.instructions))
+    products = {each.operands[0] for each in kernel.instructions if each.opcode.startswith("wgmma.mma")}
+    late = [name for operand in sorted(products) for name in listed(operand)]
     found = []
     for number, (start, stop) in enumerate(zip(ordered, [*ordered[1:], len(kernel.instructions)], strict=True)):
         own = kernel.instructions[start:stop]
         branch = own.pop() if own[-1].opcode in BRANCHES else None
-        found.append(Block(_bundles(own, registers), branch, number + 1))
+        found.append(Block(_bundles(own, registers, late), branch, number + 1))
     number_of = {start: number for number, start in enumerate(ordered)}
     return found, {label: number_of.get(start, len(found)) for label, start in kernel.labels.items()}
 
@@ -91,8 +93,8 @@ def _names(operand: str, registers: Registers) -> list[str]:
     return [name for name in operand.split() if name in registers.place]
 
 
-def _bundles(instructions: list[Instruction], registers: Registers) -> list[Bundle]:
-    """Instructions by the earliest step that they can take."""
+def _bundles(instructions: list[Instruction], registers: Registers, late: list[str]) -> list[Bundle]:
+    """Instructions by the earliest step that they can take; `late` are registers that a wait for products sets."""
     writer, reader, ordered, steps = {}, {}, 0, defaultdict(dict)
     for place, each in enumerate(instructions):
         computes = operation(each)
@@ -101,6 +103,8 @@ def _bundles(instructions: list[Instruction], registers: Registers) -> list[Bund
         operands = [_names(operand, registers) for operand in each.operands]
         stores = each.opcode.split(".")[0] in ("st", "stmatrix", "cp", "bar", "wgmma", "fence")
         results = [] if stores and not each.opcode.startswith("wgmma.mma") else operands[0] if operands else []
+        if each.opcode.startswith("wgmma.wait"):
+            results = late
         # what a guarded or a collective instruction does not set, it keeps
         sources = [name for own in (operands[1:] if computes else operands) for name in own]
         sources += [each.guard] if each.guard else []
