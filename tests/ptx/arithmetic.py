@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .numbers import DTYPES, INTEGERS, UNSIGNED, bf16, f16, flushed, floats, halves, joined, widened
+from .numbers import DTYPES, UNSIGNED, bf16, f16, floats, flushed, halves, joined, widened
 
 
 class Operation(NamedTuple):
@@ -200,7 +200,6 @@ def _define_bits() -> None:
 def _define_floats() -> None:
     for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)):
         _define(f"{name}.f32", function, ("f32", "f32"))
-        _define(f"{name}.rn.f32".replace("rn.rn", "rn"), function, ("f32", "f32"))
     _define("div.full.f32", np.divide, ("f32", "f32"))
     _define("min.f32", np.fmin, ("f32", "f32"))  # of a number and NaN, the number
     _define("max.f32", np.fmax, ("f32", "f32"))
@@ -225,11 +224,12 @@ def _define_floats() -> None:
 
 
 def _define_conversions() -> None:
-    for source in INTEGERS:
-        for result, to in INTEGERS.items():
+    words = {kind: DTYPES[kind] for kind in WORDS}
+    for source in WORDS:
+        for result, to in words.items():
             _define(f"cvt.{result}.{source}", _converted(to), source, result)
         _define(f"cvt.rn.f32.{source}", _converted(DTYPES["f32"]), source, "f32")
-    for result, to in INTEGERS.items():
+    for result, to in words.items():
         for mode, round_ in (("rzi", np.trunc), ("rni", np.rint)):
             _define(f"cvt.{mode}.{result}.f32", _to_integer(round_, to), "f32", result)
     _define("cvt.f32.bf16", widened, "bf16", "f32")

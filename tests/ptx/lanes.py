@@ -56,7 +56,7 @@ class Registers:
             self.write(name, np.asarray(value, np.uint32), None)
 
     def operand(self, name: str, kind: str) -> tuple[np.ndarray, int] | np.ndarray:
-        """Where an operand of a PTX type is: a typed bank and a row of it; or its value, if it has the same anywhere."""
+        """Where an operand of a PTX type is: a typed bank and a row of it; or its value, if it is an immediate."""
         to = dtype(kind)
         if name in self.place:
             width, row = self.place[name]

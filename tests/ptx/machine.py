@@ -43,7 +43,7 @@ class Machine:
         }
         self.registers = Registers(kernel.registers, self.grid)
         self.barriers = Barriers(self.grid)
-        self.memory = GlobalMemory(self.grid, tensors, smallest_access(kernel.instructions, "global"))
+        self.memory = GlobalMemory(self.grid, tensors, smallest_access(kernel.instructions, "global"), self.barriers)
         self.shared = SharedMemory(self.grid, shared, smallest_access(kernel.instructions, "shared"), self.barriers)
         self.copies = Copies(self.grid, self.memory, self.shared)
         self.products = Products(self.grid)

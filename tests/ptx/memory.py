@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .faults import Misaligned, OutOfBounds, Uninitialized
+from .faults import Misaligned, OutOfBounds, Race, Uninitialized
 from .lanes import Grid
 from .numbers import UNSIGNED
-from .races import Barriers, GlobalAccesses, SharedAccesses
+from .races import Accesses, Barriers, GlobalAccess, GlobalAccesses
 
 
 @dataclass
@@ -53,8 +53,9 @@ def allocations(tensors: dict[str, torch.Tensor], unit: int) -> list[Allocation]
 class GlobalMemory:
     """What the pointers of a launch lead to, in cells of as many bytes as its smallest access."""
 
-    def __init__(self, grid: Grid, tensors: dict[str, torch.Tensor], unit: int):
-        self.grid, self.unit, self.allocations = grid, unit, allocations(tensors, unit)
+    def __init__(self, grid: Grid, tensors: dict[str, torch.Tensor], unit: int, barriers: Barriers):
+        self.grid, self.unit, self.barriers = grid, unit, barriers
+        self.allocations = allocations(tensors, unit)
         self.starts = np.array([each.start for each in self.allocations], np.int64)
 
     def _parts(self, address: np.ndarray, size: int):
@@ -83,7 +84,7 @@ class GlobalMemory:
         result = np.empty((len(lanes), size // self.unit), UNSIGNED[self.unit])
         for allocation, own, first in self._parts(address, size):
             result[own] = allocation.cells[(first // self.unit)[:, None] + np.arange(size // self.unit)]
-            allocation.accesses.reads.append((first, size, self.grid.cta[lanes[own]], text))
+            self._note(allocation, False, first, size, lanes[own], text)
         return result
 
     def store(self, lanes: np.ndarray, address: np.ndarray, values: np.ndarray, text: str) -> None:
@@ -92,7 +93,11 @@ class GlobalMemory:
         size = values.shape[1] * self.unit
         for allocation, own, first in self._parts(address, size):
             allocation.cells[(first // self.unit)[:, None] + np.arange(size // self.unit)] = values[own]
-            allocation.accesses.writes.append((first, size, self.grid.cta[lanes[own]], text))
+            self._note(allocation, True, first, size, lanes[own], text)
+
+    def _note(self, allocation: Allocation, writes: bool, first: np.ndarray, size: int, lanes: np.ndarray, text: str):
+        cta, stamp = self.grid.cta[lanes], self.barriers.stamp(lanes)
+        allocation.accesses.all.append(GlobalAccess(writes, first, size, cta, stamp, text))
 
     def check_races(self) -> None:
         """Raises `Race` for what CTAs did to each other's memory since the launch."""
@@ -108,7 +113,7 @@ class SharedMemory:
         count = self.size // unit * (grid.size // grid.threads)
         self.cells = ~np.zeros(count, UNSIGNED[unit])
         self.written, self.arriving = np.zeros(count, bool), np.zeros(count, bool)
-        self.accesses = SharedAccesses(count)
+        self.accesses = Accesses(count, "shared memory")
 
     def places(self, lanes: np.ndarray, address: np.ndarray, size: int) -> np.ndarray:
         """[lanes, cells] of `size` bytes; addresses count from the start of a CTA's own."""
@@ -140,6 +145,8 @@ class SharedMemory:
             raise Uninitialized("shared memory: a copy to what is written has not been waited for")
         self.accesses.writing(places, self.stamp(lanes, places), self.cells[places] != values)
         self.cells[places], self.written[places] = values, True
+        if (self.cells[places] != values).any():
+            raise Race("shared memory: lanes write different values to the same place at once")
 
     def stamp(self, lanes: np.ndarray, places: np.ndarray) -> np.ndarray:
         """A number for each lane and place of when and by which warp it is touched."""

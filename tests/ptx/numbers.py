@@ -41,7 +41,7 @@ def literal(text: str, to: np.dtype) -> np.ndarray | None:
     if not re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
         return None
     value = int(text.rstrip("U"), 0)
-    if to == bool:
+    if to.kind == "b":
         return np.array(value != 0)
     return np.array(value % (1 << 8 * to.itemsize), UNSIGNED[to.itemsize]).view(to)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .faults import Unknown
 
 WIDTHS = {"pred": 0, "b16": 2, "b32": 4, "f32": 4, "b64": 8, "f64": 8}  # bytes of a register by its declaration
-SCOPED = re.compile(r"[A-Za-z_][\w$]*")
+SCOPED = re.compile(r"(?<![%.\w$@])[A-Za-z_][\w$]*\b(?!@)")
 
 
 @dataclass(frozen=True)

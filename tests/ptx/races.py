@@ -38,25 +38,33 @@ class Barriers:
         return self.phase[self.grid.cta[lanes]] * PHASE + self.warp[lanes]
 
 
-class SharedAccesses:
-    """The last write and the last reads of each place in the shared memory of all CTAs."""
+class Accesses:
+    """The last write and the last reads of each place in memory that the warps of a CTA share."""
 
-    def __init__(self, places: int):
+    def __init__(self, places: int, name: str):
+        self.name = name
         self.written = np.full(places, -1, np.int32)  # stamps
         self.read = np.full(places, -1, np.int32)
 
     def reading(self, places: np.ndarray, stamp: np.ndarray) -> None:
         """Raises `Race` if another warp has written one of the places since the last barrier."""
-        _conflict(self.written[places], stamp, "reads what OTHER wrote")
+        self._conflict(self.written[places], stamp, "reads what OTHER wrote")
         before = self.read[places]
         self.read[places] = np.where(_other(before, stamp), stamp & -PHASE | MANY, stamp)
 
     def writing(self, places: np.ndarray, stamp: np.ndarray, changes: np.ndarray) -> None:
-        """Raises `Race` if others have read a place or, where that `changes` it, written to it since the last barrier."""
-        _conflict(self.read[places], stamp, "overwrites what OTHER read")
+        """Raises `Race` if, since the last barrier, others have read a place, or written to one that this `changes`."""
+        self._conflict(self.read[places], stamp, "overwrites what OTHER read")
         before = self.written[places]
-        _conflict(np.where(changes, before, -1), stamp, "overwrites what OTHER wrote")
+        self._conflict(np.where(changes, before, -1), stamp, "overwrites what OTHER wrote")
         self.written[places] = stamp
+
+    def _conflict(self, before: np.ndarray, stamp: np.ndarray, message: str) -> None:
+        bad = _other(before, stamp)
+        if bad.any():
+            warp, other = (int(np.broadcast_to(each, bad.shape)[bad][0]) % PHASE for each in (stamp, before))
+            other = f"warp {other}" if other < MANY else "several warps"
+            raise Race(f"{self.name}: warp {warp} {message} since the last barrier".replace("OTHER", other))
 
 
 def _other(before: np.ndarray, stamp: np.ndarray) -> np.ndarray:
@@ -65,33 +73,51 @@ def _other(before: np.ndarray, stamp: np.ndarray) -> np.ndarray:
     return (difference > 0) & (difference < PHASE)
 
 
-def _conflict(before: np.ndarray, stamp: np.ndarray, message: str) -> None:
-    bad = _other(before, stamp)
-    if bad.any():
-        warp, other = (int(np.broadcast_to(each, bad.shape)[bad][0]) % PHASE for each in (stamp, before))
-        other = f"warp {other}" if other < MANY else "several warps"
-        raise Race(f"shared memory: warp {warp} {message} since the last barrier".replace("OTHER", other))
+@dataclass
+class GlobalAccess:
+    """What one instruction touches of a tensor's memory."""
+
+    writes: bool
+    first: np.ndarray  # bytes from its start, of each lane
+    count: int  # bytes
+    cta: np.ndarray
+    stamp: np.ndarray
+    where: str  # the instruction
+
+    @property
+    def places(self) -> np.ndarray:
+        """[lanes, bytes]"""
+        return self.first[:, None] + np.arange(self.count)
 
 
 @dataclass
 class GlobalAccesses:
-    """Accesses of a launch to one tensor's memory; nothing orders two CTAs, so only who and where counts."""
+    """Accesses of a launch to one tensor's memory, in order."""
 
-    reads: list[tuple] = field(default_factory=list)  # first byte, bytes, CTA of each lane; the instruction
-    writes: list[tuple] = field(default_factory=list)
+    all: list[GlobalAccess] = field(default_factory=list)
 
     def check(self, name: str, size: int) -> None:
-        """Raises `Race` if a CTA has read or written what another one has written."""
-        if not self.writes:
+        """Raises `Race` if one CTA has touched what another one wrote, or a warp so without a barrier in between."""
+        if not any(each.writes for each in self.all):
             return
         owner = np.zeros(size, np.int32)  # CTA + 1
-        for first, count, cta, instruction in self.writes:
-            places, own = first[:, None] + np.arange(count), cta[:, None] + 1
-            before = owner[places]
-            owner[places] = own
-            if (((before != 0) & (before != own)) | (owner[places] != own)).any():
-                raise Race(f"two CTAs write to the same place of {name}: {instruction}")
-        for first, count, cta, instruction in self.reads:
-            own = owner[first[:, None] + np.arange(count)]
-            if ((own != 0) & (own != cta[:, None] + 1)).any():
-                raise Race(f"a CTA reads what another one writes of {name}: {instruction}")
+        for each in self.all:
+            if each.writes:
+                places, own = each.places, each.cta[:, None] + 1
+                before = owner[places]
+                owner[places] = own
+                if (((before != 0) & (before != own)) | (owner[places] != own)).any():
+                    raise Race(f"two CTAs write to the same place of {name}; {each.where}")
+        within = Accesses(size, name)
+        for each in self.all:
+            places, stamp = each.places, np.broadcast_to(each.stamp[:, None], (len(each.first), each.count))
+            written = owner[places]
+            if ((written != 0) & (written != each.cta[:, None] + 1)).any():
+                raise Race(f"a CTA reads what another one writes of {name}; {each.where}")
+            try:
+                if each.writes:
+                    within.writing(places, stamp, np.bool_(True))
+                elif written.any():
+                    within.reading(places[written != 0], stamp[written != 0])
+            except Race as race:
+                raise Race(f"{race}; {each.where}") from None
