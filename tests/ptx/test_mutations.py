@@ -1,4 +1,4 @@
-"""The kernels without one of their barriers or waits: each removal is noticed, or `HARMLESS` says why it need not be."""
+"""The kernels without one of their barriers or waits: each removal is noticed, or `HARMLESS` says why it is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = [FULL, (4, 60, 60)]
 
 # a case in which every loop of its kernels runs twice or more
 CASES = [
-    (80, "check_decode", (Decode(KINDS, 4, 128, [1400], 40),)),
+    (80, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
     (90, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (80, "check_flush", (Quantization(4), 128)),
 ]
@@ -39,7 +39,7 @@ REST = [
     (80, "check_compact", (Compact((400, 100), 523, 128, [0], Quantization(8)),)),
     (80, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (90, "check_prefill", (Prefill(500, 130, 1, 64, sink=4, recent=65),)),
-    (90, "check_decode", (Decode(KINDS, 4, 128, [1400], 40),)),
+    (90, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
 ]
 
 
