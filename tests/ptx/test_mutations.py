@@ -55,6 +55,15 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     "copies before and after it: the first stages of a pipeline are filled one after the other, each its own buffer": (
         lambda kernel, number: _between(kernel, number, r"cp\.async", r"cp\.async")
     ),
+    "before copies to a buffer that was read a round ago: the barrier after this round's wait lies in between": (
+        lambda kernel, number: _between(kernel, number, r"wgmma", r"cp\.async")
+    ),
+    "the wait after a loop whose last round starts no copy, and its barrier: what is written next lies elsewhere": (
+        lambda kernel, number: (
+            any(each.opcode == "cp.async.wait_group" for each in kernel.instructions[number - 1 : number + 1])
+            and _between(kernel, number, "", r"st|ret")
+        )
+    ),
 }
 
 
