@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-fast test-matrix test-kernels test-gpu test-extras test-vllm test-wheel coverage lint format clean
+.PHONY: demo real real-short test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-wheel coverage lint format clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -47,6 +47,16 @@ test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+
+# what the compiled kernels do, executed instruction by instruction; the second one runs every case, which takes hours
+test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready
+	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest $(PTX)
+	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)
+
+test-ptx-all: export PTX_CASES = all
+test-ptx-all: test-ptx
+
+PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx/test_mutations.py
 
 # the same kernels on a GPU, with the Python that has torch and triton for it: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3

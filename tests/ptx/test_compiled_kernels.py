@@ -1,0 +1,83 @@
+"""The kernels as Triton compiles them for A100 and H100, executed without a GPU: right results, and no fault.
+
+`make test-ptx` runs a part: on the oldest Triton every second case of bfloat16 on A100 and every sixth of the other
+dtypes and targets, on the newest every twelfth; each list begins elsewhere. `make test-ptx-all` runs every case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from tests import kernel_cases  # noqa: E402
+from tests.kernel_cases import FULL, Decode, Packed  # noqa: E402
+from tests.ptx.launches import Emulator, install  # noqa: E402
+
+ALL = os.environ.get("PTX_CASES") == "all"
+OLDEST = triton.__version__.startswith("3.6.")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+CASES = [
+    *(("check_decode", (case,)) for case in kernel_cases.DECODE),
+    *(("check_packed", (case,)) for case in kernel_cases.PACKED),
+    *(("check_flush", case) for case in kernel_cases.FLUSH),
+    *(("check_compact", (case,)) for case in kernel_cases.COMPACT),
+    *(("check_prefill", (case,)) for case in kernel_cases.PREFILL),
+    *(("check_prefill_blocks", (padding,)) for padding in (None, [0, 140, 60, 190])),
+]
+
+
+@pytest.fixture
+def emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory) -> Iterator[Emulator]:
+    """Launches are compiled for a target and executed; memory that nothing has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    folder = tmp_path_factory.getbasetemp() / "triton"
+    yield install(monkeypatch, str(folder), request.param)
+    torch.use_deterministic_algorithms(False)
+
+
+def chosen() -> Iterator:
+    """Cases of every target and dtype, or those that should show most."""
+    for at, (target, name) in enumerate((target, name) for target in (80, 90) for name in DTYPES):
+        step = 1 if ALL else 12 if not OLDEST else 2 if at == 0 else 6
+        for number, (check, case) in enumerate(CASES):
+            if (number + at) % step == 0:
+                label = f"sm{target}-{name}-{check.removeprefix('check_')}-{'-'.join(map(str, case))}"
+                yield pytest.param(target, check, (*case, DTYPES[name]), id=label)
+
+
+@pytest.mark.parametrize(("emulator", "check", "case"), [*chosen()], indirect=["emulator"])
+def test_kernels(emulator: Emulator, check: str, case: tuple) -> None:
+    getattr(kernel_cases, check)(*case, "cpu")
+    assert emulator.launches
+
+
+@pytest.mark.parametrize("emulator", [80, 90], indirect=True)
+def test_append(emulator: Emulator) -> None:
+    kernel_cases.check_append("cpu")
+    assert {"_append_kernel", "_decode_kernel", "_combine_kernel"} <= set(emulator.launches)
+
+
+LENGTHS = [[0], [1], [127], [128], [129], [129, 0, 1, 128, 127, 300, 2, 64], *([[5000]] if ALL else [])]
+
+
+@pytest.mark.parametrize("emulator", [80, *([90] if ALL else [])], indirect=True)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: ".".join(map(str, lengths)))
+def test_what_production_launches(emulator: Emulator, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of 32 bit, one row and several, with tiles and without."""
+    decode = kernel_cases.decode
+    monkeypatch.setattr(
+        kernel_cases, "decode", lambda query, table, given, *args: decode(query, table, given.int().contiguous(), *args)
+    )
+    kinds = [FULL, (4, 128, 128)]
+    kernel_cases.check_decode(Decode(kinds, 4, 128, lengths, 8), torch.bfloat16, "cpu")
+    packed = Packed(kernel_cases.Quantization(4), 2, kinds[1:], 4, 128, lengths, 8)
+    kernel_cases.check_packed(packed, torch.bfloat16, "cpu")
+    assert emulator.launches

@@ -1,0 +1,41 @@
+"""Whole decode steps of a small model through the compiled kernels: what the torch path computes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from kvsurgery.templates import kv_attention, kv_cuda
+from tests.emitted import LOSSLESS, emitted, in_parts
+from tests.families import largest, tokens
+from tests.ptx.launches import install
+
+A100 = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 163 * 1024, "multi_processor_count": 2}
+QUANTIZATION = {**LOSSLESS, "scheme": "kivi", "group_size": None, "residual": 128}
+
+
+@pytest.mark.parametrize("quantization", [None, QUANTIZATION], ids=["16 bit", "quantized"])
+def test_decode_steps(quantization: dict | None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Each layer appends, packs a tile when that is due, attends, and combines; the next token is torch's."""
+    model = emitted("llama", 2, **({"quantization": quantization} if quantization else {}))
+    sizes = [255, 1, 1, 1]
+    ids, mask = tokens(1, sum(sizes)), torch.ones(1, sum(sizes), dtype=torch.long)
+    expected = in_parts(model, ids, mask, sizes)
+    emulator = install(monkeypatch, str(tmp_path), 80)
+    kv_cuda.kv_decode.shared_memory.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**A100))
+    monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
+    found = in_parts(model, ids, mask, sizes)
+    kv_cuda.kv_decode.shared_memory.cache_clear()
+    assert largest(found - expected, expected) <= 1e-5
+    assert found[:, -3:].argmax(-1).equal(expected[:, -3:].argmax(-1))
+    for kernel in ("_append_kernel", "_decode_kernel", "_combine_kernel"):
+        assert emulator.launches.count(kernel) == 2 * 3
+    assert ("_flush_kernel" in emulator.launches) == (quantization is not None)

@@ -1,0 +1,114 @@
+"""The kernels without one of their barriers or waits: each removal is noticed, or `HARMLESS` says why it is not."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from tests import kernel_cases  # noqa: E402
+from tests.kernel_cases import FULL, Compact, Decode, Packed, Prefill, Quantization  # noqa: E402
+from tests.ptx.faults import Fault  # noqa: E402
+from tests.ptx.launches import install  # noqa: E402
+from tests.ptx.parser import Kernel  # noqa: E402
+
+OLDEST = triton.__version__.startswith("3.6.")
+ALL = os.environ.get("PTX_CASES") == "all"
+SYNCHRONIZES = re.compile(r"bar\.sync|cp\.async\.wait_group|wgmma\.wait_group\.sync\.aligned")
+SHARED = re.compile(r"(ld|st)\.shared.*|(ld|st)matrix.*|cp\.async\.c[ag].*|wgmma\.mma_async.*|ret|bra.*")
+KINDS = [FULL, (4, 60, 60)]
+
+# a case in which every loop of its kernels runs twice or more
+CASES = [
+    (80, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
+    (90, "check_prefill", (Prefill(100, 140, 4, 64),)),
+    (80, "check_flush", (Quantization(4), 128)),
+]
+REST = [
+    (80, "check_packed", (Packed(Quantization(4), 2, KINDS, 4, 128, [900, 600], 2),)),
+    (80, "check_packed", (Packed(Quantization(2, "per-token", 32), 1, KINDS, 4, 128, [900, 600], 2),)),
+    (80, "check_flush", (Quantization(4, "per-token", residual=10), 96)),
+    (80, "check_compact", (Compact((400, 100), 523, 128, [0]),)),
+    (80, "check_compact", (Compact((400, 100), 523, 128, [0], Quantization(8)),)),
+    (80, "check_prefill", (Prefill(100, 140, 4, 64),)),
+    (90, "check_prefill", (Prefill(500, 130, 1, 64, sink=4, recent=65),)),
+    (90, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
+]
+
+
+def _between(kernel: Kernel, number: int, before: str, after: str) -> bool:
+    """Whether the accesses to shared memory next to an instruction are of these kinds, without a branch in between."""
+    kinds = [each.opcode for each in kernel.instructions]
+    earlier = next((kind for kind in reversed(kinds[:number]) if SHARED.fullmatch(kind)), "")
+    later = next((kind for kind in kinds[number + 1 :] if SHARED.fullmatch(kind)), "")
+    return bool(re.match(before, earlier) and re.match(after, later))
+
+
+HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
+    "copies before and after it: the first stages of a pipeline are filled one after the other, each its own buffer": (
+        lambda kernel, number: _between(kernel, number, r"cp\.async", r"cp\.async")
+    ),
+    "before copies to a buffer that was read a round ago: the barrier after this round's wait lies in between": (
+        lambda kernel, number: _between(kernel, number, r"wgmma", r"cp\.async")
+    ),
+    "the wait after a loop whose last round starts no copy, and its barrier: what is written next lies elsewhere": (
+        lambda kernel, number: (
+            any(each.opcode == "cp.async.wait_group" for each in kernel.instructions[number - 1 : number + 1])
+            and _between(kernel, number, "", r"st|ret")
+        )
+    ),
+}
+
+
+def without(kernel: Kernel, number: int) -> Kernel:
+    """A kernel that lacks one of its instructions."""
+    instructions = kernel.instructions[:number] + kernel.instructions[number + 1 :]
+    labels = {label: start - (start > number) for label, start in kernel.labels.items()}
+    return replace(kernel, instructions=instructions, labels=labels)
+
+
+@pytest.mark.skipif(not (OLDEST or ALL), reason="the oldest Triton's code has its barriers removed")
+@pytest.mark.parametrize(
+    ("target", "check", "case"),
+    [pytest.param(*case, id=f"sm{case[0]}-{case[1]}-{case[2][0]}") for case in CASES + REST * ALL],
+)
+def test_every_barrier_and_wait_counts(target: int, check: str, case: tuple, monkeypatch, tmp_path) -> None:
+    torch.use_deterministic_algorithms(True)
+    emulator, kernels = install(monkeypatch, str(tmp_path), target), {}
+
+    def run() -> None:
+        getattr(kernel_cases, check)(*case, torch.bfloat16, "cpu")
+
+    def keep(kernel: Kernel) -> Kernel:
+        return kernels.setdefault(kernel.name, kernel)
+
+    emulator.changed = keep
+    run()
+    unnoticed, noticed = [], 0
+    for name, kernel in kernels.items():
+        for number, instruction in enumerate(kernel.instructions):
+            if not SYNCHRONIZES.fullmatch(instruction.opcode):
+                continue
+            mutant = without(kernel, number)
+            emulator.changed = lambda own, mutant=mutant: mutant if own.name == mutant.name else own
+            try:
+                run()
+            except (Fault, AssertionError):
+                noticed += 1
+                continue
+            reason = next((reason for reason, holds in HARMLESS.items() if holds(kernel, number)), None)
+            print(f"{name} {instruction.source} {instruction.text}: {reason or 'unnoticed'}")
+            if reason is None:
+                unnoticed.append(f"{name}, instruction {number} at {instruction.source}: {instruction.text}")
+    torch.use_deterministic_algorithms(False)
+    print(f"{noticed} removals noticed")
+    assert noticed
+    assert not unnoticed, "\n".join(unnoticed)
