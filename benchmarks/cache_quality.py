@@ -106,6 +106,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    assert tokenizer is not None  # for the checker: transformers' types say it may be
     known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     length = arguments.prompt + arguments.new + 1
     chosen = {name: how for name, how in settings().items() if how is None or arguments.only in name}

@@ -108,7 +108,7 @@ def attention(
     else:
         layer.make_room(query.shape[2])
         heads, group = own.quantized_heads, query.shape[1] // key.shape[1]
-        rotate = own.quantization.rotate if heads else "none"
+        rotate = own.quantization.rotate if own.quantization and heads else "none"
         if rotate != "none":  # all that is stored is, so that nothing else has to know
             value = rotated(value, heads)
         if rotate == "both":

@@ -82,7 +82,9 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     """
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
     scale, least = ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
-    errors = None if count == 1 else _squared_error(grouped, scale, least, bits)
+    if count == 1:
+        return scale, least
+    errors = _squared_error(grouped, scale, least, bits)
     for step in range(1, count):
         span = (high - low) * ((20 - step) / 20)
         narrow = (span / (2**bits - 1)).to(dtype).float()

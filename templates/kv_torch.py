@@ -111,8 +111,8 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
         if quantized:
-            tiles_end = group.sink + torch.tensor(group.packed, device=query.device)[:, None]
-            allowed = allowed & ((position < group.sink) | (position >= tiles_end))
+            tiles_end = quantized.sink + torch.tensor(group.packed, device=query.device)[:, None]
+            allowed = allowed & ((position < quantized.sink) | (position >= tiles_end))
         elif group.sink is not None:
             allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
         allowed = allowed[:, None]
