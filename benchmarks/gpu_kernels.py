@@ -69,7 +69,7 @@ def decode_error(
 ) -> float:
     """Error of the kernel in the last row, whose memory lies farthest, against torch in float32."""
     from kvsurgery.templates.kv_decode import decode
-    from tests.kernel_reference import decode_reference
+    from tests.helpers.kernel_reference import decode_reference
 
     out = decode(query, table, lengths, scoring, programs)[-1:].float()
     last = table._replace(keys=table.keys[-1:].float(), values=table.values[-1:].float())
@@ -160,7 +160,7 @@ def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tupl
 def check_streaming(past: int, device: str = "cuda") -> float:
     """Error of a short chunk over streaming heads; what nobody sees of its past is zero in the reference."""
     from kvsurgery.templates.kv_prefill import prefill
-    from tests.kernel_reference import prefill_reference
+    from tests.helpers.kernel_reference import prefill_reference
 
     *states, span, scoring, window = chunk(past, 400, True, device)
     out = prefill(*states, span, scoring, window).float()

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, Quantization
-from tests.emitted import emitted_class
+from tests.helpers.emitted import emitted_class
 
 EmittedLlama = emitted_class("llama")
 assert issubclass(EmittedLlama, LlamaForCausalLM)

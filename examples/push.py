@@ -21,7 +21,7 @@ def repository() -> Generator[str]:
         yield sys.argv[1]
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.hub_server import USER, serve
+    from tests.helpers.hub_server import USER, serve
 
     with serve() as hub, tempfile.TemporaryDirectory() as home:
         os.environ |= hub.client_environment(Path(home))

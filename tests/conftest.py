@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from tests.families import make
-from tests.surgery import Converted, convert_folder
+from tests.helpers.families import make
+from tests.helpers.surgery import Converted, convert_folder
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()

@@ -15,8 +15,8 @@ import pytest
 from kvsurgery.conversion.engine import Target, move_bytes
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.command import done
-from tests.shards import SIZES, tree
+from tests.helpers.command import done
+from tests.helpers.shards import SIZES, tree
 
 PROFILES = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[2] / "shared")) / "profiles"
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,8 @@ from kvsurgery.bench.caches import WIDTHS
 from kvsurgery.bench.contenders import contenders, load_models, sharing, step_weights, usable
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.policy.policy import Quantization
-from tests.families import largest, make, stock, tokens
-from tests.surgery import Converted, convert_folder
+from tests.helpers.families import largest, make, stock, tokens
+from tests.helpers.surgery import Converted, convert_folder
 
 CPU = torch.device("cpu")
 # two kinds of layers and a tied output layer, soft caps, experts, images; and the attention of the original

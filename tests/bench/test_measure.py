@@ -20,7 +20,7 @@ from kvsurgery.processes import Processes
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
-from tests.surgery import Converted, convert_folder, random_profile
+from tests.helpers.surgery import Converted, convert_folder, random_profile
 
 CPU = torch.device("cpu")
 NEW, CHUNK = WARM + 5, 16

@@ -20,7 +20,7 @@ import worker
 from held import held_bytes
 
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.tiny_recall import FOLDER, task
+from tests.helpers.tiny_recall import FOLDER, task
 
 NAMES = {each.name: each for each in contenders.CONTENDERS}
 TOKEN = 3 * 4 * 2 * 32 * 4  # bytes of the bundled model's keys and values

@@ -9,7 +9,7 @@ from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
-from tests.families import EVERY, FAMILIES
+from tests.helpers.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 # families whose config may give layers a window; two are asked for more, below

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvsurgery.checkpoint import headers
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.errors import CheckpointError
-from tests.families import make
-from tests.shards import noise_shard, raw_shard
+from tests.helpers.families import make
+from tests.helpers.shards import noise_shard, raw_shard
 
 
 def entry(shape: object = (2,), offsets: object = (0, 8), dtype: object = "F32", **extra: object) -> dict[str, object]:

@@ -8,8 +8,8 @@ import pytest
 
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from tests.families import make
-from tests.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
+from tests.helpers.families import make
+from tests.helpers.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
 
 INDEX = "model.safetensors.index.json"
 

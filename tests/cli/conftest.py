@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import save_profile
-from tests.shards import llama_checkpoint
+from tests.helpers.command import save_profile
+from tests.helpers.shards import llama_checkpoint
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.command import CONVERT, PROFILE, SCORES, done, nothing_happens, run, save_profile
-from tests.shards import llama_shapes, noise_shard, raw_shard, tree
+from tests.helpers.command import CONVERT, PROFILE, SCORES, done, nothing_happens, run, save_profile
+from tests.helpers.shards import llama_shapes, noise_shard, raw_shard, tree
 
 SHARD = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -12,9 +12,9 @@ import pytest
 from kvsurgery.bench import benchmark as module
 from kvsurgery.bench.results import Bench
 from kvsurgery.cli.bench import bench
-from tests.command import done, refused
-from tests.families import make
-from tests.surgery import Converted, convert_folder
+from tests.helpers.command import done, refused
+from tests.helpers.families import make
+from tests.helpers.surgery import Converted, convert_folder
 
 QUICK = ("--lengths", "24,40", "--new-tokens", 6, "--chunk", 16, "--rounds", 1)
 

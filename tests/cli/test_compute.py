@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.command import done, run
-from tests.families import make
-from tests.surgery import convert_folder
-from tests.tiny_recall import FOLDER, task
-from tests.vocabularies import tokenizer
+from tests.helpers.command import done, run
+from tests.helpers.families import make
+from tests.helpers.surgery import convert_folder
+from tests.helpers.tiny_recall import FOLDER, task
+from tests.helpers.vocabularies import tokenizer
 
 PROMPTS = ["--min-context", 400, "--max-context", 500, "--passkeys", 2, "--passkey-tokens", 3]
 GATES = ["--sink", 4, "--recent", 16, "--steps", 6]

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from kvsurgery.conversion import engine
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.command import CONVERT, HEAVY, MODEL, PROFILE, SCORES, done, refused, run
-from tests.families import largest, make, tokens
-from tests.shards import LLAMA, tree
-from tests.surgery import random_profile
+from tests.helpers.command import CONVERT, HEAVY, MODEL, PROFILE, SCORES, done, refused, run
+from tests.helpers.families import largest, make, tokens
+from tests.helpers.shards import LLAMA, tree
+from tests.helpers.surgery import random_profile
 
 # runs a command and prints which heavy modules it loaded; a number of finished shards, if given, ends it by SIGKILL
 CHILD = """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import done, refused, run
 from tests.evaluate.recall import MODEL, convert, write_language
+from tests.helpers.command import done, refused, run
 
 NEEDLE = ("--tasks", "needle", "--lengths", "96", "--depths", "0,1", "--batch", "2", "--device", "cpu")
 OWN = ("--text", "text.txt", "--needles", "needles.jsonl")

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvsurgery.templates.kv_layout import KVLayout
-from tests.command import PROFILE, done, nothing_happens, refused, run
-from tests.families import make, tokens
-from tests.hub_server import serve
-from tests.shards import tree
-from tests.surgery import random_profile
+from tests.helpers.command import PROFILE, done, nothing_happens, refused, run
+from tests.helpers.families import make, tokens
+from tests.helpers.hub_server import serve
+from tests.helpers.shards import tree
+from tests.helpers.surgery import random_profile
 
 FIT = ("fit", "--profile", PROFILE, "--memory", "1GB", "--context", 1000)
 SIZE = ("--context", 1000, "--batch", 2)

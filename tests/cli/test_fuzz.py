@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from tests.command import PROFILE, done, run
-from tests.shards import tree
-from tests.surgery import random_profile
+from tests.helpers.command import PROFILE, done, run
+from tests.helpers.shards import tree
+from tests.helpers.surgery import random_profile
 
 JUNK = (None, True, -1, 0, 1, 3, 0.5, 10**9, -(10**30), float("nan"), float("inf"), "", "x", "../x", "\0", "\ud800")
 JUNK += ([], {}, [None], [[]], {"a": None}, "0" * 64, "sliding_attention", {"full_attention": 3}, {"rope_type": []})

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from kvsurgery.cli import cli
-from tests.command import HEAVY, done
+from tests.helpers.command import HEAVY, done
 
 
 def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families import make
-from tests.hub_repo import Blob
-from tests.hub_server import Fault, Hub, serve
-from tests.surgery import convert_folder, random_profile
+from tests.helpers.families import make
+from tests.helpers.hub_repo import Blob
+from tests.helpers.hub_server import Fault, Hub, serve
+from tests.helpers.surgery import convert_folder, random_profile
 
 FOREVER = float("inf")
 LOAD = """

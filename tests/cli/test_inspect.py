@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.cli import cli
-from tests.families import FAMILIES
-from tests.hub_server import serve
-from tests.surgery import RECENT, SINK
+from tests.helpers.families import FAMILIES
+from tests.helpers.hub_server import serve
+from tests.helpers.surgery import RECENT, SINK
 
 
 def inspect(source: Path, *options: str) -> dict:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
-from tests.command import CONVERT, PROFILE, done, nothing_happens, run
-from tests.families import largest, make, tokens
-from tests.shards import tree
-from tests.surgery import convert_folder, random_profile
+from tests.helpers.command import CONVERT, PROFILE, done, nothing_happens, run
+from tests.helpers.families import largest, make, tokens
+from tests.helpers.shards import tree
+from tests.helpers.surgery import convert_folder, random_profile
 
 STREAMING = ("--sink", "3", "--recent", "5")
 

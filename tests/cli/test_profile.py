@@ -15,8 +15,8 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.cli.profile_command import refusal, run, working_folder  # noqa: F401  (a fixture)
-from tests.command import done
-from tests.shards import llama_checkpoint
+from tests.helpers.command import done
+from tests.helpers.shards import llama_checkpoint
 
 DIMENSIONS = ModelDimensions(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 

@@ -15,7 +15,7 @@ from kvsurgery.cli.profile.importing import headkv
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.headkv import METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
-from tests.hub_server import Blob, serve
+from tests.helpers.hub_server import Blob, serve
 
 
 class TestImport:

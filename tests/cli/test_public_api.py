@@ -10,8 +10,8 @@ import pytest
 
 import kvsurgery
 from kvsurgery.errors import PolicyError, ProfileError
-from tests.command import PROFILE, done
-from tests.shards import tree
+from tests.helpers.command import PROFILE, done
+from tests.helpers.shards import tree
 
 NAMES = ("HeadProfile", "Recipe", "convert", "inspect", "revert", "verify")
 

@@ -9,11 +9,11 @@ import pytest
 
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.report import write_report
-from tests.families import make
-from tests.hub_repo import Blob
-from tests.hub_server import Fault, Hub, serve
+from tests.helpers.families import make
+from tests.helpers.hub_repo import Blob
+from tests.helpers.hub_server import Fault, Hub, serve
+from tests.helpers.surgery import convert_folder
 from tests.report import builders
-from tests.surgery import convert_folder
 
 FOREVER = float("inf")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.recipe import Recipe
-from tests.command import CONVERT, PROFILE, done, refused, run
-from tests.shards import tree
+from tests.helpers.command import CONVERT, PROFILE, done, refused, run
+from tests.helpers.shards import tree
 
 CHOICES = [
     ("--sparsity", 0.25, "--sink", 4, "--recent", 300),

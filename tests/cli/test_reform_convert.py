@@ -12,9 +12,9 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.user_turn import user_marker
-from tests.command import done, run
-from tests.families import make, tokens
-from tests.vocabularies import KINDS, TURN, tokenizer
+from tests.helpers.command import done, run
+from tests.helpers.families import make, tokens
+from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 MODEL = ModelDimensions(layers=4, query_heads=8, kv_heads=4, head_dim=6)
 HEADS = (EmbeddingHead(0, "q", 5), EmbeddingHead(1, "k", 2), EmbeddingHead(1, "v", 0), EmbeddingHead(2, "q", 1))

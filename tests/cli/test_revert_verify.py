@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from kvsurgery.cli import cli
 from kvsurgery.errors import Mismatch
-from tests.shards import convert_llama, llama_checkpoint, tree
-from tests.surgery import Converted
+from tests.helpers.shards import convert_llama, llama_checkpoint, tree
+from tests.helpers.surgery import Converted
 
 
 def run(*arguments: str | Path) -> Result:

@@ -7,10 +7,10 @@ import pytest
 
 from kvsurgery import dtype as dtypes
 from kvsurgery.cli import cli
-from tests.command import done, refused, run
-from tests.families import make
-from tests.surgery import convert_folder
-from tests.vocabularies import tokenizer
+from tests.helpers.command import done, refused, run
+from tests.helpers.families import make
+from tests.helpers.surgery import convert_folder
+from tests.helpers.vocabularies import tokenizer
 
 ALIKE = ("--device", "--dtype", "--seed", "--revision")
 WITHOUT = {"flags": "fpu sse2 avx2 avx512f", "Features": "fp asimd"}

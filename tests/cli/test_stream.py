@@ -20,19 +20,19 @@ import pytest
 from kvsurgery.checkpoint.headers import read_shard
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.hub import ranges
-from tests.command import Result
-from tests.families import make
-from tests.hub_repo import Blob
-from tests.hub_server import COMMAND, Fault, Hub, serve
-from tests.shards import tree
-from tests.surgery import random_profile
+from tests.helpers.command import Result
+from tests.helpers.families import make
+from tests.helpers.hub_repo import Blob
+from tests.helpers.hub_server import COMMAND, Fault, Hub, serve
+from tests.helpers.shards import tree
+from tests.helpers.surgery import random_profile
 
 FOREVER = float("inf")
 # one process for all commands, since most of a short one is imports; requests small enough that shards take several
 SHELL = """
 import json, sys
 from kvsurgery.hub import ranges, stream
-from tests.command import run
+from tests.helpers.command import run
 ranges.LONGEST_WAIT = 0
 stream.RemoteShard.read_at_once = 30_000
 for line in sys.stdin:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import done, refused, run
 from tests.evaluate.recall import MODEL, write_language
-from tests.hub_server import serve
-from tests.tiny_recall import FOLDER
+from tests.helpers.command import done, refused, run
+from tests.helpers.hub_server import serve
+from tests.helpers.tiny_recall import FOLDER
 
 PROFILE = ("--profile", FOLDER / "profile.safetensors")
 NEEDLE = ("--tasks", "needle", "--lengths", "160", "--depths", "0.2", "--device", "cpu")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvsurgery.errors import CheckpointError
-from tests.command import PROFILE, done, nothing_happens, run
-from tests.shards import llama_checkpoint
+from tests.helpers.command import PROFILE, done, nothing_happens, run
+from tests.helpers.shards import llama_checkpoint
 
 SHARD = "model-00002-of-00003.safetensors"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import BARS, CONVERT, PROFILE, done, nothing_happens, refused, save_profile
-from tests.shards import llama_checkpoint
+from tests.helpers.command import BARS, CONVERT, PROFILE, done, nothing_happens, refused, save_profile
+from tests.helpers.shards import llama_checkpoint
 
 
 def test_names_that_the_terminal_cannot_show(here: Path) -> None:

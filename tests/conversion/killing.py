@@ -21,7 +21,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.conversion.revert import revert
-from tests.shards import convert_llama, tree
+from tests.helpers.shards import convert_llama, tree
 
 CALLS = ("fsync", "ftruncate", "mkdir", "open", "pwrite", "replace", "unlink")
 

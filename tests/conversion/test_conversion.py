@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvsurgery.checkpoint.journal import JOURNAL, Journal
 from kvsurgery.conversion.output import Output
 from kvsurgery.errors import CheckpointError, OutputError
-from tests.shards import FILES, convert_llama, llama_checkpoint, tree
+from tests.helpers.shards import FILES, convert_llama, llama_checkpoint, tree
 
 INDEX = "model.safetensors.index.json"
 

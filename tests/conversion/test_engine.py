@@ -21,7 +21,7 @@ from kvsurgery.conversion import engine
 from kvsurgery.conversion.engine import Target, move_bytes
 from kvsurgery.conversion.plan import plan_moves, unmoved
 from kvsurgery.errors import CheckpointError, Mismatch
-from tests.shards import SIZES, noise_shard
+from tests.helpers.shards import SIZES, noise_shard
 
 HEAD_DIM = 3
 PROJECTIONS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.conversion.revert import revert
-from tests.shards import convert_llama, llama_checkpoint
+from tests.helpers.shards import convert_llama, llama_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from kvsurgery.conversion.logits import compare_logits
 from kvsurgery.errors import Mismatch
 from kvsurgery.policy.policy import Quantization
-from tests.families import EVERY
-from tests.surgery import convert_folder
+from tests.helpers.families import EVERY
+from tests.helpers.surgery import convert_folder
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -13,9 +13,9 @@ import pytest
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.hub_repo import Blob
-from tests.hub_server import serve
-from tests.shards import raw_shard
+from tests.helpers.hub_repo import Blob
+from tests.helpers.hub_server import serve
+from tests.helpers.shards import raw_shard
 
 MIB = 1 << 20
 # not getrusage: its peak starts with the parent's, and the parent has loaded torch

@@ -15,7 +15,7 @@ from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.policy.policy import Policy
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
-from tests.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
+from tests.helpers.shards import LLAMA, llama_checkpoint, llama_shapes, noise_shard
 
 IDENTITY = (0, 1, 2)
 

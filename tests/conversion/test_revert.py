@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import CheckpointError, Mismatch, OutputError
-from tests.families import EVERY, make
-from tests.shards import convert_llama, llama_checkpoint, tree
-from tests.surgery import convert_folder
+from tests.helpers.families import EVERY, make
+from tests.helpers.shards import convert_llama, llama_checkpoint, tree
+from tests.helpers.surgery import convert_folder
 
 # what conversion neither copies nor keeps
 LOST = {".env", ".cache/huggingface/download", "pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx"}

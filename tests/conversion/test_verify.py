@@ -8,8 +8,8 @@ import pytest
 from kvsurgery.checkpoint.provenance import Provenance
 from kvsurgery.conversion.verify import verify
 from kvsurgery.errors import CheckpointError, Mismatch
-from tests.families import EVERY
-from tests.shards import convert_llama, llama_checkpoint, tree
+from tests.helpers.families import EVERY
+from tests.helpers.shards import convert_llama, llama_checkpoint, tree
 
 
 @pytest.fixture

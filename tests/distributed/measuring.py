@@ -18,9 +18,9 @@ from kvsurgery.measure.training import GateOptions, KeptState, fingerprint, trai
 from kvsurgery.processes import Processes
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle
-from tests.families import tokens
+from tests.helpers.families import tokens
+from tests.helpers.tiny_recall import FOLDER, task
 from tests.measure.test_gate_training import DATA, OPTIONS, prompts, recalls
-from tests.tiny_recall import FOLDER, task
 
 
 def measure(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from kvsurgery.processes import Processes
-from tests.families import tokens
+from tests.helpers.families import tokens
 
 BATCH, PROMPT, NEW = 2, 21, 3
 # a model that processes share

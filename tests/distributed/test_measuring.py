@@ -11,9 +11,9 @@ from kvsurgery.processes import Processes
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
-from tests.families import make, stock
-from tests.measured_models import subject_of
-from tests.tiny_recall import FOLDER
+from tests.helpers.families import make, stock
+from tests.helpers.measured_models import subject_of
+from tests.helpers.tiny_recall import FOLDER
 
 # by processes: family, and how many of them share heads and tokens
 CASES = {

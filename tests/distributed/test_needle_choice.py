@@ -19,7 +19,7 @@ from kvsurgery.text.needle_sets import AUTO
 from tests.distributed import process
 from tests.distributed.start import start
 from tests.evaluate.recall import MODEL, tasks, write_language
-from tests.needle_sets import write_sets
+from tests.helpers.needle_sets import write_sets
 
 
 def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:

@@ -17,8 +17,8 @@ from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
 from tests.evaluate.recall import MODEL, convert, tasks, write_language
-from tests.families import make
-from tests.surgery import convert_folder
+from tests.helpers.families import make
+from tests.helpers.surgery import convert_folder
 
 pytestmark = pytest.mark.slow
 WORK = {"lengths": (24,), "batches": (2,), "new": 6, "chunk": 16, "rounds": 1}

@@ -17,9 +17,9 @@ from kvsurgery.templates.kv_layout import KVLayout
 from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
-from tests.families import FAMILIES as AVAILABLE
-from tests.families import largest, make
-from tests.surgery import convert_folder, random_profile
+from tests.helpers.families import FAMILIES as AVAILABLE
+from tests.helpers.families import largest, make
+from tests.helpers.surgery import convert_folder, random_profile
 
 pytestmark = pytest.mark.slow
 

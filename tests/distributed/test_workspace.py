@@ -9,9 +9,9 @@ import pytest
 from kvsurgery.processes import Processes
 from tests.distributed import process
 from tests.distributed.start import start
-from tests.families import make
+from tests.helpers.families import make
+from tests.helpers.surgery import convert_folder
 from tests.policy.test_footprint import WIDE_HEADS, WIDE_MLP, activations, footprint
-from tests.surgery import convert_folder
 
 BATCH, PROMPT, CHUNKS = 2, 1024, (256, 512)
 

@@ -15,7 +15,6 @@ import click
 import pytest
 
 from kvsurgery.cli import cli
-from tests.command import done
 from tests.docs.pages import (
     PAGES,
     ROOT,
@@ -28,6 +27,7 @@ from tests.docs.pages import (
     script,
     session,
 )
+from tests.helpers.command import done
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()

@@ -10,7 +10,7 @@ from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm import ARCHITECTURES
 from tests.distributed import test_tensor_parallel
 from tests.docs.pages import ROOT
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 ROWS = {name: cells.split(" | ") for name, cells in ROW.findall((ROOT / "docs" / "families.md").read_text())}

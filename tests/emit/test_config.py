@@ -16,7 +16,7 @@ from kvsurgery.errors import CheckpointError
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from tests.families import FAMILIES, SMALL
+from tests.helpers.families import FAMILIES, SMALL
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -13,8 +13,8 @@ from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.surgery import convert_folder
-from tests.tiny_recall import FOLDER, task
+from tests.helpers.surgery import convert_folder
+from tests.helpers.tiny_recall import FOLDER, task
 
 MODEL = FOLDER / "model"
 WORDS = task.vocabulary()

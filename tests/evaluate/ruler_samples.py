@@ -6,7 +6,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.ruler.puzzles import WORDS
 from kvsurgery.evaluate.tasks.ruler.task import TASKS, RulerTask
 from kvsurgery.text.haystack import Haystack
-from tests.vocabularies import tokenizer
+from tests.helpers.vocabularies import tokenizer
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 MADE = [task for task in TASKS if not task.startswith("qa")]  # without a file

@@ -15,7 +15,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.babilong import ASKED, BabilongTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
-from tests.vocabularies import TURN, tokenizer
+from tests.helpers.vocabularies import TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "babilong"
 ROWS = {

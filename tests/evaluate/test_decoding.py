@@ -15,10 +15,10 @@ from kvsurgery.policy.policy import Selection
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
-from tests.families import tokens
-from tests.surgery import convert_folder, random_profile
-from tests.tiny_recall import task
-from tests.vocabularies import tokenizer
+from tests.helpers.families import tokens
+from tests.helpers.surgery import convert_folder, random_profile
+from tests.helpers.tiny_recall import task
+from tests.helpers.vocabularies import tokenizer
 
 FAMILIES = ["llama", "gemma2", "qwen2"]
 PROMPTS = [row[:length].numpy() for row, length in zip(tokens(3, 70, seed=5), (70, 61, 66), strict=True)]

@@ -13,7 +13,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.longbench import DATASETS, EXTENDED, LongBenchTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
-from tests.vocabularies import KINDS, TURN, tokenizer
+from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "longbench"
 ROW = {

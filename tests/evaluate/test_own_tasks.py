@@ -21,7 +21,7 @@ from kvsurgery.text.needle_sets import read_set
 from kvsurgery.text.needles import CHAT, PLAIN
 from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 from tests.evaluate.recall import MODEL, tasks
-from tests.vocabularies import KINDS, TURN, tokenizer
+from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 NEEDLES = read_set("phrase")
 KNOWN = [

@@ -20,7 +20,7 @@ from kvsurgery.evaluate.tasks.ruler.task import NIAH, RulerTask
 from kvsurgery.text.metrics import METRICS
 from tests.evaluate.limits import check_limits
 from tests.evaluate.ruler_samples import MADE, MANY, reader, samples, texts
-from tests.vocabularies import KINDS, TURN, tokenizer
+from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "ruler"
 PAIR = re.compile(r"Register: (\S+) has the (\w+) (\S+)\.")

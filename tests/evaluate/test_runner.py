@@ -24,8 +24,8 @@ from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
 from kvsurgery.evaluate.sample import Sample
 from tests.evaluate.limits import check_limits
 from tests.evaluate.recall import MODEL, tasks
-from tests.families import make
-from tests.shards import tree
+from tests.helpers.families import make
+from tests.helpers.shards import tree
 
 BATCH = Options(batch=4)
 # the command in a process that is killed once its first answers are written

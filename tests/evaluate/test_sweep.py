@@ -25,9 +25,9 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.report.sweep_charts import axis_of, quality, series_of
 from tests.evaluate.recall import MODEL, convert
-from tests.shards import tree
-from tests.surgery import random_profile
-from tests.tiny_recall import FOLDER
+from tests.helpers.shards import tree
+from tests.helpers.surgery import random_profile
+from tests.helpers.tiny_recall import FOLDER
 
 LENGTH = 330
 RECIPE = Recipe(sink=4, recent=32, kv_bits=8, kv_residual=16)

@@ -14,7 +14,7 @@ from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.text import needle_sets
 from kvsurgery.text.needle_sets import AUTO
 from tests.evaluate.recall import MODEL, tasks
-from tests.needle_sets import COUNT, write_sets
+from tests.helpers.needle_sets import COUNT, write_sets
 
 BATCH = Options(batch=4)
 

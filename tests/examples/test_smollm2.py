@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import make as stock
+from tests.helpers.families import make as stock
 
 SCRIPT = Path(__file__).parents[2] / "examples/smollm2/make.py"
 

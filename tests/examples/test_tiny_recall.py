@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvsurgery.measure.ablation import restricted
 from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.surgery import convert_folder
-from tests.tiny_recall import FOLDER, task
+from tests.helpers.surgery import convert_folder
+from tests.helpers.tiny_recall import FOLDER, task
 
 
 @pytest.fixture(scope="module")

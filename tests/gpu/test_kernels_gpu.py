@@ -15,7 +15,7 @@ from kvsurgery.templates.kv_layout import EVERY, Quantization
 from kvsurgery.templates.kv_store import flush
 from kvsurgery.templates.kv_tiles import empty_tiles
 from kvsurgery.templates.kv_torch import Scoring
-from tests import kernel_cases as cases
+from tests.helpers import kernel_cases as cases
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 

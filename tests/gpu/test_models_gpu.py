@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 from kvsurgery.templates import kv_cuda
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from tests.emitted import BUDGETED, LOSSLESS, emitted, in_parts
-from tests.families import largest, tokens
+from tests.helpers.emitted import BUDGETED, LOSSLESS, emitted, in_parts
+from tests.helpers.families import largest, tokens
 
 SECTIONS = {
     "16 bit": {},

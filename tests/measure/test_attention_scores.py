@@ -7,9 +7,9 @@ import torch
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention import attention_mass, attention_profile
 from kvsurgery.measure.attention_hooks import intercepted
-from tests.families import stock, tokens
-from tests.measured_models import subject_of
-from tests.reference import visible
+from tests.helpers.families import stock, tokens
+from tests.helpers.measured_models import subject_of
+from tests.helpers.reference import visible
 
 TOKENS = tokens(2, 40)
 PASSKEYS = torch.zeros_like(TOKENS)

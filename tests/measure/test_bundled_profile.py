@@ -9,7 +9,7 @@ import pytest
 
 from kvsurgery.measure.ablation import ablation_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.tiny_recall import FOLDER, task
+from tests.helpers.tiny_recall import FOLDER, task
 
 
 @pytest.fixture

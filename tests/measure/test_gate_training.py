@@ -13,8 +13,8 @@ from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
 from kvsurgery.measure.gates import add_gradient, initial_gates, rate
 from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.measure.training_state import TrainingState
-from tests.families import stock
-from tests.measured_models import subject_of
+from tests.helpers.families import stock
+from tests.helpers.measured_models import subject_of
 
 OPTIONS = {"steps": 8, "lr": 0.1, "reg": 0.5, "sink": 3, "recent": 5, "batch": 2}
 DATA = {"prompts": "random tokens", "seed": 0}

@@ -9,9 +9,9 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise, gates
 from kvsurgery.measure.attention_hooks import intercepted
 from kvsurgery.measure.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
-from tests.families import FAMILIES, largest, stock, tokens
-from tests.measured_models import subject_of
-from tests.reference import visible
+from tests.helpers.families import FAMILIES, largest, stock, tokens
+from tests.helpers.measured_models import subject_of
+from tests.helpers.reference import visible
 
 SINK, RECENT = 3, 5
 SIZES = {"sink": SINK, "recent": RECENT}

@@ -13,8 +13,8 @@ from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 from tests.evaluate.recall import write_language
-from tests.needle_sets import write_sets
-from tests.tiny_recall import FOLDER
+from tests.helpers.needle_sets import write_sets
+from tests.helpers.tiny_recall import FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from kvsurgery.measure.passkeys import Passkeys
 from kvsurgery.measure.prompts import Contexts, Passages
 from kvsurgery.text import haystack
 from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
-from tests.families import stock
-from tests.measured_models import subject_of
-from tests.vocabularies import KINDS, tokenizer
+from tests.helpers.families import stock
+from tests.helpers.measured_models import subject_of
+from tests.helpers.vocabularies import KINDS, tokenizer
 
 WORDS = [*islice(haystack._generated(1), 200), OPENING, END, *(f"{HIDDEN} {ASKED}".format(*[n] * 3) for n in ORDINALS)]
 

@@ -22,9 +22,9 @@ from kvsurgery.measure.reform import (
 )
 from kvsurgery.profile.embedding_heads import KINDS
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.families import stock, tokens
-from tests.measured_models import subject_of
-from tests.tiny_recall import FOLDER, task
+from tests.helpers.families import stock, tokens
+from tests.helpers.measured_models import subject_of
+from tests.helpers.tiny_recall import FOLDER, task
 
 SMALL = Recurrence(chunk=16, budget=12, keep=2, window=4)
 SCORES = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(2, 30)), elements=st.integers(-3, 3))

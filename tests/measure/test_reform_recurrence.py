@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.recurrence import Reading, Recurrence
-from tests.families import FAMILIES, largest, stock, tokens
-from tests.measured_models import subject_of
+from tests.helpers.families import FAMILIES, largest, stock, tokens
+from tests.helpers.measured_models import subject_of
 
 TOKENS = tokens(1, 40, seed=5)[0]
 WHOLE = Recurrence(chunk=1000, budget=1000, keep=0, window=4)

@@ -16,9 +16,9 @@ from kvsurgery.measure.reform_tasks import (
     multihop_samples,
 )
 from kvsurgery.text.haystack import Haystack
-from tests.families import stock
-from tests.measured_models import subject_of
-from tests.vocabularies import tokenizer
+from tests.helpers.families import stock
+from tests.helpers.measured_models import subject_of
+from tests.helpers.vocabularies import tokenizer
 
 LETTERS = "The value corresponding to the id 0123456789 is ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz ,.?:\n"
 TEXT = "The ferry was late, and nobody knew why. An old man counted the lamps on the quay. "

@@ -17,11 +17,11 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.lengths import ROOM, default_lengths
 from kvsurgery.text.needles import Needle, read_needles
-from tests.families import FAMILIES, stock, tokens
-from tests.measured_models import subject_of
-from tests.surgery import convert_folder
-from tests.tiny_recall import FOLDER, task
-from tests.vocabularies import tokenizer
+from tests.helpers.families import FAMILIES, stock, tokens
+from tests.helpers.measured_models import subject_of
+from tests.helpers.surgery import convert_folder
+from tests.helpers.tiny_recall import FOLDER, task
+from tests.helpers.vocabularies import tokenizer
 
 METHODS = ["headkv-r", "headkv-er", "headkv-r2"]
 

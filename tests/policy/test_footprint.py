@@ -13,9 +13,9 @@ from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.policy.memory import DEQUANTISED, Footprint
 from kvsurgery.templates.kv_heads import CUDA_BLOCK
 from kvsurgery.templates.kv_layout import KVLayout
-from tests.families import FAMILIES, make, stock, tokens
-from tests.shards import llama_checkpoint
-from tests.surgery import convert_folder
+from tests.helpers.families import FAMILIES, make, stock, tokens
+from tests.helpers.shards import llama_checkpoint
+from tests.helpers.surgery import convert_folder
 
 MODEL = ModelDimensions(layers=1, query_heads=4, kv_heads=2, head_dim=8)
 

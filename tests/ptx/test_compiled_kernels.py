@@ -16,8 +16,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from tests import kernel_cases  # noqa: E402
-from tests.kernel_cases import FULL, Decode, Packed  # noqa: E402
+from tests.helpers import kernel_cases  # noqa: E402
+from tests.helpers.kernel_cases import FULL, Decode, Packed  # noqa: E402
 from tests.ptx.launches import Emulator, install  # noqa: E402
 
 ALL = os.environ.get("PTX_CASES") == "all"

@@ -13,8 +13,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda
-from tests.emitted import LOSSLESS, emitted, in_parts
-from tests.families import largest, tokens
+from tests.helpers.emitted import LOSSLESS, emitted, in_parts
+from tests.helpers.families import largest, tokens
 from tests.ptx.launches import install
 
 A100 = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 163 * 1024, "multi_processor_count": 2}

@@ -14,8 +14,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from tests import kernel_cases  # noqa: E402
-from tests.kernel_cases import FULL, Compact, Decode, Packed, Prefill, Quantization  # noqa: E402
+from tests.helpers import kernel_cases  # noqa: E402
+from tests.helpers.kernel_cases import FULL, Compact, Decode, Packed, Prefill, Quantization  # noqa: E402
 from tests.ptx.faults import Fault  # noqa: E402
 from tests.ptx.launches import install  # noqa: E402
 from tests.ptx.parser import Kernel  # noqa: E402

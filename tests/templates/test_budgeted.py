@@ -14,8 +14,8 @@ from kvsurgery.templates.kv_budget import attention_received, most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
 from kvsurgery.templates.kv_torch import Scoring
-from tests.families import largest, tokens
-from tests.surgery import convert_folder, random_profile
+from tests.helpers.families import largest, tokens
+from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import left_padded, logits
 from tests.templates.test_kv_cache import module_of
 

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from kvsurgery.templates import kv_attention, kv_cuda, kv_graph
-from tests.emitted import LOSSLESS, emitted
-from tests.families import largest, tokens
-from tests.kernel_reference import append_reference, decode_reference, flush_reference
+from tests.helpers.emitted import LOSSLESS, emitted
+from tests.helpers.families import largest, tokens
+from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2], "return_dict_in_generate": True, "output_logits": True}
 

@@ -13,9 +13,9 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.templates.kv_encode import Rotation, best_places
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
-from tests.emitted import emitted
-from tests.families import FAMILIES, largest, tokens
-from tests.surgery import convert_folder, reform_profile
+from tests.helpers.emitted import emitted
+from tests.helpers.families import FAMILIES, largest, tokens
+from tests.helpers.surgery import convert_folder, reform_profile
 
 SMALL = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 2, "pool": 3, "recompute_budget": 16, "query_length": 2}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import FAMILIES, largest, tokens
-from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK, convert_folder
+from tests.helpers.families import FAMILIES, largest, tokens
+from tests.helpers.reference import reference_logits
+from tests.helpers.surgery import RECENT, SINK, convert_folder
 
 LENGTH = 45
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -8,8 +8,8 @@ from transformers.utils import logging
 
 from kvsurgery.templates.kv_gather import gather, question_start, similarity
 from kvsurgery.templates.kv_reform import Reform
-from tests.emitted import emitted
-from tests.families import tokens
+from tests.helpers.emitted import emitted
+from tests.helpers.families import tokens
 
 REFORM = {
     "heads": [[1, "k", 2], [2, "v", 0], [0, "q", 5], [1, "q", 1]],

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from tests.families import FAMILIES, largest, make, tokens
-from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK, convert_folder
+from tests.helpers.families import FAMILIES, largest, make, tokens
+from tests.helpers.reference import reference_logits
+from tests.helpers.surgery import RECENT, SINK, convert_folder
 
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 SAMPLE = ["llama", "qwen2", "gemma2", "gemma3", "mixtral"]

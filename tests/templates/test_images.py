@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from tests.families import IMAGE, WITH_IMAGES, largest, tokens
-from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK, convert_folder, reform_profile
+from tests.helpers.families import IMAGE, WITH_IMAGES, largest, tokens
+from tests.helpers.reference import reference_logits
+from tests.helpers.surgery import RECENT, SINK, convert_folder, reform_profile
 
 families = pytest.mark.parametrize("family", WITH_IMAGES)
 # REFORM does not cover the text model of the other

@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from kvsurgery.templates import kv_attention, kv_cuda
 from kvsurgery.templates.kv_torch import Scoring
-from tests.emitted import BUDGETED, LOSSLESS, WINDOWS, emitted, in_parts
-from tests.families import largest, tokens
-from tests.kernel_reference import softmax
+from tests.helpers.emitted import BUDGETED, LOSSLESS, WINDOWS, emitted, in_parts
+from tests.helpers.families import largest, tokens
+from tests.helpers.kernel_reference import softmax
 
 AMPERE = {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 166912}
 SMALLER = {**AMPERE, "shared_memory_per_block_optin": 101376}  # RTX 30 and 40

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from tests import kernel_cases as cases
+from tests.helpers import kernel_cases as cases
 
 # Triton 3.6 with a newer numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvsurgery.templates.kv_columns import check_padding
 from kvsurgery.templates.kv_heads import HeadGroup, allocate
-from tests.families import largest, tokens
+from tests.helpers.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}

@@ -11,7 +11,7 @@ from kvsurgery.templates import kv_graph
 from kvsurgery.templates.kv_attention import full_heads_first, in_blocks, own_layout
 from kvsurgery.templates.kv_graph import split_over_devices
 from kvsurgery.templates.kv_layout import LayerLayout
-from tests.emitted import emitted
+from tests.helpers.emitted import emitted
 
 EVEN = LayerLayout(((1, 1),) * 4, 3, 5)
 UNEVEN = LayerLayout(((1, 1), (0, 2), (0, 2), (1, 1)), 3, 5)

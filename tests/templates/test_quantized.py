@@ -17,9 +17,9 @@ from kvsurgery.policy.policy import Quantization, Selection
 from kvsurgery.templates import kv_layout
 from kvsurgery.templates.kv_rotation import rotated, rotation
 from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
-from tests import emitted
-from tests.families import FAMILIES, largest, make, tokens
-from tests.surgery import convert_folder
+from tests.helpers import emitted
+from tests.helpers.families import FAMILIES, largest, make, tokens
+from tests.helpers.surgery import convert_folder
 from tests.templates.test_exactness import left_padded, logits
 from tests.templates.test_kv_cache import module_of
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from kvsurgery.templates import kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
-from tests.emitted import CLASSES, LOSSLESS
-from tests.families import largest, stock, tokens
-from tests.reference import reference_logits
+from tests.helpers.emitted import CLASSES, LOSSLESS
+from tests.helpers.families import largest, stock, tokens
+from tests.helpers.reference import reference_logits
 
 SINK = 2
 LENGTH = 56  # tokens of the longest row

@@ -12,9 +12,9 @@ from kvsurgery.policy.policy import Quantization
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import TILE, KVLayout
 from tests.distributed.start import start
-from tests.families import largest, tokens
-from tests.reference import reference_logits
-from tests.surgery import RECENT, SINK, convert_folder
+from tests.helpers.families import largest, tokens
+from tests.helpers.reference import reference_logits
+from tests.helpers.surgery import RECENT, SINK, convert_folder
 
 PROMPT, STEPS = 33, 7
 KV_BITS = Quantization(4, residual=16)

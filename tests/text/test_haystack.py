@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError
 from kvsurgery.text.haystack import Haystack, first_tokens, special_ids
-from tests.vocabularies import KINDS, tokenizer
+from tests.helpers.vocabularies import KINDS, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "
 WORDS = tokenizer("words", [TEXT])

@@ -9,7 +9,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.metrics import qa_f1
 from kvsurgery.text.needle_sets import FOLDER, SETS, TRIALS, NeedleChoice, choose_set, read_set, trial_places
-from tests.vocabularies import tokenizer
+from tests.helpers.vocabularies import tokenizer
 
 NAMES = [name for names in SETS.values() for name in names]
 ALL = [needle for name in NAMES for needle in read_set(name)]

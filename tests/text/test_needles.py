@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
-from tests.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
+from tests.helpers.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "
 NEEDLE = Needle("The key of the old mill hangs under the third step.", "under the third step", "Where is it?", "a step")

@@ -18,8 +18,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from tests.families import make
-from tests.surgery import Converted, convert_folder, random_profile
+from tests.helpers.families import make
+from tests.helpers.surgery import Converted, convert_folder, random_profile
 
 SINK, RECENT = 20, 40
 BLOCK = 32  # what the CPU's kernels take

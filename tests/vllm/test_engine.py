@@ -13,8 +13,8 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, Structured
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.vllm.split import SplitAttention
-from tests.surgery import Converted, convert_folder
-from tests.tiny_recall import FOLDER
+from tests.helpers.surgery import Converted, convert_folder
+from tests.helpers.tiny_recall import FOLDER
 from tests.vllm.serving import Generated, assert_equal, converted, engine, generate, preemptions, prompts, reference
 
 ROWS = prompts()

@@ -8,7 +8,7 @@ import pytest
 
 from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.vllm import ARCHITECTURES
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
 
 

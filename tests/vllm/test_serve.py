@@ -18,8 +18,8 @@ import pytest
 import requests
 
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.surgery import Converted, convert_folder
-from tests.tiny_recall import FOLDER
+from tests.helpers.surgery import Converted, convert_folder
+from tests.helpers.tiny_recall import FOLDER
 from tests.vllm.serving import BLOCK, prompts, reference
 
 STARTS_WITHIN = 900  # seconds

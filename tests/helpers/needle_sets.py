@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiny_recall import task
+from tests.helpers.tiny_recall import task
 
 WORDS = task.vocabulary()
 SETS = ("phrase", "fact", "word", "reasoning", "choice")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.emit.modeling import modeling_code
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from tests.families import stock
+from tests.helpers.families import stock
 
 
 def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:

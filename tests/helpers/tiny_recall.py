@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "examples" / "tiny-recall"
+FOLDER = Path(__file__).parents[2] / "examples" / "tiny-recall"
 
 _spec = importlib.util.spec_from_file_location("tiny_recall_task", FOLDER / "task.py")
 task = importlib.util.module_from_spec(_spec)

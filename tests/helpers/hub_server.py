@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.hub_repo import Blob, Repo, is_lfs
+from tests.helpers.hub_repo import Blob, Repo, is_lfs
 
 TOKEN = "hf_loopback"
 USER = "surgeon"

@@ -16,7 +16,7 @@ from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_l
 from kvsurgery.templates.kv_store import append, flush
 from kvsurgery.templates.kv_tiles import empty_tiles, quantize
 from kvsurgery.templates.kv_torch import Scoring
-from tests.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
+from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 

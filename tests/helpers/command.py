@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from kvsurgery.cli import main
 from kvsurgery.dimensions import ModelDimensions
-from tests.shards import tree
+from tests.helpers.shards import tree
 
 # what lies in the working directory of the fixture `here`, beside the checkpoint `llama`
 PROFILE = "profile.safetensors"
