@@ -116,6 +116,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}
 EVERY = [*FAMILIES, *WITH_IMAGES]
+REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_reform]  # can read by REFORM
 
 
 def config_of(name: str, **overrides: Any) -> Any:

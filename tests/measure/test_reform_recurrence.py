@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.recurrence import Reading, Recurrence
-from tests.helpers.families import FAMILIES, largest, stock, tokens
+from tests.helpers.families import REFORM, largest, stock, tokens
 from tests.helpers.measured_models import subject_of
 
 TOKENS = tokens(1, 40, seed=5)[0]
@@ -21,7 +21,7 @@ LONG = {
     "original_max_position_embeddings": 8,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [3.0] * 3},
 }
-CASES = {**{name: (name, {}) for name in FAMILIES}, "llama-yarn": ("llama", YARN)}
+CASES = {**{name: (name, {}) for name in REFORM}, "llama-yarn": ("llama", YARN)}
 CASES |= {"phi3-partial": ("phi3", HALF), "phi3-longrope": ("phi3", LONG)}
 
 

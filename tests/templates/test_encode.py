@@ -8,18 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.templates.kv_encode import Rotation, best_places
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 from tests.helpers.emitted import emitted
-from tests.helpers.families import FAMILIES, largest, tokens
+from tests.helpers.families import FAMILIES, REFORM, largest, tokens
 from tests.helpers.surgery import convert_folder, reform_profile
 
 SMALL = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 2, "pool": 3, "recompute_budget": 16, "query_length": 2}
-
-COVERED = [name for name in FAMILIES if not Family.of({"model_type": FAMILIES[name]["model_type"]}).no_reform]
 
 
 def every_head(config, layer):
@@ -69,7 +66,7 @@ def reading(checkpoint, tmp_path_factory):
     return cache(convert)
 
 
-@pytest.mark.parametrize("family", COVERED)
+@pytest.mark.parametrize("family", REFORM)
 def test_embeddings_are_the_states_before_rope(reading, family):
     model, ids = reading(family).model, tokens(1, 29)
     own = every_head(model.config, 3)
@@ -86,7 +83,7 @@ def test_embeddings_are_the_states_before_rope(reading, family):
     assert largest(found.unflatten(-1, (len(own), -1))[:, places] - expected, expected) < 2e-5
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*COVERED}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*REFORM}))
 def test_families_that_it_does_not_cover_are_refused(reading, family):
     with pytest.raises(UnsupportedModel, match="REFORM does not cover"):
         reading(family)
