@@ -46,7 +46,7 @@ def bytes_to_read(batch: int, tokens: int, full: int, bits: int) -> int:
     streaming = (HEADS - full) * min(tokens, SINK + RECENT) * 2 * HEAD_DIM * ITEM
     tiles, tile = 0, 0
     if how := quantization(bits):
-        tiles, tile = how.tiles(tokens), how.tile_bytes(HEAD_DIM, ITEM)
+        tiles, tile = how.tiles(tokens - how.sink), how.tile_bytes(HEAD_DIM, ITEM)
     return batch * (streaming + full * (tiles * tile + (tokens - tiles * TILE) * 2 * HEAD_DIM * ITEM))
 
 

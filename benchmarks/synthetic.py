@@ -134,7 +134,7 @@ def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
             assert states is not None  # as there is room
             states.normal_()
         for group in layer.quantized:
-            group.packed = [TILE * group.quantization.tiles(tokens)] * like.shape[0]
+            group.packed = [TILE * group.quantization.tiles(tokens - group.sink)] * like.shape[0]
         how = layer.layout.quantization
         if layer.tiles is not None and how is not None:
             key_codes, key_scales, value_codes, value_scales = layer.tiles

@@ -175,7 +175,8 @@ def test_bytes_that_decode_reads(bits: int, full: int) -> None:
     cache, config = gpu_kernels.empty_layers(1, full, bits, tokens)
     synthetic.occupy(cache, torch.empty(1, gpu_kernels.HEADS, 0, gpu_kernels.HEAD_DIM, dtype=torch.bfloat16), tokens)
     for group in cache.layers[0].quantized:
-        unread = group.heads * (256 - (tokens - group.packed[0])) * 2 * gpu_kernels.HEAD_DIM * 2
+        slots = group.sink + 256  # residual and a tile
+        unread = group.heads * (slots - (tokens - group.packed[0])) * 2 * gpu_kernels.HEAD_DIM * 2
     assert gpu_kernels.bytes_to_read(1, tokens, full, bits) == cache.allocated_bytes() - unread
     assert cache.allocated_bytes() == KVLayout.from_config(config).kv_bytes(1, tokens) or bits < 16
     table, lengths, _ = gpu_kernels.arguments(cache.layers[0], 1)

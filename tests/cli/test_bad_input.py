@@ -282,7 +282,7 @@ def test_options(here: Path, options: tuple[Any, ...], words: str) -> None:
         (*CONVERT[1:], "--full-heads", 1.5),
         (*CONVERT[1:], "--group-reduce", "median"),
         (*CONVERT[1:], "--revision", "main"),
-        (*CONVERT[1:], "--kv-bits", 3),
+        (*CONVERT[1:], "--kv-bits", 5),
         (*CONVERT[1:], "--kv-scheme", "per-token"),
         (*CONVERT[1:], "--threshold", 0.5, "--sparsity", 0.5),
         (*CONVERT[1:], "--full-heads", 1, "--sparsity", 0.5),

@@ -134,7 +134,7 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
         (["--method", "duo", "--needles", "x"], "--needles does not go with --method duo"),
         (["--method", "reform", "--passkeys", "3"], "--passkeys does not go with --method reform"),
         (["--method", "duo", "--resume"], "--resume goes on from --checkpoint"),
-        (["--method", "headkv-r", "--lengths", "1K,x"], "'x' is no number of tokens"),
+        (["--method", "headkv-r", "--lengths", "1K,x"], "'x' is not a number of tokens"),
         (["--method", "duo", "--max-context", "4K"], "exceeds the 2048 positions"),
         (
             ["--method", "duo", "--min-context", "900", "--max-context", "800"],

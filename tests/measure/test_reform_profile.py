@@ -66,9 +66,9 @@ def test_everything_counts_in_the_hash(change):
         ({"embedding_heads": (*HEADS, HEADS[0])}, "the embedding head q0.7 is named twice"),
         (
             {"embedding_heads": (EmbeddingHead(0, "k", 2),)},
-            "no embedding head k0.2 in org/model, which has 3 layers",
+            "embedding head k0.2 does not exist in org/model, which has 3 layers",
         ),
-        ({"embedding_heads": (EmbeddingHead(3, "q", 0),)}, "no embedding head q3.0 in org/model"),
+        ({"embedding_heads": (EmbeddingHead(3, "q", 0),)}, "embedding head q3.0 does not exist in org/model"),
         ({"model": replace(GQA, layers=4)}, r"mnr.pattern.q has shape \[3, 8\], \[4, 8\] is needed"),
         (
             {"method": "duo", "scores": SCORES, "granularity": "kv"},
@@ -91,7 +91,7 @@ def test_contradictions(change, message):
         ({"embedding_heads": "{}"}, r"embedding heads are a list of \[layer, state, head\]"),
         ({"embedding_heads": '[[0, "q"]]'}, r"embedding heads are a list of \[layer, state, head\]"),
         ({"embedding_heads": '[[0, "x", 0]]'}, "an embedding head is a layer, one of q, k and v"),
-        ({"embedding_heads": '[[9, "q", 0]]'}, "there is no embedding head q9.0"),
+        ({"embedding_heads": '[[9, "q", 0]]'}, "embedding head q9.0 does not exist"),
         ({"embedding_heads": "[]"}, "names embedding heads; this one has none"),
         ({"granularity": "kv"}, "a reform profile has embedding heads, and no scores"),
         ({"method": "duo"}, "lacks the metadata 'granularity'"),
