@@ -163,7 +163,7 @@ def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, scorin
 
 
 def _split(query, key, value, heads: list[int]):
-    """Queries, keys and values of so many KV heads each."""
+    """Queries, keys and values of this many KV heads each."""
     of_queries = [count * query.shape[1] // key.shape[1] for count in heads]
     return zip(query.split(of_queries, 1), key.split(heads, 1), value.split(heads, 1), strict=True)
 
@@ -285,7 +285,7 @@ def in_blocks(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
 
 
 def _sizes(kv_heads: list[int] | tuple[int, ...], heads: int) -> list[int]:
-    """How many of `heads` query or KV heads belong to so many KV heads each."""
+    """How many of `heads` query or KV heads belong to this many KV heads each."""
     return [count * heads // sum(kv_heads) for count in kv_heads]
 
 

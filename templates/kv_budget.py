@@ -20,7 +20,7 @@ class BudgetedHeads:
     """One layer's budgeted heads: a group each, and what they need while the prompt comes in."""
 
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
-        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of so many columns."""
+        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
         assert layout.selection is not None  # as there are budgets
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
@@ -119,7 +119,7 @@ def attention_received(
 def most_important(
     importance: torch.Tensor, padding: torch.Tensor, counts: Sequence[Sequence[int]], selection: Selection
 ) -> torch.Tensor:
-    """Places of each head's so many largest pooled values, the largest first; of equal ones the earlier.
+    """Places of the largest pooled values of each head, the largest first; of equal ones the earlier.
 
     Args:
         importance: float32 [batch, heads, places], 0 in padding.

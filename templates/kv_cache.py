@@ -37,7 +37,7 @@ class HeadTable(NamedTuple):
     quantization: Quantization | None = None
 
     def last(self, heads: int) -> "HeadTable":
-        """The table of the last so many heads, of which none has a ring of tiles."""
+        """The table of the last `heads` heads, of which none has a ring of tiles."""
         of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
         parts = {name: getattr(self, name) for name in of_heads}
         return self._replace(

@@ -70,7 +70,7 @@ class HeadGroup:
             yield from ((slice(row, row + 1), skip) for row, skip in enumerate(self.skips))
 
     def lengths(self, columns: int) -> torch.Tensor:
-        """Tokens of each row among so many columns, less than 1 for padding: int64 [1 or batch, 1]."""
+        """Tokens of each row among this many columns, less than 1 for padding: int64 [1 or batch, 1]."""
         if isinstance(self.skipped, int):
             return torch.full((1, 1), columns - self.skipped, device=self.keys.device)
         return columns - self.skipped[:, None]
@@ -96,7 +96,7 @@ class HeadGroup:
         return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
 
     def wanted(self, capacity: int) -> int:
-        """Slots that hold what a head keeps of so many columns; never fewer than there are."""
+        """Slots that hold what a head keeps of this many columns; never fewer than there are."""
         tokens = capacity - self.least
         return max(self.slots, tokens if self.sink is None else min(tokens, self.sink + self.ring))
 
@@ -159,7 +159,7 @@ class HeadGroup:
 
 
 def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move groups of one layer into one buffer of keys and one of values, with so many slots a head.
+    """Move groups of one layer into one buffer of keys and one of values, with this many slots a head.
 
     Returns:
         The buffers, [batch, sum of heads x slots, head_dim]: head after head, group after group.

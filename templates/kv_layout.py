@@ -53,11 +53,11 @@ class Quantization:
             object.__setattr__(self, "clip", self.bits in (3, 2))
 
     def tiles(self, tokens: int) -> int:
-        """Tiles that are packed of so many tokens after the sinks: `residual` and more stay, and the very newest."""
+        """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""
         return max(0, tokens - 1 - self.residual) // TILE
 
     def window_tiles(self, recent: int) -> int:
-        """Tiles that a window of so many tokens can reach into, however its newest tokens are taken back."""
+        """Tiles that a window of this many tokens can reach into, however its newest tokens are taken back."""
         return -(-(recent - 1) // TILE)
 
     def slots(self, capacity: int, sink: int, margin: int = 0) -> int:
@@ -200,7 +200,7 @@ class LayerLayout:
         return len(self.blocks) > 1 and 0 < self.full < self.heads
 
     def part(self, rank: int | None, processes: int) -> "LayerLayout":
-        """What one of so many processes holds: whole blocks, in order. Without a rank, what every one of them does.
+        """What one of `processes` processes holds: whole blocks, in order. Without a rank, what each of them holds.
 
         Raises:
             ValueError: blocks do not divide, or processes differ and the rank is not known.
@@ -314,7 +314,7 @@ class KVLayout:
         return tuple(count for count in range(1, blocks + 1) if blocks % count == 0)
 
     def parts(self, processes: int) -> "list[KVLayout]":
-        """What each of so many processes holds under tensor parallelism, by rank.
+        """What each of `processes` processes holds under tensor parallelism, by rank.
 
         Raises:
             ValueError: the heads do not divide so; `self.processes` has the numbers that do.

@@ -109,7 +109,7 @@ class Reform:
         return max(layer for layer, _, _ in self.heads)
 
     def encode_bytes(self, tokens: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-        """Bytes that reading a prompt of so many tokens holds from chunk to chunk: what the layers below the exit keep,
+        """Bytes held from chunk to chunk while a prompt of `tokens` is read: what the layers below the exit keep,
         and every token's embedding.
 
         A chunk adds one layer's states on their way through: keys and values of `encode_budget + chunk` tokens.

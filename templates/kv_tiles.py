@@ -172,7 +172,7 @@ class QuantizedGroup(HeadGroup):
         return self.tiles.key_codes.shape[2]
 
     def wanted_tiles(self, capacity: int) -> int:
-        """Tiles that a head fills in so many columns; never fewer than there are."""
+        """Tiles that a head fills in this many columns; never fewer than there are."""
         filled = self.quantization.tiles(capacity - self.least - self.sink)
         return max(self.count, min(filled, self.quantization.window_tiles(self.span)))
 
@@ -263,7 +263,7 @@ def head_group(
 
 
 def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:
-    """Move the tiles of a layer's groups into one buffer for each part, with so many tiles a head."""
+    """Move the tiles of a layer's groups into one buffer for each part, with this many tiles a head."""
     old = [group.tiles for group in groups]
     total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
     buffers = empty_tiles(groups[0].keys, total, groups[0].quantization)

@@ -217,14 +217,14 @@ def near(
 
 
 def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:
-    """The first so many of keys [batch, kv_heads, n, head_dim] of each row, bool [batch, 1, n]; None: all."""
+    """The first `counts` keys of each row, as a mask over keys [batch, kv_heads, n, head_dim]: bool [batch, 1, n]."""
     if counts is None:
         return None
     return torch.arange(keys.shape[2], device=keys.device) < torch.tensor(counts, device=keys.device)[:, None, None]
 
 
 def query_blocks(query: torch.Tensor, keys: int, explicit: bool, kv_heads: int) -> list[slice]:
-    """Blocks of queries whose mask, or explicit scores, over so many keys are not too large."""
+    """Blocks of queries whose mask, or explicit scores, over this many keys are not too large."""
     batch, heads, tokens, _ = query.shape
     per_query = max(batch * (heads if explicit else heads // kv_heads) * keys, 1)
     block = min(max(SCORES // per_query, 16), 1024)

@@ -114,7 +114,8 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         clipped = ", ranges clipped" if quantized["clip"] else ""
         scheme = f"{quantized['scheme']}{groups}{rotated}{clipped}"
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
-        kept = f"the first {quantized['sink']} and the newest {quantized['residual']} tokens as they are"
+        first = f"the first {quantized['sink']} and " if quantized["sink"] else ""
+        kept = f"{first}the newest {quantized['residual']} tokens as they are"
         lines.append(f"KV cache in {quantized['bits']} bits ({scheme}), {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
