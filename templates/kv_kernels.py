@@ -123,17 +123,19 @@ def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
 def _codes(words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
     """Codes less 2 ** (BITS - 1) at bits PLANE * BITS of int16 words; of 3 bits two there and one in `third`."""
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
-    if BITS == 3:
-        if ASM:
-            of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA)
-            return tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
-        low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
-        return ((low | high << 2).to(tl.float32) - 4).to(dtype)
-    if ASM:
+    if ASM and BITS == 3:
+        of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA)
+        codes = tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
+    elif ASM:
         asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA)
-        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
-    codes = (words >> (PLANE * BITS)) & (2**BITS - 1)
-    return (codes.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
+        codes = tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
+    elif BITS == 3:
+        low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
+        codes = ((low | high << 2).to(tl.float32) - 4).to(dtype)
+    else:
+        low = (words >> (PLANE * BITS)) & (2**BITS - 1)
+        codes = (low.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
+    return codes
 
 
 @triton.jit

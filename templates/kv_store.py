@@ -8,6 +8,7 @@ from .kv_layout import CLIPPED, TILE
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
+PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself, and spill
 # of kernels that pack tiles
 PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP", "RANGES"
 
@@ -393,6 +394,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
             columns=keys.shape[2],
             N=min(MOVE_BYTES * warps // (slots["DP"] * keys.element_size()), TILE),
             num_warps=warps,
+            **({"maxnreg": PACK_REGISTERS} if table.tiles is not None and torch.version.hip is None else {}),
         )
 
 
