@@ -279,7 +279,7 @@ def decode(
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
     # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
     stages = 5 if tokens * padded * query.element_size() <= TILE_BYTES else 3
-    stages = min(stages, 3) if options["BITS"] == 3 else stages  # third bits take shared memory and registers too
+    stages = min(stages, 4) if options["BITS"] == 3 else stages  # a unit has half as much again in third bits
     stages = stages if half or segments == 1 else 1
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
@@ -322,7 +322,8 @@ def _packed_options(head_dim: int, members: int, quantization: Quantization) -> 
     """
     words = head_dim * quantization.word_bits // 16
     key_width = _padded(words)
-    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE)
+    # with whole tiles of 3 bits registers spill on H100
+    tokens = min(max(TILE_BYTES // (2 * key_width), 16), TILE // 2 if quantization.bits == 3 else TILE)
     key_rows = 0
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)

@@ -179,7 +179,7 @@ def test_decode_of_tiles(
         2 + 2 * (bits == 3) + (4 if bits == 3 else 8 // bits if scheme == "kivi" else size is None) + (size is None),
         2,
     )  # of packed units, of slots
-    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (3 if bits == 3 else 5)
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 else 5)
     check(compiled["_combine_kernel"], tmp_path, 8)
     kv_store.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1)
