@@ -17,7 +17,7 @@ demo: .venv/ready
 	rm -rf demo
 	.venv/bin/python examples/demo.py demo
 
-# every command on a real language model, which is downloaded once (93 MB): ten minutes on two cores; the short one, four
+# every command on a real language model, which is downloaded once (93 MB)
 real: .venv/ready
 	rm -rf real
 	unset OMP_NUM_THREADS; .venv/bin/python examples/smollm2/tour.py real
@@ -49,7 +49,7 @@ test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 
-# what the compiled kernels do, executed instruction by instruction; the second one runs every case, which takes hours
+# what the compiled kernels do, executed instruction by instruction; the second one runs every case
 test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest $(PTX)
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)

@@ -432,6 +432,8 @@ def _selection(entry: dict) -> Selection:
 def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
     if version == 1:  # all tokens were packed, and as they are
         entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
+    if entry["rotate"] is None or entry["clip"] is None:
+        raise ValueError("`rotate` and `clip` of a quantized cache are baked, and never null")
     quantization = Quantization(
         entry["bits"],
         entry["scheme"],

@@ -96,6 +96,8 @@ def _brief(value: Any) -> str:
 def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes, print_ranks
+    from kvsurgery.emit.card import describe_bits
+    from kvsurgery.templates.kv_layout import Quantization
 
     print_kv_bytes(surgery.kv_bytes)
     print_ranks(surgery.ranks, family if surgery.replicated else None)
@@ -109,14 +111,10 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
     others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
     if quantized := surgery.quantization:
-        groups = f", groups of {quantized['group_size']}" if quantized["group_size"] else ""
-        rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantized["rotate"], "")
-        clipped = ", ranges clipped" if quantized["clip"] else ""
-        scheme = f"{quantized['scheme']}{groups}{rotated}{clipped}"
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         first = f"the first {quantized['sink']} and " if quantized["sink"] else ""
         kept = f"{first}the newest {quantized['residual']} tokens as they are"
-        lines.append(f"KV cache in {quantized['bits']} bits ({scheme}), {kept}{windows}")
+        lines.append(f"KV cache in {describe_bits(Quantization(**quantized))}, {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")

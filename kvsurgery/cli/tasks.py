@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -120,17 +120,22 @@ def _default(entries: list[tuple[str, str, Setting]]) -> str:
 
 def _typed(entries: list[tuple[str, str, Setting]]) -> str | None:
     """The default of an option, where a task's field has one that can be typed and no other task has the option."""
-    [value] = [entry.default for entry in fields(task_classes()[entries[0][0]]) if entry.name == entries[0][1]]
+    value = _value(*entries[0][:2])
     return str(value) if len(entries) == 1 and isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def _shown(task: str, field: str, setting: Setting) -> str:
     if setting.default is not None:
         return f"({setting.default})"
-    [value] = [entry.default for entry in fields(task_classes()[task]) if entry.name == field]
-    if value is None or value is MISSING or isinstance(value, bool):
+    value = _value(task, field)
+    if value is None or isinstance(value, bool):
         return ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _value(task: str, field: str) -> Any:
+    """The default of a task's field."""
+    return next(entry.default for entry in fields(task_classes()[task]) if entry.name == field)
 
 
 def _flag(option: str) -> str:

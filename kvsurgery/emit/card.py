@@ -15,7 +15,7 @@ from kvsurgery.emit.config import auto_class
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from kvsurgery.vllm.forecast import forecast
 
 LENGTHS = {"8k": 8_192, "32k": 32_768, "128k": 131_072, "1M": 1_048_576}
@@ -121,16 +121,22 @@ def _others(policy: Policy) -> str:
     return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; here, every head is one"
 
 
-def _quantized(quantization: Any | None) -> str:
+def describe_bits(quantization: Quantization) -> str:
+    """Width and scheme of a quantized cache, in words."""
+    groups = f", groups of {quantization.group_size}" if quantization.group_size else ""
+    rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate or "", "")
+    clipped = ", ranges clipped" if quantization.clip else ""
+    return f"{quantization.bits} bits ({quantization.scheme}{groups}{rotated}{clipped})"
+
+
+def _quantized(quantization: Quantization | None) -> str:
     """How the cache is quantized, as the end of a sentence."""
     if quantization is None:
         return ""
-    rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate, "")
-    clipped = ", ranges clipped" if quantization.clip else ""
     streaming = "" if quantization.streaming else ", but for streaming heads"
     return (
         f". All but the first {quantization.sink} and at least the newest {quantization.residual} tokens are stored in "
-        f"{quantization.bits} bits ({quantization.scheme}{rotated}{clipped}){streaming}"
+        f"{describe_bits(quantization)}{streaming}"
     )
 
 

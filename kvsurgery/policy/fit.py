@@ -28,7 +28,8 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
 from kvsurgery.templates import kv_layout
 
-# relative error of a byte-level model's logits over a cache of this many bits (README; benchmarks/quantized_cache.py)
+# relative error of a byte-level model's logits over the cache of version 0.1.0 (benchmarks/quantized_cache.py): a guess
+# for any other model and for the cache of today, which loses less
 ERRORS = {8: 0.0004, 4: 0.0079, 2: 0.047}
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError
+from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.repo_id import is_repo_id
 
 
@@ -26,6 +30,34 @@ class Measured:
     dimensions: ModelDimensions
     revision: str | None = None
     windows: tuple[int | None, ...] | None = None
+
+    def profile(
+        self,
+        scores: np.ndarray,
+        method: str,
+        provenance: dict[str, Any],
+        *,
+        granularity: Granularity = "kv",
+        sink: int | None = None,
+        recent: int | None = None,
+    ) -> HeadProfile:
+        """A profile of this model; the arguments are the fields of `HeadProfile`.
+
+        Raises:
+            ProfileError: they contradict the model or each other.
+        """
+        return HeadProfile(
+            scores,
+            method,
+            granularity,
+            base_model=self.name,
+            model=self.dimensions,
+            base_revision=self.revision,
+            sink=sink,
+            recent=recent,
+            provenance=provenance,
+            windows=self.windows,
+        )
 
     @classmethod
     def read(cls, source: str, revision: str | None = None) -> Measured:

@@ -429,6 +429,8 @@ class TestAsTransformersAsksForIt:
         {"sink": None},
         {"rotate": "keys"},
         {"clip": 1},
+        {"rotate": None},
+        {"clip": None},
         {"bits": None},
     ],
     ids=str,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers.files import check_kv_heads, is_number, origin, parse_object, parse_shares, read
+from kvsurgery.profile.importers.files import is_number, origin, parse_object, read, read_shares
 from kvsurgery.profile.measured import Measured
 
 FILE = "full_attention_heads.tsv"
@@ -32,24 +32,15 @@ def import_duo(path: str | Path, model: Measured) -> HeadProfile:
     path = Path(path)
     if os.path.isdir(path):
         path /= FILE
-    raw = read(path)
-    scores = parse_shares(path, raw, SLACK, "DuoAttention gate")
-    check_kv_heads(path, scores, model)
+    scores, raw = read_shares(path, SLACK, "DuoAttention gate", model)
     options = _options(path.with_name("config.json"))
-    return HeadProfile(
-        scores=scores,
-        method="duo",
-        granularity="kv",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=model.dimensions,
+    training = {name: options[name] for name in FACTS if is_number(options.get(name))}
+    return model.profile(
+        scores,
+        "duo",
+        {**origin("DuoAttention", path, raw), "training": training},
         sink=_whole(options, "sink_size", 0),
         recent=_whole(options, "recent_size", 1),
-        provenance={
-            **origin("DuoAttention", path, raw),
-            "training": {name: options[name] for name in FACTS if is_number(options.get(name))},
-        },
-        windows=model.windows,
     )
 
 

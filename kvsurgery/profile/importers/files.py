@@ -70,6 +70,18 @@ def parse_shares(path: Path, raw: bytes, slack: float, what: str) -> np.ndarray:
     return np.clip(np.array(rows).reshape(len(rows), columns), 0, 1)
 
 
+def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[np.ndarray, bytes]:
+    """The table of a file with a share for each KV head of a model, as `parse_shares` reads it, and the file's bytes.
+
+    Raises:
+        ProfileError: the file is unreadable, not such a table, or of another shape.
+    """
+    raw = read(path)
+    scores = parse_shares(path, raw, slack, what)
+    check_kv_heads(path, scores, model)
+    return scores, raw
+
+
 def check_kv_heads(path: Path, scores: np.ndarray, model: Measured) -> None:
     """Check that there is a score for every KV head of a model.
 

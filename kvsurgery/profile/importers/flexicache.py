@@ -38,16 +38,7 @@ def import_flexicache(
     scores = np.zeros((dimensions.layers, dimensions.kv_heads))
     for pair in pairs:
         scores[_head(path, pair, model)] = 1
-    return HeadProfile(
-        scores=scores,
-        method="flexicache",
-        granularity="kv",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=dimensions,
-        provenance={**origin("FlexiCache", path, raw), "entry": entry, "heads": heads},
-        windows=model.windows,
-    )
+    return model.profile(scores, "flexicache", {**origin("FlexiCache", path, raw), "entry": entry, "heads": heads})
 
 
 def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any, str]:

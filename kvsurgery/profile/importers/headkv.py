@@ -47,16 +47,8 @@ def import_headkv(path: str | Path, model: Measured, method: str = "headkv-r") -
     for key, place in places.items():
         scores[place] = _mean(path, key, trials[key])
     counts = [len(trials[key]) for key in places]
-    return HeadProfile(
-        scores=scores,
-        method=method,
-        granularity="query",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=model.dimensions,
-        provenance={**origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]},
-        windows=model.windows,
-    )
+    facts = {**origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]}
+    return model.profile(scores, method, facts, granularity="query")
 
 
 def _mean(path: Path, key: str, trials: Any) -> float:

@@ -32,16 +32,7 @@ def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
     for path, table in zip(files, tables, strict=True):
         check_kv_heads(path, table, model)
     sources = [origin("KVzip", path, raw) for path, raw in zip(files, raws, strict=True)]
-    return HeadProfile(
-        scores=np.max(tables, axis=0),
-        method="kvzip",
-        granularity="kv",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=model.dimensions,
-        provenance=sources[0] if len(sources) == 1 else {"files": sources},
-        windows=model.windows,
-    )
+    return model.profile(np.max(tables, axis=0), "kvzip", sources[0] if len(sources) == 1 else {"files": sources})
 
 
 def _table(path: Path, raw: bytes, model: Measured) -> np.ndarray:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers.files import check_kv_heads, origin, parse_shares, read
+from kvsurgery.profile.importers.files import origin, read_shares
 from kvsurgery.profile.measured import Measured
 
 FILE = "adapter_weights.tsv"
@@ -29,18 +29,5 @@ def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
     path = Path(path)
     if os.path.isdir(path):
         path /= FILE
-    raw = read(path)
-    scores = parse_shares(path, raw, SLACK, "RLKV gate")
-    check_kv_heads(path, scores, model)
-    return HeadProfile(
-        scores=scores,
-        method="rlkv",
-        granularity="kv",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=model.dimensions,
-        sink=SINK,
-        recent=RECENT,
-        provenance=origin("RLKV", path, raw),
-        windows=model.windows,
-    )
+    scores, raw = read_shares(path, SLACK, "RLKV gate", model)
+    return model.profile(scores, "rlkv", origin("RLKV", path, raw), sink=SINK, recent=RECENT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers.files import check_kv_heads, origin, parse_shares, read
+from kvsurgery.profile.importers.files import origin, read_shares
 from kvsurgery.profile.measured import Measured
 
 
@@ -20,16 +20,5 @@ def import_wg_kv(path: str | Path, model: Measured) -> HeadProfile:
         ProfileError: the file is unreadable, not such a table, or of another shape.
     """
     path = Path(path)
-    raw = read(path)
-    scores = parse_shares(path, raw, 0, "share of kept tokens")
-    check_kv_heads(path, scores, model)
-    return HeadProfile(
-        scores=scores,
-        method="wg-kv",
-        granularity="kv",
-        base_model=model.name,
-        base_revision=model.revision,
-        model=model.dimensions,
-        provenance=origin("WG-KV", path, raw),
-        windows=model.windows,
-    )
+    scores, raw = read_shares(path, 0, "share of kept tokens", model)
+    return model.profile(scores, "wg-kv", origin("WG-KV", path, raw))
