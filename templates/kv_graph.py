@@ -43,6 +43,7 @@ class DecodeGraph:
         self.graph = None
         self.hooked = False  # as of the hooks registered so far
         self.registered: int | None = None
+        self.attributes: list[dict] = []  # of the model's modules then
 
     def step(self, forward, model: torch.nn.Module, given: dict, cache):
         """What `forward` returns for one token per row, from the graph; None: it has to run itself.
@@ -84,11 +85,12 @@ class DecodeGraph:
     def _hooked(self, model: torch.nn.Module) -> bool:
         """`hooked`, which walks over all modules only after a hook was registered, and until hooks are gone.
 
-        torch counts the hooks of a process; accelerate does not, but offloading gives the model itself one.
+        torch counts the hooks of a process. accelerate does not; its hooks are attributes of modules.
         """
         registered = RemovableHandle.next_id
-        if self.hooked or self.registered != registered or "_hf_hook" in vars(model):
+        if self.hooked or self.registered != registered or any("_hf_hook" in each for each in self.attributes):
             self.registered, self.hooked = registered, hooked(model)
+            self.attributes = [vars(module) for module in model.modules()]
         return self.hooked
 
     @staticmethod
