@@ -9,6 +9,7 @@ from kvsurgery.conversion.convert import Report
 from kvsurgery.conversion.convert import convert as write
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.request import Request
+from kvsurgery.profile.cache_losses import load_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
@@ -42,7 +43,7 @@ def convert(
         HubError: the Hub cannot be reached, or refuses.
     """
     if profile is not None and not isinstance(profile, HeadProfile):
-        profile = HeadProfile.load(profile)
+        profile = load_scores(profile)
     request = Request.of(source, revision, recipe, [] if profile is None else [profile])
     prepared = request.prepare()
     return write(prepared.checkpoint, prepared.plan, out, prepared.files, jobs=jobs, progress=progress)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
+from kvsurgery.profile.cache_losses import load_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.repo_id import is_repo_id
@@ -49,8 +50,8 @@ class Request:
         Raises:
             ProfileError: a profile cannot be read, there is none, or there are two of a kind.
         """
-        loaded = [*profiles] or [HeadProfile.load(path) for path in recipe.profiles]
-        budgets = None if recipe.budgets_from is None else HeadProfile.load(recipe.budgets_from)
+        loaded = [*profiles] or [load_scores(path) for path in recipe.profiles]
+        budgets = None if recipe.budgets_from is None else load_scores(recipe.budgets_from)
         if budgets is not None and all(profile.scores is None for profile in loaded):
             loaded.append(budgets)
         profile, reform = _parted(loaded)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile import tensor_file
+from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
 FORMAT = "kvsurgery.cache-losses"
@@ -119,6 +120,22 @@ class CacheLosses:
     def text(self) -> str:
         """What was read."""
         return str(self.provenance.get("data", {}).get("text", "unknown text"))
+
+    @property
+    def head_profile(self) -> HeadProfile:
+        """Head scores of method "kv-bits": what each KV head loses where it streams."""
+        return HeadProfile(
+            self.heads[STREAMING],
+            "kv-bits",
+            "kv",
+            self.base_model,
+            self.model,
+            base_revision=self.base_revision,
+            sink=self.sink,
+            recent=self.recent,
+            provenance=self.provenance,
+            windows=self.windows,
+        )
 
     def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> Setting:
         """The setting of a width with the least loss, of those that rotate and clip so where that is stated.
@@ -224,6 +241,15 @@ def is_losses(path: Path) -> bool:
             return (file.metadata() or {}).get("format") == FORMAT
     except (SafetensorError, OSError):
         return False
+
+
+def load_scores(path: str | Path) -> HeadProfile:
+    """Read head scores: a head profile, or a file of measured losses.
+
+    Raises:
+        ProfileError: as `HeadProfile.load` and `CacheLosses.load`.
+    """
+    return CacheLosses.load(path).head_profile if is_losses(Path(path)) else HeadProfile.load(path)
 
 
 def check_output(path: Path) -> None:

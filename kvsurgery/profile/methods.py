@@ -32,6 +32,7 @@ METHODS = {
     "rlkv": Method("gate", 1.0, "streaming"),
     "attention": Method("importance", 1.0, "streaming"),
     "ablation": Method("importance", None, "streaming"),
+    "kv-bits": Method("importance", None, "streaming"),
     "kvzip": Method("importance", None, "streaming"),
     "headkv-r": Method("importance", None, "budgeted"),
     "headkv-er": Method("importance", None, "budgeted"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, Setting, is_losses
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, Setting, is_losses, load_scores
+from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.losses import losses
 
 
@@ -40,6 +41,17 @@ def test_losses_of_heads_are_scaled_to_the_whole(tmp_path) -> None:
     assert np.array_equal(made.expected("streaming"), made.heads["streaming"])
     nothing = replace(made, heads={**made.heads, "8": np.zeros_like(made.heads["8"])})
     assert not nothing.expected("8").any()
+
+
+def test_losses_of_streaming_heads_are_head_scores(tmp_path) -> None:
+    made, path = losses(windows=(None, 64)), tmp_path / "losses.safetensors"
+    made.save(path)
+    scores = load_scores(path)
+    assert np.array_equal(scores.head_scores, made.heads["streaming"])
+    assert (scores.method, scores.granularity, scores.sink, scores.recent) == ("kv-bits", "kv", 4, 16)
+    assert (scores.model, scores.base_model, scores.windows) == (made.model, made.base_model, (None, 64))
+    scores.save(tmp_path / "scores.safetensors")
+    assert load_scores(tmp_path / "scores.safetensors") == HeadProfile.load(tmp_path / "scores.safetensors") == scores
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: boo
     from kvsurgery.profile import comparison, heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
-    from kvsurgery.profile.head_profile import HeadProfile
+    from kvsurgery.profile.cache_losses import load_scores
 
-    profiles = HeadProfile.load(a), HeadProfile.load(b)
+    profiles = load_scores(a), load_scores(b)
     found = comparison.compare(*profiles, group_reduce)
     if profiles[0].base_model != profiles[1].base_model:
         names = " and ".join(profile.base_model for profile in profiles)

@@ -48,9 +48,9 @@ def merge(
     """
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile import merging
-    from kvsurgery.profile.head_profile import HeadProfile
+    from kvsurgery.profile.cache_losses import load_scores
 
     if any(path.absolute() == out.absolute() for path in paths):
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
-    profiles = [HeadProfile.load(path) for path in paths]
+    profiles = [load_scores(path) for path in paths]
     save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)
