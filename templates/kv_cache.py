@@ -5,6 +5,7 @@ Stock attention calls `cache.update(k, v, layer)` and passes what it gets to the
 appends them and attends.
 """
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -331,6 +332,12 @@ class KVSurgeryCache(Cache):
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "graph": None}  # a graph is of this storage, not of a copy's
+
+    @torch.inference_mode(False)  # a copy is written later, maybe outside of an inference mode
+    def __deepcopy__(self, memo: dict) -> "KVSurgeryCache":
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.

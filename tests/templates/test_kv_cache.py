@@ -210,6 +210,15 @@ def test_cache_can_be_copied_reset_and_used_for_other_rows(llama, copied):
     assert largest(llama(ids, past_key_values=cache).logits[:, 20:] - expected, expected) <= 1e-5
 
 
+def test_a_copy_made_in_inference_mode_goes_on(llama):
+    ids = tokens(1, 30)
+    with torch.inference_mode():
+        cache = type(llama(ids[:, :1]).past_key_values)(llama.config, capacity=40)
+        llama(ids[:, :20], past_key_values=cache)
+        found = llama(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
+        assert largest(found - llama(ids[:, 20:], past_key_values=cache).logits, found) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
