@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +32,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that holds facts, int64 [tokens], and the questions about them, in the order of the facts."""
+    """A text that holds facts, int64 [tokens], the questions about them, in the order of the facts, and how the text
+    goes on, int64 [new + 1] or empty."""
 
     text: np.ndarray
     questions: tuple[Question, ...]
+    following: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,14 @@ class Window:
 
 
 def prompts(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, facts: int, count: int, seed: int
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, facts: int, count: int, seed: int, new: int = 0
 ) -> list[Prompt]:
-    """Prompts of `length` tokens at most, questions not counted, with facts at random depths; words are shuffled."""
+    """Prompts of `length` tokens at most, questions not counted, with facts at random depths; words are shuffled.
+
+    With `new`, this many tokens of the text that follow it are to be predicted.
+    """
     needles, rng = read_set("word"), np.random.default_rng([seed, length])
-    return [_prompt(tokenizer, haystack, length, needles_of(rng, needles, facts), rng) for _ in range(count)]
+    return [_prompt(tokenizer, haystack, length, needles_of(rng, needles, facts), rng, new) for _ in range(count)]
 
 
 def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tuple[str, str]]:
@@ -66,16 +72,18 @@ def _prompt(
     length: int,
     facts: list[tuple[str, str]],
     rng: np.random.Generator,
+    new: int,
 ) -> Prompt:
     stated = [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
-    text = haystack.piece(rng, length - sum(map(len, stated)))
+    rest = length - sum(map(len, stated))
+    text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
     pieces = [piece for part, fact in zip(parts, [*stated, []], strict=True) for piece in (part, fact)]
     questions = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
         questions.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
-    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions))
+    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions), following.astype(np.int64))
 
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
@@ -87,13 +95,39 @@ def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Windo
 @torch.inference_mode()
 def answered(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
     """Which questions have the right answer."""
-    cache = model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values
+    return asked(model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt)
+
+
+@torch.inference_mode()
+def asked(model: PreTrainedModel, cache: Any, prompt: Prompt) -> list[bool]:
+    """Which questions have the right answer after a cache of the prompt's text, which stays as it is."""
     found = []
     for question in prompt.questions:
-        tokens = torch.tensor([question.tokens])
-        logits = model(tokens, past_key_values=copy.deepcopy(cache), logits_to_keep=question.answer + 1).logits[0]
-        found.append(torch.equal(logits[:-1].argmax(-1), tokens[0, -question.answer :]))
+        tokens = torch.tensor(question.tokens)
+        logits = continued(model, copied(cache), tokens, len(prompt.text), question.answer + 1)
+        found.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
     return found
+
+
+def copied(cache: Any) -> Any:
+    """A cache to go on with, while the given one stays as it is.
+
+    Converted models write to their storage. transformers' layers replace their tensors, of which some kinds refuse to
+    be copied.
+    """
+    if hasattr(cache, "allocated_bytes"):
+        return copy.deepcopy(cache)
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
+
+
+@torch.inference_mode()
+def continued(model: PreTrainedModel, cache: Any, tokens: torch.Tensor, position: int, keep: int = 0) -> torch.Tensor:
+    """Logits [tokens or `keep`, vocabulary] of int64 [tokens] at `position`, which evicted tokens count in."""
+    positions = torch.arange(position, position + len(tokens))[None]
+    output = model(tokens[None], past_key_values=cache, position_ids=positions, logits_to_keep=keep)
+    return output.logits[0]
 
 
 @torch.inference_mode()

@@ -1,0 +1,241 @@
+"""Which cache loses least at the bytes that it holds: ours, kvpress' and transformers', on a real language model.
+
+    pip install kvpress optimum-quanto hqq    # what is not installed is left out
+    python benchmarks/real_model/which_cache.py MODEL --measured losses.safetensors --profile er.safetensors \\
+        --text book.txt --json which_cache.json
+
+Every contender reads the same texts with facts in them. Then its cache is asked for each fact, which nobody knew of
+when it was compressed, and reads what follows: by how much does it move the next token? Bytes are those of the storage
+of all tensors in the cache; a floating-point number counts two of them, as in a model in 16 bits. An interrupted run
+continues from its JSON file; `cache_report.py` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+try:  # it patches the attention functions that are registered when it is imported, so it comes before converted models
+    import kvpress
+except ImportError:
+    kvpress = None
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantizedCache
+from transformers.utils import logging
+from trials import Prompt, asked, continued, divergence, prompts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peers.held import held_bytes
+
+from kvsurgery import __version__, console
+from kvsurgery.conversion.convert import convert
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.cache_losses import load_scores
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.text.haystack import Haystack
+
+ORIGINAL = "original"
+SHARES = (0.35, 0.6, 0.2)  # of the cache, for presses to keep
+PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "PyramidKVPress")
+# what each backend scales: keys by channel where it can, values by token
+AXES = {"quanto": (-1, 0), "hqq": (1, 1)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache that is compared; this one is the stock model's own.
+
+    Attributes:
+        name: unique.
+        series: what it is a setting of, a line of the picture.
+    """
+
+    name: str = ORIGINAL
+    series: str = ORIGINAL
+
+    def load(self, source: Path) -> PreTrainedModel:
+        """The model that it runs with."""
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+    def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
+        """A cache that holds a text [1, tokens]."""
+        return model(text, logits_to_keep=1).past_key_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted(Contender):
+    """A checkpoint that is converted by a recipe and head scores."""
+
+    recipe: Recipe
+    profile: HeadProfile
+
+    def load(self, source: Path) -> PreTrainedModel:
+        """Convert, and load with transformers alone."""
+        prepared = PreparedConversion.prepare(source, self.profile, self.recipe)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
+            convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+            return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(Contender):
+    """transformers' QuantizedCache."""
+
+    backend: str
+    bits: int
+
+    def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
+        """A cache that holds a text [1, tokens]."""
+        keys, values = AXES[self.backend]
+        cache = QuantizedCache(self.backend, model.config, nbits=self.bits, axis_key=keys, axis_value=values)
+        return model(text, past_key_values=cache, logits_to_keep=1).past_key_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pressed(Contender):
+    """A press of kvpress, which keeps a share of the prompt."""
+
+    share: float
+
+    def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
+        """A cache that holds a text [1, tokens].
+
+        Raises:
+            ImportError: kvpress is not installed.
+        """
+        if kvpress is None:
+            raise ImportError("kvpress is not installed")
+        with getattr(kvpress, self.series)(compression_ratio=1 - self.share)(model):
+            return super().read(model, text)
+
+
+def contenders(measured: Path, profile: Path) -> list[Contender]:
+    """All that are compared, those first whose comparison says most.
+
+    Args:
+        measured: losses of the model, which choose full heads and say what to rotate and clip.
+        profile: head scores that nothing but needles was measured for.
+    """
+    losses, needles = load_scores(measured), load_scores(profile)
+
+    def ours(sparsity: float, bits: int | None, scores: HeadProfile, chosen_by: str) -> Converted:
+        recipe = Recipe(sparsity=sparsity, rest="streaming")
+        if bits:
+            recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
+        heads = f"{1 - sparsity:.0%} of heads full {chosen_by}" if sparsity else "all heads full"
+        parts = ([f"streaming heads {chosen_by}"] if sparsity else []) + (["bits"] if bits else [])
+        name = ", ".join(["kvsurgery", heads, *([f"{bits} bits"] if bits else [])])
+        return Converted(name, f"kvsurgery, {' and '.join(parts)}", recipe=recipe, profile=scores)
+
+    def quantized(backend: str, bits: int) -> Quantized:
+        return Quantized(
+            f"QuantizedCache, {backend}, {bits} bits", f"QuantizedCache, {backend}", backend=backend, bits=bits
+        )
+
+    pressed = [[Pressed(f"{press}, {share:.0%}", press, share=share) for press in PRESSES] for share in SHARES]
+    by_loss, by_needles = "by measured loss", f"by {profile.stem}"
+    return [
+        Contender(),
+        ours(0.5, None, losses, by_loss),
+        ours(0, 4, losses, by_loss),
+        quantized("quanto", 4),
+        ours(0.5, 4, losses, by_loss),
+        *pressed[0],
+        ours(0.75, None, losses, by_loss),
+        ours(0, 2, losses, by_loss),
+        quantized("quanto", 2),
+        quantized("hqq", 4),
+        ours(0.75, 4, losses, by_loss),
+        *pressed[1],
+        ours(0.5, None, needles, by_needles),
+        ours(0, 3, losses, by_loss),
+        ours(0.25, None, losses, by_loss),
+        *pressed[2],
+        ours(0.25, 4, losses, by_loss),
+        quantized("hqq", 2),
+        ours(0.5, 2, losses, by_loss),
+    ]
+
+
+def answers(contender: Contender, source: Path, texts: list[Prompt], original: list[torch.Tensor]) -> dict[str, Any]:
+    """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
+
+    Args:
+        original: log-probabilities of what follows each text; filled by the first contender, the original.
+    """
+    model, found = contender.load(source), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
+    for number, prompt in enumerate(texts):
+        with torch.inference_mode():
+            cache = contender.read(model, torch.from_numpy(prompt.text)[None])
+        found["kv_bytes"].append(held_bytes(cache, widest=2))
+        found["right"] += map(int, asked(model, cache, prompt))
+        following = torch.from_numpy(prompt.following)
+        logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
+        if number == len(original):
+            original.append(logs)
+        found["kl"].append(divergence(logs, original[number]))
+        found["nats"].append(F.nll_loss(logs, following[1:]).item())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument(
+        "--measured", type=Path, required=True, help="its losses, of `profile compute --method kv-bits`"
+    )
+    parser.add_argument("--profile", type=Path, required=True, help="other head scores; called by file name")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text with facts")
+    parser.add_argument("--facts", type=int, default=8, help="in each")
+    parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
+    parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
+    parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    assert tokenizer is not None  # for the checker: transformers' types say it may be
+    settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "new")}
+    haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
+    texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
+    versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    settings["text"] = arguments.text.name
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    if found.setdefault("settings", settings) != settings:
+        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
+    found["versions"] = versions
+    results, original = found.setdefault("results", {}), []
+    wanted = contenders(arguments.measured, arguments.profile)
+    for contender in wanted:
+        if contender.name in results and contender.name != ORIGINAL:
+            continue
+        begin = time.perf_counter()
+        try:
+            result = answers(contender, arguments.model, texts, original)
+        except ImportError as error:
+            console.stderr.print(f"left out: {contender.name} ({str(error).splitlines()[0]})", markup=False)
+            continue
+        results[contender.name] = {"series": contender.series, **result}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        console.stderr.print(
+            f"{len(results)} of {len(wanted)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
+            f"KL {np.mean(result['kl']):.4f}, {console.size(result['kv_bytes'][0])}, "
+            f"{time.perf_counter() - begin:.0f} s",
+            markup=False,
+        )
+
+
+if __name__ == "__main__":
+    main()
