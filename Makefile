@@ -50,13 +50,13 @@ test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 
-# what the compiled kernels do, executed instruction by instruction; the second one runs every case, on the newest Triton too
-test-ptx: .venv-triton-3.6.0/ready
+# what the compiled kernels do, executed instruction by instruction; the second one runs every case
+test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest $(PTX)
+	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)
 
 test-ptx-all: export PTX_CASES = all
-test-ptx-all: test-ptx .venv-triton-newest/ready
-	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)
+test-ptx-all: test-ptx
 
 PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx/test_mutations.py
 

@@ -307,10 +307,18 @@ def decode(
             ASM=on_cuda and half and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=stages,
+            enable_fp_fusion=True,
             **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda else {}),
         )
         _combine_kernel[(rows, group)](
-            **parts, out_ptr=out, programs=programs, D=head_dim, DP=padded, PARTS=16, num_warps=4
+            **parts,
+            out_ptr=out,
+            programs=programs,
+            D=head_dim,
+            DP=padded,
+            PARTS=16,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 

@@ -4,6 +4,10 @@ A head's tokens lie in slots. Slot s holds position s while s < sink; from there
 p is in slot sink + (p - sink) % ring. A query at position i sees position p <= i when p < sink or i - p < recent. A
 head that keeps every token has a sink that no position reaches (`EVERY`).
 
+Every launch says whether the compiler may fuse a product into a sum, as the default depends on Triton's version. Where
+lanes add up products of their own by exchanging them, it must not: each would round another product, so lanes that
+share a sum would hold sums that differ in the last bit, and write both to the same place.
+
 The reference of the kernels is `kv_torch`. Floors in their docstrings are the time that no implementation beats: bytes
 that must move over the device's read bandwidth, or operations over the rate of its matrix units.
 """

@@ -229,6 +229,7 @@ def prefill(
             LSE=lse is not None,
             num_warps=8 if rows == most else 4,
             num_stages=2,
+            enable_fp_fusion=True,
         )
     return out
 

@@ -68,6 +68,7 @@ def append(table: HeadTable, positions: torch.Tensor, keys: torch.Tensor, values
             **_strides(values, "new_v_batch", "new_v_head"),
             **_strides(positions, "position_batch", "position_head"),
             num_warps=1,
+            enable_fp_fusion=False,
         )
 
 
@@ -94,7 +95,7 @@ def _range(x, there, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: 
             factor = tl.div_rn(tl.full(low.shape, 20 - step, tl.float32), tl.full(low.shape, 20, tl.float32))
             span = (high - low) * factor
             narrow = tl.div_rn(span, most).to(dtype).to(tl.float32)
-            start = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)  # exact halves: fused or not
+            start = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)
             error = _squared_error(x, there, narrow, start, AXIS, MOST)
             better = error < errors
             scale, least = tl.where(better, narrow, scale), tl.where(better, start, least)
@@ -270,6 +271,7 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
             **_strides(confirmed, "confirmed_batch", "confirmed_head"),
             least=table.quantization.residual + TILE,
             num_warps=8,
+            enable_fp_fusion=False,
         )
 
 
@@ -394,6 +396,7 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
             columns=keys.shape[2],
             N=min(MOVE_BYTES * warps // (slots["DP"] * keys.element_size()), TILE),
             num_warps=warps,
+            enable_fp_fusion=False,
             **({"maxnreg": PACK_REGISTERS} if table.tiles is not None and torch.version.hip is None else {}),
         )
 

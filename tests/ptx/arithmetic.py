@@ -205,8 +205,10 @@ def _define_bits() -> None:
 
 
 def _define_floats() -> None:
-    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)):
-        _define(f"{name}.f32", function, ("f32", "f32"))
+    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        _define(f"{name}.f32", function, ("f32", "f32"))  # which ptxas may fuse, and with the rounding must not
+        _define(f"{name}.rn.f32", function, ("f32", "f32"))
+    _define("div.rn.f32", np.divide, ("f32", "f32"))
     _define("div.full.f32", np.divide, ("f32", "f32"))
     _define("min.f32", np.fmin, ("f32", "f32"))  # of a number and NaN, the number
     _define("max.f32", np.fmax, ("f32", "f32"))

@@ -104,8 +104,10 @@ case("shf.r.wrap.b32", [2], [1], [33], gives=[0x80000001])
 for kind in ("s16x2", "u16x2"):
     case(f"add.{kind}", [0x0001FFFF, 0x7FFF0002], [0x00030002, 0x00010005], gives=[0x00040001, 0x80000007])
 
-case("add.f32", [1.5], [2.25], gives=[3.75])
-case("sub.f32", [1.5], [2.25], gives=[-0.75])
+for rounding in ("", ".rn"):
+    case(f"add{rounding}.f32", [1.5], [2.25], gives=[3.75])
+    case(f"sub{rounding}.f32", [1.5], [2.25], gives=[-0.75])
+    case(f"mul{rounding}.f32", [1.5], [-2.0], gives=[-3.0])
 case("mul.f32", [1.5], [2.5], gives=[3.75])
 case("div.rn.f32", [1.0, 1.0], [4.0, 0.0], gives=[0.25, INF])
 case("div.full.f32", [1.0], [4.0], gives=[0.25])
