@@ -30,6 +30,9 @@ CHOICES = ("sparsity", "threshold", "full_heads")
 STREAMING = ("sink", "recent")
 BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold")
 QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
+# the `kv_bits` that are chosen for each layer; what is then chosen with them, or was not measured
+AUTO = "auto"
+NOT_AUTO = ("kv_streaming", "kv_rotate", "kv_clip")
 MAX_TOKENS = 1 << 30
 MAX_BATCH = 1 << 20
 
@@ -123,11 +126,14 @@ class Recipe:
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
 
-        kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
+        kv_bits: bits of what full and budgeted heads store. Default: the model's dtype. "auto" is a width for each
+            layer, by measured losses.
+        kv_budget: with "auto", bits that a stored value has on average at most; a layer in the model's dtype counts as
+            16.
         kv_scheme, kv_group_size, kv_residual, kv_streaming, kv_sink, kv_rotate, kv_clip: how it is quantized, the
             fields of `kv_layout.Quantization`.
         kv_measured: file of measured cache losses, which says what to rotate and whether to clip where the recipe does
-            not, and prices what `fit` chooses from.
+            not, chooses the bits of each layer, and prices what `fit` chooses from.
 
         tp: processes of tensor parallelism that heads are laid out for, or a multiple of their number.
         tp_uneven: keep exactly the full heads asked for, though some processes then hold more of them.
@@ -158,7 +164,8 @@ class Recipe:
     pool: Literal["max", "avg"] = "max"
     hold: int | None = None
 
-    kv_bits: int | None = None
+    kv_bits: int | Literal["auto"] | None = None
+    kv_budget: float | None = None
     kv_scheme: Literal["kivi", "per-token"] = "kivi"
     kv_group_size: int | None = None
     kv_residual: int = 128
@@ -186,9 +193,29 @@ class Recipe:
         details = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
         if details and self.kv_bits is None and self.fit is None:
             raise PolicyError(f"{_listed(details)} goes with `kv_bits`; add that, or leave it out")
+        self._check_auto()
         decided = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
         if decided and self.fit is not None:
             raise PolicyError(f"`fit` decides {_listed(decided)}; leave one of them out")
+
+    def _check_auto(self) -> None:
+        """Raise PolicyError where bits of layers cannot be chosen as the recipe says."""
+        if self.kv_bits != AUTO:
+            if self.kv_budget is not None:
+                raise PolicyError("`kv_budget` goes with `kv_bits` auto; add that, or leave it out")
+            return
+        if self.kv_measured is None:
+            raise PolicyError(
+                "`kv_bits` auto needs `kv_measured`, a file that `kvsurgery profile compute MODEL --method kv-bits "
+                "--text FILE -o losses.safetensors` measures"
+            )
+        if self.kv_budget is None or not 2 <= self.kv_budget <= 16:
+            raise PolicyError(f"`kv_bits` auto needs a `kv_budget` of 2 to 16 bits a value, got {self.kv_budget}")
+        stated = [name for name in NOT_AUTO if getattr(self, name) != _DEFAULTS[name]]
+        if stated:
+            raise PolicyError(
+                f"{_listed(stated)} cannot be combined with `kv_bits` auto; leave it out, or give a width"
+            )
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -202,8 +229,8 @@ class Recipe:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How heads store all but their newest tokens; None: in the model's dtype."""
-        if self.kv_bits is None:
+        """How heads store all but their newest tokens; None: in the model's dtype, or as each layer's bits say."""
+        if self.kv_bits is None or isinstance(self.kv_bits, str):
             return None
         return Quantization(self.kv_bits, *(getattr(self, name) for name in QUANTIZED))
 
@@ -217,7 +244,9 @@ class Recipe:
             names += ["tp", "tp_uneven"]
         if self.rest:
             names += ["group_reduce", *(STREAMING if self.rest == "streaming" else BUDGETED)]
-        if self.kv_bits is not None:
+        if self.kv_bits == AUTO:
+            names += ["kv_bits", "kv_budget", *(name for name in QUANTIZED if name not in NOT_AUTO), "kv_measured"]
+        elif self.kv_bits is not None:
             names += ["kv_bits", *QUANTIZED]
         return tuple(names)
 
@@ -232,6 +261,10 @@ class Recipe:
         gone = [*CHOICES, "fit"] if ways else []
         if values.get("fit") is not None:
             gone += ["budget", "kv_bits"]
+        if values.get("kv_bits") == AUTO:
+            gone += NOT_AUTO
+        elif "kv_bits" in (*values, *gone):
+            gone += ["kv_budget"]
         if values.get("rest") == "streaming":
             gone += ["budget", "budgets_from", "hold"]
         if "kv_bits" in values and values["kv_bits"] is None:

@@ -188,7 +188,13 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
     per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
     if per_token is None:
         raise ValueError(f"cache_config has the backend {backend!r}; quanto and hqq are known")
-    default = KVLayout.from_config(config).quantization or Quantization(4)
+    layout = KVLayout.from_config(config)
+    if len({layer.quantization for layer in layout.layers}) > 1 and "nbits" not in cache_config:
+        raise ValueError(
+            "cache_config: the layers of this checkpoint differ in bits; give nbits, or leave cache_implementation out"
+        )
+    stored = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
+    default = stored.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
     scheme = default.scheme
     if "axis_key" in cache_config:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"

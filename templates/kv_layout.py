@@ -323,8 +323,12 @@ class KVLayout:
             head_dim = _count(section["head_dim"], least=1)
             selection = _selection(section["selection"]) if "selection" in section else None
             stored = section.get(QUANTIZATION[version])
-            quantization = None if stored is None else _quantization(stored, version, head_dim)
-            layers = tuple(_layer(entry, selection, quantization) for entry in section["layers"])
+            entries = section["layers"]
+            quantizations = [_quantization(part, version, head_dim) for part in _by_layer(stored, len(entries))]
+            layers = tuple(
+                _layer(entry, selection, quantization)
+                for entry, quantization in zip(entries, quantizations, strict=True)
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
@@ -392,14 +396,25 @@ class KVLayout:
             "version": VERSION,
             "head_dim": self.head_dim,
             **({"selection": selection.section} if selection else {}),
-            **({"quantization": asdict(self.quantization)} if self.quantization else {}),
+            **({"quantization": quantized} if (quantized := self.quantization_section) else {}),
             "layers": [layer.section for layer in self.layers],
         }
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the cache is quantized; None: it is not."""
-        return next((layer.quantization for layer in self.layers), None)
+        """How the cache is quantized, that of the first layer that is; None: it is not."""
+        return next((layer.quantization for layer in self.layers if layer.quantization), None)
+
+    @property
+    def quantization_section(self) -> dict | None:
+        """The entry of a quantized cache in the `kv_surgery` section: the fields of `Quantization`. One that differs
+        between layers is a list by layer, of which `bits` is None where a layer keeps the model's dtype."""
+        if self.quantization is None:
+            return None
+        unquantized = {**asdict(self.quantization), "bits": None}
+        entries = [asdict(layer.quantization) if layer.quantization else unquantized for layer in self.layers]
+        values = {name: [entry[name] for entry in entries] for name in unquantized}
+        return {name: some[0] if some.count(some[0]) == len(some) else some for name, some in values.items()}
 
     def quantized(self, quantization: Quantization) -> "KVLayout":
         """The same heads with a cache that is quantized so.
@@ -470,7 +485,20 @@ def _selection(entry: dict) -> Selection:
     return selection
 
 
-def _quantization(entry: dict, version: int, head_dim: int) -> Quantization:
+def _by_layer(entry: dict | None, count: int) -> list[dict | None]:
+    """Of each of `count` layers, the entry of its quantized cache; None where it is not quantized."""
+    if entry is None:
+        return [None] * count
+    lists = {name: value for name, value in dict(entry).items() if isinstance(value, list)}
+    if any(len(values) != count for values in lists.values()):
+        raise ValueError(f"lists of a quantized cache have a value for each of {count} layers")
+    entries = [entry | {name: values[layer] for name, values in lists.items()} for layer in range(count)]
+    return [None if "bits" in lists and each["bits"] is None else each for each in entries]
+
+
+def _quantization(entry: dict | None, version: int, head_dim: int) -> Quantization | None:
+    if entry is None:
+        return None
     if version == 1:  # all tokens were packed, and as they are
         entry = {**entry, "sink": 0, "rotate": "none", "clip": False}
     if entry["rotate"] is None or entry["clip"] is None:

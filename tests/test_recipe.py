@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import PolicyError, RecipeError
-from kvsurgery.recipe import QUANTIZED, Demand, Recipe, ReformSizes
+from kvsurgery.recipe import NOT_AUTO, QUANTIZED, Demand, Recipe, ReformSizes
 from kvsurgery.templates.kv_layout import Quantization, Selection
 
 TOKENS = st.integers(0, 1 << 40)
@@ -46,7 +46,7 @@ def recipes(draw):
     else:
         way = draw(st.sampled_from([None, "sparsity", "threshold", "full_heads"]))
         values |= {way: draw(TOKENS if way == "full_heads" else SHARE)} if way else {}
-        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, 2]))
+        values["kv_bits"] = draw(st.sampled_from([None, 8, 4, 3, 2, "auto"]))
         values["budget"] = draw(maybe(TOKENS)) if rest != "streaming" else None
     values["budgets_from"] = draw(maybe(TEXT)) if rest != "streaming" else None
     if fit or values["kv_bits"]:
@@ -55,6 +55,9 @@ def recipes(draw):
         values |= {"kv_sink": draw(TOKENS), "kv_clip": draw(st.sampled_from([None, False, True]))}
         values["kv_rotate"] = draw(st.sampled_from([None, "none", "values", "both"]))
         values["kv_measured"] = draw(maybe(TEXT))
+    if values.get("kv_bits") == "auto":
+        values = {name: value for name, value in values.items() if name not in NOT_AUTO}
+        values |= {"kv_budget": draw(st.floats(2, 16)), "kv_measured": draw(TEXT)}
     return Recipe(**values)
 
 
@@ -170,6 +173,15 @@ class TestChanged:
         assert whole.changed(rest="streaming") == Recipe(rest="streaming", kv_bits=4, kv_residual=0)
         assert whole.changed(kv_bits=None) == Recipe(rest="budgeted", budget=9)
         assert whole.changed(fit=self.FIT) == Recipe(rest="budgeted", fit=self.FIT, kv_residual=0)
+
+    def test_bits_of_layers_give_way_to_one_width_and_the_other_way_round(self):
+        auto = Recipe(kv_bits="auto", kv_budget=3.0, kv_measured="d")
+        assert auto.changed(kv_bits=4) == Recipe(kv_bits=4, kv_measured="d")
+        assert auto.changed(kv_bits=None) == Recipe()
+        assert auto.changed(fit=self.FIT) == Recipe(fit=self.FIT, kv_measured="d")
+        assert auto.changed(kv_budget=4.0) == Recipe(kv_bits="auto", kv_budget=4.0, kv_measured="d")
+        one = Recipe(kv_bits=4, kv_rotate="both", kv_clip=True, kv_streaming=True, kv_measured="d")
+        assert one.changed(kv_bits="auto", kv_budget=3.0) == auto
 
     def test_values_that_contradict_each_other_are_refused(self):
         for values in ({"sparsity": 0.5, "fit": self.FIT}, {"rest": "streaming", "budget": 9}, {"sink": None}):

@@ -97,7 +97,6 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
     from kvsurgery.emit.card import describe_bits, describe_hold
-    from kvsurgery.templates.kv_layout import Quantization
 
     print_kv_bytes(surgery.kv_bytes, surgery.ranks, family if surgery.replicated else None)
     if surgery.revertible and surgery.options is not None:
@@ -113,7 +112,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         first = f"the first {quantized['sink']} and " if quantized["sink"] else ""
         kept = f"{first}the newest {quantized['residual']} tokens as they are"
-        lines.append(f"KV cache in {describe_bits(Quantization(**quantized))}, {kept}{windows}")
+        lines.append(f"KV cache in {describe_bits(quantized)}, {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")

@@ -50,13 +50,14 @@ class Several(click.ParamType):
 
 
 class Bits(click.Choice):
-    """Bits of a quantized cache, and 16 where a cache that is not quantized can be chosen."""
+    """Bits of a quantized cache, 16 where one that is not quantized can be chosen, and auto where layers can differ."""
 
-    def __init__(self, *bits: int):
+    def __init__(self, *bits: int | str):
         super().__init__([str(count) for count in bits])
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return int(super().convert(str(value), param, ctx))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        chosen = super().convert(str(value), param, ctx)
+        return int(chosen) if chosen.isdigit() else chosen
 
 
 class Grouped(click.Command):

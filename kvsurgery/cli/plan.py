@@ -10,10 +10,11 @@ from typing import Any
 from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.emit.card import describe_hold, kv_table, rank_table
+from kvsurgery.emit.card import describe_bits, describe_hold, kv_table, rank_table
 from kvsurgery.emit.config import hub_code_keys
 from kvsurgery.policy.fit import Candidate, Fit
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import AUTO
 
 
 def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, 
             "budgeted": policy.budgeted,
         },
         "rounded": policy.rounded,
+        "quantization": policy.layout.quantization_section,
         "left_out_of_config": hub_code_keys(checkpoint.config),
         "layers": [
             {
@@ -42,6 +44,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, 
                 "streaming": layer.streaming,
                 "budgets": list(layer.budgets),
                 "window": layer.recent if layer.native else None,
+                "bits": layer.quantization.bits if layer.quantization else None,
             }
             for layer in policy.layers
         ],
@@ -90,9 +93,11 @@ def print_plan(facts: Mapping[str, Any]) -> None:
     print_policy(facts)
     windows = any(layer["window"] for layer in facts["layers"])
     budgets = any(layer["budgets"] for layer in facts["layers"])
+    bits = facts["policy"].get("kv_bits") == AUTO
     columns = [
         "layer",
         "full",
+        *["bits"] * bits,
         "budgeted" if budgets else "streaming",
         *["own window"] * windows,
         *["budgets"] * budgets,
@@ -101,6 +106,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
         (
             index,
             layer["full"],
+            *[layer["bits"] or ""] * bits,
             len(layer["budgets"]) if budgets else layer["streaming"],
             *[layer["window"] or ""] * windows,
             *[_span(layer["budgets"])] * budgets,
@@ -134,6 +140,8 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     if change := facts["rounded"]:
         difference = f"{abs(change)} {'more' if change > 0 else 'fewer'} than asked for"
         lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")
+    if facts["quantization"] and policy["kv_bits"] == AUTO:
+        lines.append(f"KV cache in {describe_bits(facts['quantization'])}")
     if "hold" in policy:
         lines.append(describe_hold(policy["window"], policy["hold"]))
     if "reform" in policy:

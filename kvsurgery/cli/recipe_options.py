@@ -26,7 +26,7 @@ def kind_options(command: Any) -> Any:
     """The same without fields that are the axes of a sweep, and those of several devices."""
     for group, names in FIELDS.items():
         if group != DEVICES:
-            command = in_group(group, *(_option(name) for name in names if name not in (*AXES, "threshold")))(command)
+            command = in_group(group, *(_option(name) for name in names if name not in NOT_SWEPT))(command)
     return recipe_file(command)
 
 
@@ -79,8 +79,9 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# the axes of a sweep
+# the axes of a sweep, and with them what has no other value in one
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
+NOT_SWEPT = (*AXES, "threshold", "kv_budget")
 # what options stand for that are given without a value
 BARE = {"hold": 128}
 # group -> field of a recipe -> its type, and what it says; `method` is short for others
@@ -132,10 +133,11 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             "never keeps more than budget, window and a block.  [default: (it keeps all that follows the prompt)]",
         ),
         "kv_bits": (
-            Bits(8, 4, 3, 2),
-            "Bits per stored key and value of full and budgeted heads, except for the newest tokens.  [default: (the "
-            "model's dtype)]",
+            Bits(8, 4, 3, 2, "auto"),
+            "Bits per stored key and value of full and budgeted heads, except for the newest tokens; auto chooses a "
+            "width for each layer, with --kv-budget and --kv-measured.  [default: (the model's dtype)]",
         ),
+        "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
             "Which elements share a scale: kivi, a channel of keys and a token of values; per-token, a token of both.",
@@ -158,7 +160,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits)]"),
         "kv_measured": (
             click.Path(),
-            "Losses measured by `profile compute --method kv-bits`: rotate and clip as this model loses least.",
+            "Losses measured by `profile compute --method kv-bits`: rotate and clip, and with --kv-bits auto choose "
+            "widths, as this model loses least.",
         ),
     },
     DEVICES: {

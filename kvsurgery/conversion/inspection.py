@@ -38,7 +38,7 @@ class Surgery:
             in the original's order, or in the converted one's where that is not known.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         quantization: how the cache of full and budgeted heads is quantized, the fields of `kv_layout.Quantization`, if
-            it is.
+            it is; a list by layer where they differ.
         hold: tokens after which budgeted heads select again, and their observation `window`, if their budgets hold.
         reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit; the last row
@@ -234,7 +234,7 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         heads=heads,
         streaming=layout.counts[STREAMING],
         budgeted=layout.counts[BUDGETED],
-        quantization=asdict(layout.quantization) if layout.quantization else None,
+        quantization=layout.quantization_section,
         reform=asdict(reform) if reform else None,
         kv_bytes=tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
         ranks=tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),

@@ -17,7 +17,7 @@ from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.text.user_turn import user_marker
 
 
@@ -80,9 +80,9 @@ class PreparedConversion:
         if recipe.fit is not None:
             fitted = fit(profile, windows, Footprint.of(checkpoint, family, recipe.tp), recipe, budgets, losses)
             recipe = fitted.choice.recipe(recipe)
-        if losses is not None:
+        if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
-        policy = decide(profile, windows, recipe, budgets)
+        policy = decide(profile, windows, recipe, budgets, losses)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from string import Template
 from typing import Any
@@ -16,7 +17,7 @@ from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.forecast import forecast
 
 # keys of the source's card that stay true after surgery
@@ -87,7 +88,7 @@ def model_card(
         auto_class=auto,
         preprocessor="processor" if reads_images else "tokenizer",
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
-        others=_others(policy) + _quantized(policy.quantization, policy.recipe.hold is not None),
+        others=_others(policy) + _quantized(policy),
         code_table=_code_table(code),
         sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated) + _serving(config),
         eligible=policy.eligible,
@@ -128,12 +129,42 @@ def _others(policy: Policy) -> str:
     return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; in this checkpoint, all heads are retrieval heads"
 
 
-def describe_bits(quantization: Quantization) -> str:
-    """Width and scheme of a quantized cache, in words."""
-    groups = f", groups of {quantization.group_size}" if quantization.group_size else ""
-    rotated = {"values": ", values rotated", "both": ", keys and values rotated"}.get(quantization.rotate or "", "")
-    clipped = ", ranges clipped" if quantization.clip else ""
-    return f"{quantization.bits} bits ({quantization.scheme}{groups}{rotated}{clipped})"
+def describe_bits(quantization: Mapping[str, Any]) -> str:
+    """Widths and scheme of a quantized cache, in words, from its entry in a config."""
+    groups = [f"groups of {quantization['group_size']}"] if quantization["group_size"] else []
+    steps = ("rotate", "values", "values rotated"), ("rotate", "both", "keys and values rotated")
+    done = [
+        words + where
+        for name, value, words in (*steps, ("clip", True, "ranges clipped"))
+        if (where := _where(quantization, name, value)) is not None
+    ]
+    return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *done])})"
+
+
+def describe_widths(bits: int | Sequence[int | None]) -> str:
+    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, the model's dtype in 2"."""
+    if isinstance(bits, int):
+        return f"{bits} bits"
+    counts = Counter(bits)
+    [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
+    plain = [f"the model's dtype in {counts[None]}"] if None in counts else []
+    words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
+    return ", ".join(words + plain)
+
+
+def _widest_first(bits: Iterable[int | None]) -> list[int]:
+    return sorted({width for width in bits if width is not None}, reverse=True)
+
+
+def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
+    """At which widths a field has a value: empty for all of them, None for none."""
+    bits, values = quantization["bits"], quantization[name]
+    if isinstance(bits, int) or not isinstance(values, Sequence) or isinstance(values, str):
+        return "" if values == value else None
+    there = _widest_first(width for width, each in zip(bits, values, strict=True) if each == value)
+    if there in ([], _widest_first(bits)):
+        return "" if there else None
+    return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
 
 
 def describe_hold(window: int, hold: int) -> str:
@@ -144,16 +175,17 @@ def describe_hold(window: int, hold: int) -> str:
     )
 
 
-def _quantized(quantization: Quantization | None, held: bool) -> str:
+def _quantized(policy: Policy) -> str:
     """How the cache is quantized, as the end of a sentence."""
+    quantization = policy.quantization
     if quantization is None:
         return ""
     excepted = "" if quantization.streaming else ", except in streaming heads"
-    if held:
+    if policy.recipe.hold is not None:
         excepted = ", except in budgeted heads"
     return (
         f". The first {quantization.sink} and at least the newest {quantization.residual} tokens stay in the model's "
-        f"dtype; the other tokens are stored in {describe_bits(quantization)}{excepted}"
+        f"dtype; the other tokens are stored in {describe_bits(policy.layout.section['quantization'])}{excepted}"
     )
 
 

@@ -23,8 +23,8 @@ def measured_recipe(recipe: Recipe, losses: CacheLosses) -> Recipe:
         return settled
     if (how.scheme, how.group_size) != (measured.scheme, measured.group_size):
         raise PolicyError(
-            f"`kv_measured` has the scheme {measured.scheme} without `kv_group_size`, and this recipe another; state "
-            "`kv_rotate` and `kv_clip`, or leave `kv_measured` out"
+            f"`kv_measured` has the scheme {measured.scheme} without `kv_group_size`, and this recipe another; give "
+            "the same, or state `kv_rotate` and `kv_clip` in place of `kv_measured`"
         )
     try:
         best = losses.best(how.bits, recipe.kv_rotate, recipe.kv_clip)

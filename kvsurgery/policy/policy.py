@@ -13,11 +13,13 @@ from blake3 import blake3
 
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.budgets import BETA, allocate_budgets
+from kvsurgery.policy.layer_bits import with_layer_bits
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
+from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import METHODS
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
     BUDGETED,
     FULL,
@@ -69,8 +71,8 @@ class Policy:
             }
             for layer in self.layers
         ]
-        content = [layers, self.selection and self.selection.section]
-        content += [asdict(part) for part in (self.quantization, self.reform) if part]
+        content: list[Any] = [layers, self.selection and self.selection.section]
+        content += [part for part in (self.layout.quantization_section, self.reform and asdict(self.reform)) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -80,7 +82,7 @@ class Policy:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How heads store all but their newest tokens; None: in the model's dtype."""
+        """How heads store all but their newest tokens, in the first layer that quantizes them; None: as they are."""
         return self.layout.quantization
 
     @property
@@ -109,6 +111,7 @@ def decide(
     windows: Sequence[int | None],
     recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
     budgets: HeadProfile | None = None,
+    losses: CacheLosses | None = None,
 ) -> Policy:
     """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
 
@@ -121,6 +124,7 @@ def decide(
         recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
             them not full, halves to the even count; blocks are ordered by `arrange`.
         budgets: scores that budgets follow, in place of those that choose the full heads.
+        losses: by which `kv_bits` "auto" chooses.
 
     Raises:
         PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
@@ -150,7 +154,8 @@ def decide(
     layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe), recipe)
     layout = KVLayout(with_native(layers, windows), profile.model.head_dim)
     rounded = int(mask.sum() - asked.sum())
-    return Policy(_quantized(layout, recipe), recipe, _options(recipe, profile, budgets), rounded=rounded)
+    layout = _quantized(layout, recipe, losses)
+    return Policy(layout, recipe, _options(recipe, profile, budgets, losses), rounded=rounded)
 
 
 def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None = None) -> Recipe:
@@ -194,19 +199,26 @@ def usual_beta(followed: HeadProfile) -> float | None:
     return None if method and method.divides else BETA
 
 
-def _options(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None) -> dict[str, Any]:
+def _options(
+    recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None, losses: CacheLosses | None
+) -> dict[str, Any]:
     """What provenance records of a recipe that is complete."""
     options = {name: getattr(recipe, name) for name in recipe.in_use}
     if "query" not in (profile.granularity, (budgets or profile).granularity):
         options.pop("group_reduce", None)
     if recipe.budgets_from is not None:  # the file's content, not its place
         options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}" if budgets else None
+    if "kv_measured" in options and losses is not None:
+        options["kv_measured"] = losses.hash[:16]
     stated = {name: value for name, value in options.items() if value is not None and value is not False}
     return {"method": profile.method, **stated}
 
 
-def _quantized(layout: KVLayout, recipe: Recipe) -> KVLayout:
+def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:
     """The layout with the cache that a recipe asks for."""
+    if recipe.kv_bits == AUTO:
+        assert losses is not None  # as the recipe names their file
+        return with_layer_bits(layout, recipe, losses)
     quantization = recipe.quantization
     if quantization is None:
         return layout

@@ -101,7 +101,10 @@ def _other_heads(entry: Entry) -> Cell:
 
 def _bits(entry: Entry) -> str:
     quantization = entry.checkpoint["surgery"]["quantization"]
-    return str(quantization["bits"]) if quantization else "16"
+    bits = quantization["bits"] if quantization else 16
+    # of layers that differ, each width once
+    widths = {bits} if isinstance(bits, int) else {each or 16 for each in bits}
+    return ", ".join(map(str, sorted(widths, reverse=True)))
 
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
 from kvsurgery.console import size
+from kvsurgery.emit.card import describe_widths
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report.findings import verdict
 
@@ -48,7 +49,7 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
         text = f"{checkpoint['model_type']} with {shape['layers']} layers of {shape['kv_heads']} KV heads. {text}"
     if quantized := surgery["quantization"]:
         kinds = "full heads" if surgery.get("hold") else "full and budgeted heads"
-        text += f" The cache of {kinds} is stored in {quantized['bits']} bits ({quantized['scheme']})."
+        text += f" The cache of {kinds} is stored in {describe_widths(quantized['bits'])} ({quantized['scheme']})."
     if surgery["reform"]:
         gathered = f"{surgery['reform']['recompute_budget']:,} tokens"
         text += f" For prompts over {gathered}, REFORM gathers the tokens that the question needs."

@@ -28,9 +28,8 @@ def checked_layout(vllm_config: Any) -> KVLayout:
     _check_settings(vllm_config)
     if layout.quantization:
         logger.warning_once(
-            "kvsurgery: the %d-bit KV cache of this checkpoint is for transformers; vLLM stores it as --kv-cache-dtype "
-            "says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",
-            layout.quantization.bits,
+            "kvsurgery: the quantized KV cache of this checkpoint is for transformers; vLLM stores it as "
+            "--kv-cache-dtype says, here %s. On a GPU, --kv-cache-dtype fp8 stores 8 bits.",
             vllm_config.cache_config.cache_dtype,
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

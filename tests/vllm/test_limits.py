@@ -88,7 +88,7 @@ def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.Monke
     monkeypatch.setattr(limits.logger, "warning_once", lambda line, *values: lines.append(line % values))
     checked_layout(settings({"quantization": TILES}))
     assert len(lines) == 1
-    assert "4-bit KV cache" in lines[0]
+    assert "quantized KV cache" in lines[0]
     assert "--kv-cache-dtype" in lines[0]
 
 

@@ -1,0 +1,89 @@
+"""What a width for each layer (`--kv-bits auto`) loses on a language model, beside one width of as many bytes.
+
+    python benchmarks/layer_bits.py MODEL losses.safetensors book.txt --json layer-bits.json
+
+The losses are those of `kvsurgery profile compute --method kv-bits`, measured on another text. Every head is full. The
+cache holds 1,024 tokens of a passage, and one forward reads the 64 that follow. The divergence is the mean
+Kullback-Leibler divergence, in nats, of the distribution of the next token from that with an unquantized cache. Between
+whole numbers of bits, layers with two widths in turn take the place of one width. An interrupted run continues from its
+JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from kvsurgery import console
+from kvsurgery.emit.card import describe_widths
+from kvsurgery.measure.cache_losses import TrialSizes
+from kvsurgery.measure.cache_trial import CacheTrial
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.policy.policy import decide
+from kvsurgery.profile.cache_losses import CacheLosses
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.text.haystack import Haystack, first_tokens
+
+BUDGETS = {4.0: (4, 4), 3.5: (4, 3), 3.0: (3, 3), 2.5: (3, 2)}  # and the widths of layers in turn of as many bytes
+
+
+def chosen(losses: CacheLosses, path: str, budget: float) -> list[int]:
+    """The bits of each layer that `convert --kv-bits auto` chooses with every head full."""
+    scores = np.ones((losses.model.layers, losses.model.kv_heads), np.float32)
+    profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
+    recipe = Recipe(sparsity=0.0, kv_bits="auto", kv_budget=budget, kv_measured=path)
+    assert losses.windows is not None  # as the command measures them
+    layers = decide(profile, losses.windows, recipe, None, losses).layers
+    return [layer.quantization.bits for layer in layers if layer.quantization]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument("losses", metavar="LOSSES", help="file of measured cache losses of this model")
+    parser.add_argument("text", metavar="TEXT", help="UTF-8 text that the losses were not measured on")
+    parser.add_argument("--passages", type=int, default=16)
+    parser.add_argument("--json", type=Path, required=True, help="figures of every passage; known ones are kept")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    losses, sizes = CacheLosses.load(arguments.losses), TrialSizes(passages=arguments.passages, scored=64)
+    subject = MeasuredModel.load(arguments.model, dtype="float32")
+    caches = [
+        Quantization(bits, rotate=best.rotate, clip=best.clip)
+        for bits in losses.settings
+        for best in (losses.best(bits),)
+    ]
+    place = {how.bits: number for number, how in enumerate(caches, 1)}
+    bits = {}
+    for budget, widths in BUDGETS.items():
+        bits[f"auto {budget}"] = chosen(losses, arguments.losses, budget)
+        bits[f"{budget} bits"] = np.resize(widths, losses.model.layers).tolist()
+    known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
+    known |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}
+    rows = [torch.tensor([[place[width]] * losses.model.kv_heads for width in some]) for some in bits.values()]
+    text = Haystack.read(arguments.text, subject.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(subject.text))):
+        if str(number) not in known["losses"]:
+            trial = CacheTrial(subject.model, subject.windows, passage[None], sizes.context, caches)
+            found = trial.divergence(torch.stack(rows)).tolist()
+            known["losses"][str(number)] = dict(zip(bits, found, strict=True))
+            arguments.json.write_text(json.dumps(known, indent=1) + "\n")
+    table = []
+    for name, some in bits.items():
+        mean = fmean(figures[name] for figures in known["losses"].values())
+        table.append((name, f"{mean:.5f}", describe_widths(some)))
+    console.stdout.print(console.table(f"{len(known['losses'])} passages", ["cache", "KL", "layers"], table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Bits of each layer's cache: the widths of least measured divergence that a budget of bits a value allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvsurgery.errors import PolicyError
+from kvsurgery.policy.measured import measured_recipe
+from kvsurgery.profile.cache_losses import CacheLosses
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import FULL, KVLayout, Quantization
+
+# bits that a value counts as where a layer keeps the model's dtype
+UNQUANTIZED = 16
+
+
+def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KVLayout:
+    """The layout with a width for each layer that has full heads.
+
+    A layer has one width, so that its attention stays one kernel launch. Losses of heads add up, and so do those of
+    layers: the choice has the least sum, and its full heads have at most `kv_budget` bits a value on average.
+
+    Raises:
+        PolicyError: there are budgeted heads or no full ones, heads cannot be stored so, or the budget is smaller than
+            the smallest width.
+    """
+    if recipe.rest == "budgeted":
+        raise PolicyError("`kv_bits` auto is for full heads: budgeted heads are not measured; give a width")
+    if not layout.counts[FULL]:
+        raise PolicyError("`kv_bits` auto is for full heads, and this policy has none; leave it out")
+    hows: dict[int, Quantization | None] = {UNQUANTIZED: None}
+    for bits in losses.settings:
+        how = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses).quantization
+        assert how is not None  # as there are bits
+        try:
+            how.check(layout.head_dim)
+        except ValueError as error:
+            raise PolicyError(f"`kv_bits`: {error}") from error
+        hows[bits] = how
+    widths = sorted(hows)
+    assert recipe.kv_budget is not None  # as the bits are chosen
+    if recipe.kv_budget < widths[0]:
+        raise PolicyError(f"`kv_budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
+    expected = [
+        np.zeros(losses.heads["streaming"].shape) if hows[bits] is None else losses.expected(str(bits))
+        for bits in widths
+    ]
+    quantized = [place for place, layer in enumerate(layout.layers) if layer.full]
+    heads = [[*layout.layers[place].full_heads] for place in quantized]
+    harms = [
+        [float(each[place, some].sum()) for each in expected] for place, some in zip(quantized, heads, strict=True)
+    ]
+    costs = [[bits * len(some) for bits in widths] for some in heads]
+    # budgets are decimal fractions
+    most = int(recipe.kv_budget * layout.counts[FULL] + 1e-6)
+    chosen = dict(zip(quantized, least_loss(harms, costs, most), strict=True))
+    layers = tuple(
+        replace(layer, quantization=hows[widths[chosen[place]]] if place in chosen else None)
+        for place, layer in enumerate(layout.layers)
+    )
+    return replace(layout, layers=layers)
+
+
+def least_loss(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], most: int) -> list[int]:
+    """Of each row a column, so that the sum of losses is least and that of costs at most `most`; on ties, earlier ones.
+
+    Exact, by dynamic programming over totals of costs. The first columns together cost `most` at most.
+    """
+    least, choices = np.zeros(most + 1), []
+    for row, amounts in zip(losses, costs, strict=True):
+        totals = np.full((len(row), most + 1), np.inf)
+        for column, (loss, amount) in enumerate(zip(row, amounts, strict=True)):
+            totals[column, amount:] = least[: max(most + 1 - amount, 0)] + loss
+        choices.append(totals.argmin(0))
+        least = totals.min(0)
+    found, left = [], most
+    for choice, amounts in zip(reversed(choices), reversed(costs), strict=True):
+        found.append(int(choice[left]))
+        left -= amounts[found[-1]]
+    return found[::-1]
