@@ -143,6 +143,8 @@ class CacheLosses:
         Raises:
             ProfileError: no such setting was measured.
         """
+        if bits not in self.settings:
+            raise ProfileError(f"{bits} bits were not measured, only {', '.join(map(str, self.settings))}")
         fitting = [one for one in self.settings[bits] if rotate in (None, one.rotate) and clip in (None, one.clip)]
         if not fitting:
             stated = ", ".join(f"{name} {value}" for name, value in (("rotate", rotate), ("clip", clip)) if value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def test_an_answer_is_right_where_greedy_decoding_says_it(
         right = number != 1
         questions.append(trials.Question([*ask, *(said if right else [said[0], said[1] ^ 1])], 2))
         told.append(right)
-    assert trials.answered(model, trials.Prompt(prompt.text, tuple(questions))) == told
+    assert trials.answered(model, replace(prompt, questions=tuple(questions))) == told
 
 
 def test_likelihoods_are_those_of_one_forward(haystack: Haystack, model: PreTrainedModel) -> None:

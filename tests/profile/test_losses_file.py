@@ -10,7 +10,7 @@ import pytest
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses, Combination, Setting, is_losses, load_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.helpers.losses import losses
+from tests.helpers.losses import MODEL, losses
 
 
 def test_a_file_gives_the_losses_back(tmp_path) -> None:
@@ -32,6 +32,8 @@ def test_the_best_setting_is_that_with_the_least_loss() -> None:
     assert made.best(4, clip=True) == Setting("both", True, 0.003)
     with pytest.raises(ProfileError, match="rotate none was not measured at 4 bits"):
         made.best(4, rotate="none")
+    with pytest.raises(ProfileError, match="2 bits were not measured, only 8"):
+        losses(replace(MODEL, head_dim=2)).best(2)
 
 
 def test_losses_of_heads_are_scaled_to_the_whole(tmp_path) -> None:

@@ -1,0 +1,104 @@
+"""The comparison of caches on a real language model: what it asks, what it counts, and what its table says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
+
+import cache_report
+import trials
+import which_cache
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.report.colours import DARK
+from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import read_set
+from tests.helpers.families import stock
+from tests.helpers.losses import losses
+from tests.helpers.vocabularies import tokenizer
+
+LENGTH, NEW = 300, 20
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What a run on a small model has found."""
+    folder = tmp_path_factory.mktemp("cache")
+    words = tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
+    model = stock("llama", vocab_size=len(words), head_dim=16)
+    model.save_pretrained(folder / "model")
+    words.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 800).tokens))
+    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    losses(shape, base_model="made up").save(folder / "losses.safetensors")
+    scores = np.random.default_rng(0).random((shape.layers, shape.kv_heads), dtype=np.float32)
+    HeadProfile(scores, "ablation", "kv", "made up", shape).save(folder / "er.safetensors")
+    command = ["which_cache.py", folder / "model", "--measured", folder / "losses.safetensors"]
+    command += ["--profile", folder / "er.safetensors", "--text", folder / "text.txt", "--json", folder / "found.json"]
+    command += ["--length", LENGTH, "--facts", 2, "--prompts", 2, "--new", NEW]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(word) for word in command])
+        which_cache.main()
+    haystack = Haystack.read(str(folder / "text.txt"), words, LENGTH + NEW + 1)
+    prompts = trials.prompts(words, haystack, LENGTH, 2, 2, 0, NEW)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2  # bytes in 16 bit
+    return {**json.loads((folder / "found.json").read_text()), "model": model, "texts": prompts, "token": token}
+
+
+def test_the_original_is_what_others_are_compared_with(found: dict) -> None:
+    original = found["results"]["original"]
+    assert original["kl"] == pytest.approx([0, 0], abs=1e-6)
+    assert original["kv_bytes"] == [LENGTH * found["token"]] * 2
+    assert original["right"] == [int(each) for text in found["texts"] for each in trials.answered(found["model"], text)]
+    for text, nats in zip(found["texts"], original["nats"], strict=True):
+        tokens = torch.from_numpy(np.concatenate([text.text, text.following]))
+        assert len(text.text) == LENGTH
+        assert len(text.following) == NEW + 1
+        logs = found["model"](tokens[None, :-1]).logits[0, LENGTH:].log_softmax(-1)
+        assert nats == pytest.approx(-logs.gather(1, tokens[LENGTH + 1 :, None]).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_bytes_are_those_of_a_model_in_16_bits(found: dict, bits: int) -> None:
+    """One tile of each head is quantized; there is room for four sinks and 256 tokens more that are not."""
+    config = found["model"].config
+    tiles = config.num_hidden_layers * config.num_key_value_heads * Quantization(bits).tile_bytes(config.head_dim)
+    assert found["results"][f"kvsurgery, all heads full, {bits} bits"]["kv_bytes"] == [260 * found["token"] + tiles] * 2
+
+
+def test_fewer_bits_lose_more(found: dict) -> None:
+    four, two = (found["results"][f"kvsurgery, all heads full, {bits} bits"]["kl"] for bits in (4, 2))
+    assert all(more > less > 0 for more, less in zip(two, four, strict=True))
+
+
+def test_texts_go_on_after_their_facts(found: dict) -> None:
+    assert all(len(text.questions) == 2 for text in found["texts"])
+    assert not np.array_equal(found["texts"][0].following, found["texts"][1].following)
+
+
+def test_the_table_and_the_figure(tmp_path: Path) -> None:
+    def result(series: str, right: list[int], nats: list[float], size: int) -> dict:
+        return {"series": series, "right": right, "nats": nats, "kl": [0.25, 0.75], "kv_bytes": [size, size]}
+
+    results = {
+        "original": {**result("original", [1, 1, 1, 0], [3.0, 5.0], 200), "kl": [0, 0]},
+        "SnapKVPress, 35%": result("SnapKVPress", [0, 0, 0, 0], [3.2, 5.2], 70),
+        "kvsurgery, all heads full, 4 bits": result("kvsurgery, bits", [1, 1, 1, 0], [3.1, 5.1], 80),
+    }
+    found = {"settings": {"prompts": 2}, "results": results}
+    assert cache_report.table(found)[2:] == [
+        "| original | 100% | 75% [50%, 100%] | × 1 | 0 |",
+        "| kvsurgery, all heads full, 4 bits | 40% | 75% [50%, 100%] | × 1.105 [1.105, 1.105] | 0.5000 |",
+        "| SnapKVPress, 35% | 35% | 0% [0%, 0%] | × 1.221 [1.221, 1.221] | 0.5000 |",
+    ]
+    cache_report.draw(found, DARK, tmp_path / "cache.svg")
+    assert DARK["converted"] in (tmp_path / "cache.svg").read_text()
