@@ -1,0 +1,31 @@
+"""The benchmark of a width for each layer: its committed figures are the documented ones, of the widths chosen now."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import layer_bits
+
+from kvsurgery.profile.cache_losses import CacheLosses
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = json.loads((ROOT / "benchmarks" / "results" / "layer-bits.json").read_text())
+
+
+def test_the_documented_table_is_the_committed_result() -> None:
+    assert "\n".join(layer_bits.table(FOUND)) in (ROOT / "docs" / "quantized-caches.md").read_text()
+    assert FOUND["measured_on"] != FOUND["read"]
+
+
+@pytest.mark.parametrize("budget", layer_bits.BUDGETS)
+def test_the_compared_widths_are_those_that_are_chosen(budget: float) -> None:
+    path = ROOT / "examples" / "smollm2" / "losses.safetensors"
+    chosen = layer_bits.chosen(CacheLosses.load(path), str(path), budget)
+    assert chosen == FOUND["bits"][f"auto {budget}"]
+    assert sum(chosen) <= sum(FOUND["bits"][f"{budget} bits"])
