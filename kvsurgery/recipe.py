@@ -28,7 +28,7 @@ from kvsurgery.typed_toml import check_types, read_table, to_toml
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
 STREAMING = ("sink", "recent")
-BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold")
+BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold", "select")
 QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
 MAX_TOKENS = 1 << 30
 MAX_BATCH = 1 << 20
@@ -122,6 +122,7 @@ class Recipe:
         kernel_size, pool: how many neighbours this attention is pooled over, and by what.
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
+        select: by what it selects, as `kv_layout.Selection` has it; `accumulated` goes with `hold`.
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype.
         kv_scheme, kv_group_size, kv_residual, kv_streaming, kv_sink, kv_rotate, kv_clip: how it is quantized, the
@@ -157,6 +158,7 @@ class Recipe:
     kernel_size: int = 7
     pool: Literal["max", "avg"] = "max"
     hold: int | None = None
+    select: Literal["attention", "accumulated", "value-norm"] = "attention"
 
     kv_bits: int | None = None
     kv_scheme: Literal["kivi", "per-token"] = "kivi"
@@ -180,8 +182,8 @@ class Recipe:
             raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
         if self.rest == "streaming" and self.budget is not None:
             raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
-        for name in ("budgets_from", "hold"):
-            if self.rest == "streaming" and getattr(self, name) is not None:
+        for name in ("budgets_from", "hold", "select"):
+            if self.rest == "streaming" and getattr(self, name) != _DEFAULTS[name]:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
         details = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
         if details and self.kv_bits is None and self.fit is None:
@@ -198,7 +200,7 @@ class Recipe:
     @property
     def selection(self) -> Selection:
         """How a budgeted head selects."""
-        return Selection(self.window, self.kernel_size, self.pool, self.hold)
+        return Selection(self.window, self.kernel_size, self.pool, self.hold, self.select)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -233,7 +235,7 @@ class Recipe:
         if values.get("fit") is not None:
             gone += ["budget", "kv_bits"]
         if values.get("rest") == "streaming":
-            gone += ["budget", "budgets_from", "hold"]
+            gone += ["budget", "budgets_from", "hold", "select"]
         if "kv_bits" in values and values["kv_bits"] is None:
             gone += [*QUANTIZED, "kv_measured"]
         return replace(self, **{name: _DEFAULTS[name] for name in gone} | values)

@@ -135,7 +135,7 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         difference = f"{abs(change)} {'more' if change > 0 else 'fewer'} than asked for"
         lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")
     if "hold" in policy:
-        lines.append(describe_hold(policy["window"], policy["hold"]))
+        lines.append(describe_hold(policy["window"], policy["hold"], policy["select"]))
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
     if keys := facts["left_out_of_config"]:

@@ -16,7 +16,7 @@ from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import KVLayout, Quantization
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, Quantization
 from kvsurgery.vllm.forecast import forecast
 
 # keys of the source's card that stay true after surgery
@@ -136,11 +136,12 @@ def describe_bits(quantization: Quantization) -> str:
     return f"{quantization.bits} bits ({quantization.scheme}{groups}{rotated}{clipped})"
 
 
-def describe_hold(window: int, hold: int) -> str:
-    """How much budgeted heads keep whose budgets hold, in words."""
+def describe_hold(window: int, hold: int, select: str) -> str:
+    """How much budgeted heads keep whose budgets hold, and by what they select, in words."""
+    chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
     return (
-        f"budgeted heads select again every {hold} tokens, and never keep more than their budget and {window + hold} "
-        "tokens"
+        f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
+        f"{window + hold} tokens"
     )
 
 
