@@ -28,7 +28,7 @@ from kvsurgery.typed_toml import check_types, read_table, to_toml
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
 STREAMING = ("sink", "recent")
-BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold")
+BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold", "select")
 QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
 # the `kv_bits` that are chosen for each layer; what is then chosen with them, or was not measured
 AUTO = "auto"
@@ -125,6 +125,7 @@ class Recipe:
         kernel_size, pool: how many neighbours this attention is pooled over, and by what.
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
+        select: by what it selects, as `kv_layout.Selection` has it; `accumulated` goes with `hold`.
 
         kv_bits: bits of what full and budgeted heads store. Default: the model's dtype. "auto" is a width for each
             layer, by measured losses.
@@ -163,6 +164,7 @@ class Recipe:
     kernel_size: int = 7
     pool: Literal["max", "avg"] = "max"
     hold: int | None = None
+    select: Literal["attention", "accumulated", "value-norm"] = "attention"
 
     kv_bits: int | Literal["auto"] | None = None
     kv_budget: float | None = None
@@ -187,8 +189,8 @@ class Recipe:
             raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
         if self.rest == "streaming" and self.budget is not None:
             raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
-        for name in ("budgets_from", "hold"):
-            if self.rest == "streaming" and getattr(self, name) is not None:
+        for name in ("budgets_from", "hold", "select"):
+            if self.rest == "streaming" and getattr(self, name) != _DEFAULTS[name]:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
         details = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
         if details and self.kv_bits is None and self.fit is None:
@@ -225,7 +227,7 @@ class Recipe:
     @property
     def selection(self) -> Selection:
         """How a budgeted head selects."""
-        return Selection(self.window, self.kernel_size, self.pool, self.hold)
+        return Selection(self.window, self.kernel_size, self.pool, self.hold, self.select)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -266,7 +268,7 @@ class Recipe:
         elif "kv_bits" in (*values, *gone):
             gone += ["kv_budget"]
         if values.get("rest") == "streaming":
-            gone += ["budget", "budgets_from", "hold"]
+            gone += ["budget", "budgets_from", "hold", "select"]
         if "kv_bits" in values and values["kv_bits"] is None:
             gone += [*QUANTIZED, "kv_measured"]
         return replace(self, **{name: _DEFAULTS[name] for name in gone} | values)

@@ -238,7 +238,7 @@ def _of_budgeted(
         outputs.append(path.causal(asking, *whole, layer.full.skipped, scoring))
         heads.observe(past, asking)
         if past + cut == heads.prompt:
-            kept = heads.select(whole[0], layer.columns.pads, scoring)
+            kept = heads.select(*whole, layer.columns.pads, scoring)
             layer.table = None  # rows skip other columns
             path.compact(*whole, kept, layer)
     one = [1] * len(heads.groups)

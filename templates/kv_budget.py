@@ -12,9 +12,11 @@ import torch.nn.functional as F
 
 from .kv_columns import Rows
 from .kv_heads import HeadGroup, block_elements, on_device
-from .kv_layout import EVERY, LayerLayout, Selection
+from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_tiles import head_group
 from .kv_torch import Scoring
+
+SINKS = 4  # first tokens, which stay where values count: they get much attention, and their values are small
 
 
 class BudgetedHeads:
@@ -48,6 +50,10 @@ class BudgetedHeads:
     def watch(self, column: int, query: torch.Tensor) -> None:
         """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
 
+    def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and
+        places that are, with those that are no choice at the end, in the order of slots."""
+
     def renew(self, layer) -> None:
         """Select again, where budgets hold."""
 
@@ -75,8 +81,9 @@ class BudgetedHeads:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def select(self, keys: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
-        """Choose from the prompt's keys [batch, heads, prompt, head_dim], by column, and forget what has waited.
+    def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
+        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column, and forget what has
+        waited.
 
         The device is not waited for: how many columns a head keeps follows from the padding.
 
@@ -93,8 +100,10 @@ class BudgetedHeads:
         window = torch.arange(self.start, self.prompt, device=device).expand(len(keys), len(self.budgets), -1)
         kept = window.where(window >= padding, EVERY)
         if any(map(any, counts)):
-            importance = attention_received(self.observed, keys, padding, scoring)[..., : self.start]
+            received = attention_received(self.observed, keys, padding, scoring)
+            importance = weighted(received, values, self.selection)[..., : self.start]
             chosen = most_important(importance, padding, counts, self.selection)
+            self.remember(importance, chosen.sort().values)
             kept = torch.cat([chosen, kept], -1)
         for group, of_rows in zip(self.groups, zip(*counts, strict=True), strict=True):
             firsts = (max(self.start, min(pad, self.prompt)) for pad in rows)
@@ -141,6 +150,16 @@ def attention_received(
     return torch.cat([(scores(block) - lse).exp().mean((2, 3)) for block in blocks], -1)
 
 
+def weighted(received: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Importance of tokens that got this attention, float32 [batch, heads, n], and have these values.
+
+    The Euclidean norm, unlike others, is that of what was rotated too (kv_rotation.py).
+    """
+    if selection.select != VALUE_NORM:
+        return received
+    return received * torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+
+
 def most_important(
     importance: torch.Tensor,
     padding: torch.Tensor,
@@ -149,6 +168,8 @@ def most_important(
     stops: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Places of the largest pooled values of each head, the largest first; of equal ones the earlier.
+
+    Where values count, the first `SINKS` places come before all others.
 
     Args:
         importance: float32 [batch, heads, places], 0 in padding.
@@ -166,6 +187,8 @@ def most_important(
         outside = outside | (place >= stops)
         importance = importance.masked_fill(outside, 0)
     pooled = pool(importance, selection.kernel_size, 1, selection.kernel_size // 2)
+    if selection.select == VALUE_NORM:
+        pooled = pooled.masked_fill(place < padding + SINKS, float("inf"))
     order = pooled.masked_fill(outside, -1).sort(descending=True, stable=True).indices
     order = order[..., : max(map(max, counts))]
     return order.where(place[: order.shape[2]] < on_device(counts, order.device)[..., None], EVERY)

@@ -182,6 +182,8 @@ class KVLayerCache(HandingLayer):
             if self.columns.margin > group.margin:
                 group.widen(self.columns.margin, self.seen, self.capacity)
                 self.table = None
+        if self.held:
+            self.held.reserve(self.capacity)
         slots = [group.wanted(self.capacity) for group in self.groups]
         counts = [group.wanted_tiles(self.capacity) for group in quantized]
         if self.keys is None or slots != self.slots:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kv_budget import BudgetedHeads, attention_received, most_important
+from .kv_budget import BudgetedHeads, attention_received, most_important, weighted
 from .kv_columns import Rows
 from .kv_heads import HeadGroup, on_device
-from .kv_layout import LayerLayout
+from .kv_layout import EVERY, LayerLayout
 from .kv_torch import Scoring
 
 
@@ -31,6 +31,7 @@ class Renewal(NamedTuple):
     order: torch.Tensor  # int64 [batch, heads, n], slots before: those kept, then those dropped, ascending
     kept: torch.Tensor  # int64 [batch, heads, 1], how many are kept
     place: int  # the first of the slots in `spare` for what is dropped
+    scores: torch.Tensor  # [batch, heads, n], accumulated before
 
 
 class HeldHeads(BudgetedHeads):
@@ -47,19 +48,25 @@ class HeldHeads(BudgetedHeads):
         self.margin = 0
         self.spare = HeadGroup(states, len(self.budgets))  # what selections have dropped that may be taken back
         self.renewals: list[Renewal] = []
+        self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
+        self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.spare.nbytes
+        return super().nbytes + self.spare.nbytes + self.scores.nbytes
 
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
         self.spare.keys, self.spare.values = rows(self.spare.keys), rows(self.spare.values)
+        self.scores = rows(self.scores)
         if self.asked is not None:
             self.asked = rows(self.asked)
         self.renewals = [
             each._replace(
-                dropped=[rows.of(of_group) for of_group in each.dropped], order=rows(each.order), kept=rows(each.kept)
+                dropped=[rows.of(of_group) for of_group in each.dropped],
+                order=rows(each.order),
+                kept=rows(each.kept),
+                scores=rows(each.scores),
             )
             for each in self.renewals
         ]
@@ -79,9 +86,32 @@ class HeldHeads(BudgetedHeads):
             states[:, :, : same.shape[2]] = same
         self.spare.keys, self.spare.values = after
 
-    def select(self, keys, pads, scoring: Scoring) -> torch.Tensor:
+    def reserve(self, columns: int) -> None:
+        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
+        counts = [self.selection.scores(budget, columns) for budget in self.budgets]
+        if counts != self.counts:
+            before = self._scores(max(self.counts))
+            self.counts = counts
+            self._keep(before)
+
+    def _scores(self, slots: int) -> torch.Tensor:
+        """Accumulated scores of the first slots of each head: [batch, heads, slots], 0 where there is none."""
+        parts = self.scores.split(self.counts, 1)
+        return torch.stack([F.pad(part, (0, slots - part.shape[1])) for part in parts], 1)
+
+    def _keep(self, scores: torch.Tensor) -> None:
+        """The reverse."""
+        parts = zip(scores.unbind(1), self.counts, strict=True)
+        self.scores = torch.cat([F.pad(part, (0, count - part.shape[1])) for part, count in parts], 1)
+
+    def select(self, keys, values, pads, scoring: Scoring) -> torch.Tensor:
         self.scoring = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks.detach())
-        return super().select(keys, pads, scoring)
+        return super().select(keys, values, pads, scoring)
+
+    def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
+        if self.scores.shape[1]:
+            scores = importance.gather(2, chosen.clamp(max=importance.shape[2] - 1))
+            self._keep(scores.where(chosen < importance.shape[2], 0))
 
     def _ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
@@ -120,37 +150,49 @@ class HeldHeads(BudgetedHeads):
             [count + min(length, window) for count, length in zip(*pair, strict=True)]
             for pair in zip(counts, lengths, strict=True)
         ]
-        if left == lengths:
+        if left == lengths and not self.scores.shape[1]:  # nothing to drop, nothing to add up
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
         keys, values = self._stored(used)
-        order = self._order(keys, column, lengths, counts)
+        importance = self._importance(keys, values, column, lengths)
+        order = self._order(importance, lengths, counts)
         kept = on_device(left, keys.device)[..., None]
         most = [max(of_head) for of_head in zip(*left, strict=True)]
         self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
         if column > layer.columns.settled:
             taken = {each.place for each in self.renewals}
             place = next(first for first in range(0, self.spare.slots, self.hold) if first not in taken)
-            self.renewals.append(Renewal(column, self.start, before, used, order, kept, place))
+            scores = self._scores(max(self.counts))
+            self.renewals.append(Renewal(column, self.start, before, used, order, kept, place, scores))
             dropped = order.gather(2, (kept + torch.arange(self.hold, device=kept.device)).clamp(max=max(used) - 1))
             self.spare.write(slice(None), place, *(_taken(states, dropped) for states in (keys, values)))
         self._write(most, *(_taken(states, order[..., : max(most)]) for states in (keys, values)))
+        first = torch.arange(max(map(max, counts)), device=kept.device)
+        self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
         self.start = column - window
         dropped = [[column - tokens for tokens in of_head] for of_head in zip(*left, strict=True)]
         self._drop(dropped, layer)
 
-    def _order(self, keys: torch.Tensor, column: int, lengths, counts) -> torch.Tensor:
-        """Slots of each head in another order: those that it keeps, the other tokens, empty ones; each ascending."""
+    def _importance(self, keys, values, column: int, lengths: list[list[int]]) -> torch.Tensor:
+        """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots]."""
         assert self.asked is not None
         assert self.scoring is not None
         window, device = self.selection.window, keys.device
         asked = torch.arange(column - window, column, device=device) % self.asked.shape[2]
         stops, nothing = on_device(lengths, device)[..., None], torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-        importance = attention_received(self.asked[:, :, asked], keys, nothing, self.scoring, stops)
+        received = attention_received(self.asked[:, :, asked], keys, nothing, self.scoring, stops)
+        importance = weighted(received, values, self.selection)
+        return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
+
+    def _order(self, importance: torch.Tensor, lengths, counts) -> torch.Tensor:
+        """Slots of each head in another order: those that it keeps, the other tokens, empty ones; each ascending."""
+        window, device = self.selection.window, importance.device
+        stops, nothing = on_device(lengths, device)[..., None], torch.zeros(1, 1, 1, dtype=torch.long, device=device)
         chosen = most_important(importance, nothing, counts, self.selection, stops - window)
-        slot = torch.arange(keys.shape[2], device=device)
+        slots = importance.shape[2]
+        slot = torch.arange(slots, device=device)
         rank = torch.where(slot >= stops, 2, torch.where(slot >= stops - window, 0, 1))
-        rank = torch.cat([rank, rank[..., :1]], 2).scatter(2, chosen.clamp(max=keys.shape[2]), 0)
+        rank = torch.cat([rank, rank[..., :1]], 2).scatter(2, chosen.clamp(max=slots), 0)
         return rank[..., :-1].sort(stable=True).indices
 
     def oldest(self, settled: int) -> int:
@@ -176,6 +218,7 @@ class HeldHeads(BudgetedHeads):
             states = _taken(states, source.clamp(max=states.shape[2] - 1))
             parts.append(torch.empty_like(states).scatter_(2, renewal.order[..., None].expand_as(states), states))
         self._write(renewal.lengths, *parts)
+        self._keep(renewal.scores)
         self.start, self.due = renewal.start, renewal.column
         self._drop(renewal.dropped, layer)
 

@@ -15,6 +15,9 @@ EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
+# by what budgeted heads choose, see `Selection`
+SELECTS = ATTENTION, ACCUMULATED, VALUE_NORM = "attention", "accumulated", "value-norm"
+SCORE_BYTES = 4  # of an accumulated score, float32
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,17 @@ class Selection:
     on top of the budget.
 
     With `hold`, budgets hold after the prompt too: whenever `hold` tokens have come since the last selection, heads
-    select again in the same way, among the tokens that they still have. Without it they keep all that follows."""
+    select again in the same way, among the tokens that they still have. Without it they keep all that follows.
+
+    `select` says what is pooled: `attention` as it is; `accumulated`, its sum over all selections in which the token
+    was a candidate, which takes `hold` (H2O, Zhang et al. 2023, sums the attention of all queries); or `value-norm`,
+    attention times the Euclidean norm of the token's value (VATP, Guo et al. 2024, has the L1 norm)."""
 
     window: int = 8
     kernel_size: int = 7
     pool: str = "max"
     hold: int | None = None
+    select: str = ATTENTION
 
     @property
     def section(self) -> dict:
@@ -140,6 +148,19 @@ class Selection:
     def spare(self, margin: int) -> int:
         """Tokens kept aside for each head that holds, so that selections among the last `margin` can be taken back."""
         return 0 if self.hold is None else self.hold * -(-margin // self.hold)
+
+    def scores(self, budget: int, columns: int) -> int:
+        """Scores that a head with this budget accumulates, of the tokens that it has selected of so many columns."""
+        return min(budget, columns) if self.select == ACCUMULATED else 0
+
+    @property
+    def description(self) -> str:
+        """By what a token is chosen, before the number of queries and what they are."""
+        return {
+            ATTENTION: "the attention of",
+            ACCUMULATED: "the attention, summed over all selections so far, of",
+            VALUE_NORM: "the norm of their values times the attention of",
+        }[self.select]
 
 
 @dataclass(frozen=True)
@@ -272,6 +293,8 @@ class LayerLayout:
         tokens = [total] * self.full
         budgeted = [self.held(budget, prompt, new, margin) for budget in self.budgets]
         streaming = self.streaming * self.streaming_slots(total, margin) * token
+        if self.selection:
+            streaming += SCORE_BYTES * sum(self.selection.scores(budget, total) for budget in self.budgets)
         how = self.quantization
         if how is None:
             return streaming + sum(tokens + budgeted) * token
@@ -379,12 +402,12 @@ class KVLayout:
         mean = sum(sum(layer.budgets) for layer in layers) / self.counts[kind]
         if selection.hold is not None:
             return (
-                f"{kind} heads keep {mean:.0f} tokens on average, chosen by the attention of the last "
+                f"{kind} heads keep {mean:.0f} tokens on average, chosen by {selection.description} the last "
                 f"{selection.window} tokens, these, and at most {selection.hold} tokens since, after which they choose "
                 "again"
             )
         return (
-            f"{kind} heads keep {mean:.0f} tokens of the prompt on average, chosen by the attention of its last "
+            f"{kind} heads keep {mean:.0f} tokens of the prompt on average, chosen by {selection.description} its last "
             f"{selection.window} tokens, and everything from those on"
         )
 
@@ -479,9 +502,12 @@ def _selection(entry: dict) -> Selection:
     kernel_size, pool = _count(entry["kernel_size"], least=1), entry["pool"]
     if kernel_size % 2 == 0 or pool not in ("max", "avg"):
         raise ValueError(f"pooling must be max or avg over an odd kernel_size, got {pool!r} over {kernel_size}")
-    selection = Selection(_count(entry["window"], least=1), kernel_size, pool, entry.get("hold"))
+    select = entry.get("select", ATTENTION)
+    selection = Selection(_count(entry["window"], least=1), kernel_size, pool, entry.get("hold"), select)
     if "hold" in entry:
         _count(selection.hold, least=selection.window)
+    if select not in SELECTS or (select == ACCUMULATED and selection.hold is None):
+        raise ValueError(f"heads select by {', '.join(SELECTS)}, {ACCUMULATED} only with a hold; got {select!r}")
     return selection
 
 

@@ -143,7 +143,7 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     if facts["quantization"] and policy["kv_bits"] == AUTO:
         lines.append(f"KV cache in {describe_bits(facts['quantization'])}")
     if "hold" in policy:
-        lines.append(describe_hold(policy["window"], policy["hold"]))
+        lines.append(describe_hold(policy["window"], policy["hold"], policy["select"]))
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
     if keys := facts["left_out_of_config"]:

@@ -13,6 +13,7 @@ import click
 from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, in_group
 from kvsurgery.errors import PolicyError
 from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.templates.kv_layout import SELECTS
 
 
 def recipe_options(command: Any) -> Any:
@@ -131,6 +132,11 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             int,
             "Select again after every block of this many tokens (128 if no number is given), so that a budgeted head "
             "never keeps more than budget, window and a block.  [default: (it keeps all that follows the prompt)]",
+        ),
+        "select": (
+            click.Choice(list(SELECTS)),
+            "By what a budgeted head selects: attention of the window; with --hold, its sum over all selections; or "
+            "attention times the norm of a token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),

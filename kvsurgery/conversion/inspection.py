@@ -39,7 +39,8 @@ class Surgery:
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         quantization: how the cache of full and budgeted heads is quantized, the fields of `kv_layout.Quantization`, if
             it is; a list by layer where they differ.
-        hold: tokens after which budgeted heads select again, and their observation `window`, if their budgets hold.
+        hold: tokens after which budgeted heads select again, their observation `window`, and by what they `select`, if
+            their budgets hold.
         reform: how long prompts are read, if they are read by REFORM.
         kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit; the last row
             is for the model's own maximum.
@@ -64,7 +65,7 @@ class Surgery:
     ranks: tuple[Mapping[str, Any], ...]
     replicated: bool
     vllm: Mapping[str, Any]
-    hold: Mapping[str, int] | None = None
+    hold: Mapping[str, Any] | None = None
     base_model: str | None = None
     base_revision: str | None = None
     options: Mapping[str, Any] | None = None
@@ -214,10 +215,10 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(f"the RoPE settings of config.json are malformed: {error!r}") from error
 
 
-def _hold(layout: KVLayout) -> dict[str, int] | None:
+def _hold(layout: KVLayout) -> dict[str, Any] | None:
     for layer in layout.layers:
-        if layer.holds and layer.selection is not None and layer.selection.hold is not None:
-            return {"window": layer.selection.window, "hold": layer.selection.hold}
+        if layer.holds and layer.selection is not None:
+            return {name: getattr(layer.selection, name) for name in ("window", "hold", "select")}
     return None
 
 

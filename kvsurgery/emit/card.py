@@ -17,7 +17,7 @@ from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout
 from kvsurgery.vllm.forecast import forecast
 
 # keys of the source's card that stay true after surgery
@@ -167,11 +167,12 @@ def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None
     return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
 
 
-def describe_hold(window: int, hold: int) -> str:
-    """How much budgeted heads keep whose budgets hold, in words."""
+def describe_hold(window: int, hold: int, select: str) -> str:
+    """How much budgeted heads keep whose budgets hold, and by what they select, in words."""
+    chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
     return (
-        f"budgeted heads select again every {hold} tokens, and never keep more than their budget and {window + hold} "
-        "tokens"
+        f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
+        f"{window + hold} tokens"
     )
 
 

@@ -112,7 +112,7 @@ def fit(
         followed = kv_scores(budgets or profile, recipe.group_reduce)[[window is None for window in windows]]
         candidates = [
             *prices.streaming([prices.heads], 0, 1),
-            *prices.budgeted(followed, beta, recipe.window, recipe.hold),
+            *prices.budgeted(followed, beta, recipe.selection),
         ]
     fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting:

@@ -21,6 +21,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
+    ACCUMULATED,
     BUDGETED,
     FULL,
     STREAMING,
@@ -300,3 +301,5 @@ def _check_selection(selection: Selection) -> None:
             f"`hold` lies in [{selection.window}, {MAX_WINDOW}] tokens: the observation window, `window`, must fit "
             f"into the block of recent tokens; got {selection.hold}"
         )
+    if selection.select == ACCUMULATED and selection.hold is None:
+        raise PolicyError("`select` accumulated adds up several selections, which takes `hold`; add that")

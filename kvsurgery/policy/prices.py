@@ -145,13 +145,13 @@ class Prices:
         """float64 [heads + 1]: sums over the first heads of the ranking, of amounts [layers, kv_heads]."""
         return np.concatenate([[0.0], amounts.flat[self.ranking].cumsum(dtype=np.float64)])
 
-    def budgeted(self, followed: np.ndarray, beta: float | None, window: int, hold: int | None) -> Iterator[Candidate]:
+    def budgeted(self, followed: np.ndarray, beta: float | None, selection: kv_layout.Selection) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads]; where budgets
         hold, in the model's dtype only."""
-        quantizations = self.quantizations if hold is None else (None,)
-        most = kv_layout.EVERY if hold is None else window + hold
+        quantizations = self.quantizations if selection.hold is None else (None,)
+        most = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
         demand, others = self.demand, np.ones(self.scores.shape, dtype=bool)
-        window = min(window, demand.prompt)
+        window = min(selection.window, demand.prompt)
         for count in range(0, self.heads, -(-self.heads // STEPS // self.run) * self.run):
             others.flat[self.ranking[:count]] = False
             scores = self.scores[others]
@@ -163,15 +163,19 @@ class Prices:
                 tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
                 tokens = np.minimum(tokens, budgets + most)
                 tokens[~others] = demand.context
+                scored = np.minimum(budgets, demand.context if selection.select == kv_layout.ACCUMULATED else 0)
                 shares = float(scores.astype(np.float64) @ np.log1p(tokens[others])) / log1p(demand.context)
                 if self.shares > 1:
                     orders = [blocks.order for blocks in arrange(~others, budgets, self.shares)]
-                    tokens = np.take_along_axis(tokens, np.array(orders), 1)
+                    tokens, scored = (np.take_along_axis(part, np.array(orders), 1) for part in (tokens, scored))
                 # [layers, heads of each process, process after process]
-                processes = np.split(tokens, self.shares, axis=1)
+                processes = [*zip(*(np.split(part, self.shares, axis=1) for part in (tokens, scored)), strict=True)]
                 for quantization in quantizations:
                     kept = (float(self.top[count]) + shares) * _fidelity(quantization)
-                    kv = max(self._bytes(held, quantization) for held in processes)
+                    kv = max(
+                        self._bytes(held, quantization) + kv_layout.SCORE_BYTES * int(own.sum())
+                        for held, own in processes
+                    )
                     yield self._candidate(count, "budgeted", budget, quantization, kv, 1 - kept / float(self.top[-1]))
 
     def _candidate(self, count, rest, budget, quantization, kv: int, loss: float) -> Candidate:

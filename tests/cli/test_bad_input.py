@@ -259,6 +259,8 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         ((*BUDGETED, 9, "--kernel-size", 4), "--kernel-size must be odd"),
         ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
         (("--hold",), "--hold is for budgeted heads"),
+        (("--select", "value-norm"), "--select is for budgeted heads"),
+        ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated adds up several selections, .* --hold"),
         ((*BUDGETED, 9, "--hold", 7), r"--hold lies in \[8, .*: the observation window, --window, must fit into"),
         ((*BUDGETED, 9, "--hold", 10**30), r"--hold lies in \[8, "),
         ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: budgets that hold are not quantized, and there are no"),

@@ -324,7 +324,10 @@ class TestOptions:
         assert says in done(*command, "--dry-run").out
         done(*command, "--full-heads", 2, "--kv-bits", 4, "--save-recipe", "recipe.toml", "--out", "out")
         section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
-        assert section["selection"] == {"window": 8, "kernel_size": 7, "pool": "max", "hold": 128}
+        assert section["selection"] == {
+            **{"window": 8, "kernel_size": 7, "pool": "max"},
+            **{"hold": 128, "select": "attention"},
+        }
         assert "hold = 128" in Path("recipe.toml").read_text()
         assert "4 budgeted" in (text := done("inspect", "out").out)
         assert says in text
@@ -333,6 +336,22 @@ class TestOptions:
         assert "4 bits (kivi, values rotated), except in budgeted heads" in card
         done(*command, 64, "--out", "other")
         assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["hold"] == 64
+
+    def test_by_what_budgeted_heads_select(self, here: Path) -> None:
+        command = ("convert", "llama", "--profile", PROFILE, "--rest", "budgeted", "--budget", 100, "--select")
+        says = "budgeted heads select again every 128 tokens by accumulated attention, and never"
+        text = done(*command, "accumulated", "--hold", "--save-recipe", "recipe.toml", "--out", "out").out
+        assert says in text
+        assert says in done("inspect", "out").out
+        assert json.loads(done("inspect", "out", "--json").out)["surgery"]["hold"]["select"] == "accumulated"
+        assert "the attention, summed over all selections so far" in " ".join(Path("out/README.md").read_text().split())
+        assert 'select = "accumulated"' in Path("recipe.toml").read_text()
+        assert "select value-norm" in done(*command, "value-norm", "--out", "other").out
+        assert "select value-norm" in done("inspect", "other").out
+        assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["select"] == "value-norm"
+        assert "the norm of their values times the attention of its last 8 tokens" in " ".join(
+            Path("other/README.md").read_text().split()
+        )
 
     def test_a_quantized_cache(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--kv-bits", 4)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
+from kvsurgery.templates.kv_budget import SINKS
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
 
 NAME = "tests_hold_reference"
 
@@ -27,7 +28,8 @@ class LayerState:
     keys: list[torch.Tensor] = field(default_factory=list)  # [kv_heads, head_dim] each
     values: list[torch.Tensor] = field(default_factory=list)
     alive: dict[int, list[int]] = field(default_factory=dict)  # KV head -> positions
-    before: list[tuple[int, dict[int, list[int]]]] = field(default_factory=list)  # column -> `alive`
+    scores: dict[tuple[int, int], float] = field(default_factory=dict)  # KV head and position -> attention so far
+    before: list[tuple[int, dict, dict]] = field(default_factory=list)  # column, and `alive` and `scores` then
 
 
 class HoldReference:
@@ -118,7 +120,7 @@ class HoldReference:
         how = layer.selection
         if how is None:
             return
-        state.before.append((state.due, copy.deepcopy(state.alive)))
+        state.before.append((state.due, copy.deepcopy(state.alive), dict(state.scores)))
         stop = state.due - self.pad  # positions before it
         start = max(stop - how.window, 0)
         state.due += how.hold
@@ -126,18 +128,29 @@ class HoldReference:
         for kv_head, budget in budgets(layer).items():
             alive = state.alive[kv_head]
             candidates = [place for place in alive if place < start]
-            if len(candidates) <= budget:
+            if len(candidates) <= budget and how.select != ACCUMULATED:
                 continue
             received = torch.zeros(len(candidates), dtype=torch.float64)
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for position in range(start, stop):
                     seen = [place for place in alive if place <= position]
                     received += self.weights(state, head, kv_head, position, seen, scaling, softcap)[: len(received)]
+            if how.select == ACCUMULATED:
+                received += torch.tensor([state.scores.get((kv_head, place), 0) for place in candidates])
+                state.scores |= {
+                    (kv_head, place): each.item() for place, each in zip(candidates, received, strict=True)
+                }
+            elif how.select == VALUE_NORM:
+                received *= torch.tensor([state.values[place][kv_head].double().norm() for place in candidates])
+            if not candidates:
+                continue
             beside = how.kernel_size // 2
             if how.pool == "max":
                 pooled = F.pad(received, (beside, beside)).unfold(0, how.kernel_size, 1).amax(-1)
             else:
                 pooled = F.pad(received, (beside, beside)).unfold(0, how.kernel_size, 1).mean(-1)
+            if how.select == VALUE_NORM:
+                pooled[torch.tensor(candidates) < SINKS] = float("inf")
             best = sorted(range(len(candidates)), key=lambda place: (-pooled[place].item(), place))[:budget]
             state.alive[kv_head] = [candidates[place] for place in sorted(best)]
             state.alive[kv_head] += [place for place in alive if place >= start]
@@ -145,14 +158,14 @@ class HoldReference:
     @property
     def selected(self) -> int:
         """The column of the last selection."""
-        return max((column for state in self.states for column, _ in state.before), default=0)
+        return max((column for state in self.states for column, *_ in state.before), default=0)
 
     def crop(self, length: int, confirmed: float) -> None:
         """Take back columns from `length` on; selections by columns that were not confirmed are undone."""
         self.tokens = min(self.tokens, max(length - self.pad, 0))
         for state in self.states:
             while state.before and state.before[-1][0] > max(length, confirmed):
-                state.due, state.alive = state.before.pop()
+                state.due, state.alive, state.scores = state.before.pop()
             for part in (state.queries, state.keys, state.values):
                 del part[self.tokens :]
             state.alive = {head: [p for p in places if p < self.tokens] for head, places in state.alive.items()}

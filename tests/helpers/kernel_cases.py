@@ -322,7 +322,7 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
             part.fill_(torch.nan if part.is_floating_point() else 255)
         own = keys[:, 1:], values[:, 1:]
         layer.budgeted.observe(0, query[:, group:])
-        kept = layer.budgeted.select(own[0], columns.pads, Scoring(case.head_dim**-0.5))
+        kept = layer.budgeted.select(*own, columns.pads, Scoring(case.head_dim**-0.5))
         path.compact(*own, kept, layer)
         layers.append(layer)
     expected, found = ([*table, *(table.tiles or ())] for table in (layer.head_table() for layer in layers))

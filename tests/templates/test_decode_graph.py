@@ -86,7 +86,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     return turn_on
 
 
-@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized"])
+@pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized", "held, accumulated"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")
     section, new = model.config.kv_surgery, 45
@@ -97,6 +97,8 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
         section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 30]}] * 4
     if "held" in kind:  # selections come between replays
         section["selection"]["hold"] = 6
+    if "accumulated" in kind:
+        section["selection"]["select"] = "accumulated"
     model = type(model)(model.config).eval()
     ids = tokens(2, 250)
     mask = torch.ones_like(ids)

@@ -17,8 +17,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
 from tests.helpers.families import largest, stock, tokens
 from tests.helpers.hold_reference import HoldReference
@@ -32,6 +34,8 @@ SECTIONS = {
     "16 bit": {},
     "mean pool, a block as long as the window": {"selection": SELECTION | {"pool": "avg", "hold": WINDOW}},
     "quantized full heads": {"quantization": LOSSLESS},
+    "accumulated": {"selection": SELECTION | {"select": "accumulated"}},
+    "value norm": {"selection": SELECTION | {"select": "value-norm"}},
 }
 
 
@@ -129,7 +133,7 @@ class HoldMachine(RuleBasedStateMachine):
         try:
             self.cache.crop(length - self.seen)
         except ValueError:
-            last = max((c for row in self.rows for s in row.states for c, _ in s.before if c <= confirmed), default=0)
+            last = max((c for row in self.rows for s in row.states for c, *_ in s.before if c <= confirmed), default=0)
             unrestorable = self.family == "gemma2" and (not self.recording or length < self.safe)
             tiles = self.kind == "quantized full heads" and (not self.recording or length < self.safe)
             assert unrestorable or tiles or length < max(last, self.prompt)
@@ -172,7 +176,9 @@ class HoldMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", kind) for kind in SECTIONS] + [("gemma2", "16 bit")], ids=lambda value: value
+    ("family", "kind"),
+    [("llama", kind) for kind in SECTIONS] + [("gemma2", "16 bit"), ("gemma2", "accumulated")],
+    ids=lambda value: value,
 )
 def test_any_operations(family, kind):
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
@@ -262,6 +268,27 @@ def test_a_block_must_hold_the_window(held, hold):
     held.config.kv_surgery["selection"] = SELECTION | {"hold": hold}
     with pytest.raises(ValueError, match=f"malformed.*at least {WINDOW}, got {hold!r}"):
         KVLayout.from_config(held.config)
+
+
+@pytest.mark.parametrize("selection", [{"select": "accumulated"}, {"select": "h2o", "hold": HOLD}, {"select": None}])
+def test_an_unknown_or_unfit_selection_is_refused(held, selection):
+    held.config.kv_surgery["selection"] = {"window": WINDOW, "kernel_size": 3, "pool": "max"} | selection
+    with pytest.raises(ValueError, match="heads select by attention, accumulated, value-norm, accumulated only with"):
+        KVLayout.from_config(held.config)
+
+
+def test_the_first_tokens_stay_where_values_count(held):
+    """However small their values are."""
+    held.config.kv_surgery["selection"] = SELECTION | {"select": "value-norm", "kernel_size": 1}
+    model = CLASSES["llama"](held.config).eval()
+    keys, values = torch.randn(1, 3, 40, 6), torch.randn(1, 3, 40, 6)
+    values[:, :, :10] *= 1e-6
+    heads = BudgetedHeads(keys, KVLayout.from_config(model.config).layers[0], 40)
+    heads.observe(37, torch.randn(1, 6, 3, 6))
+    kept = heads.select(keys, values, [], Scoring(1))[0]
+    assert kept[0, :4].tolist() == [0, 1, 2, 3]
+    assert kept[1, :4].tolist() == [0, 1, 2, 3]
+    assert kept[1, 4] >= 10
 
 
 def test_without_hold_nothing_is_selected_again(held):

@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda
+from kvsurgery.templates.kv_layout import ACCUMULATED, SELECTS, VALUE_NORM
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, in_parts
 from tests.helpers.families import largest, tokens
@@ -21,6 +22,11 @@ from tests.helpers.kernel_reference import softmax
 AMPERE = {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 166912}
 SMALLER = {**AMPERE, "shared_memory_per_block_optin": 101376}  # RTX 30 and 40
 HIP = {"shared_memory_per_block": 65536}
+
+
+def held(select: str) -> dict:
+    """A section with budgets that hold, whose heads select so."""
+    return {**HELD, "selection": {**HELD["selection"], "select": select}}
 
 
 def pretend(properties: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +98,21 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
         (BUDGETED, LOSSLESS),
         (HELD, None),
         (HELD, LOSSLESS),
+        (held(ACCUMULATED), None),
+        (held(VALUE_NORM), LOSSLESS),
         ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}),
         (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}),
     ],
-    ids=["quantized", "budgeted", "budgeted, quantized", "held", "held, quantized", "kivi", "quantized windows"],
+    ids=[
+        "quantized",
+        "budgeted",
+        "budgeted, quantized",
+        "held",
+        "held, quantized",
+        *SELECTS[1:],
+        "kivi",
+        "quantized windows",
+    ],
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_chunks_and_steps_over_tiles_and_budgets(
