@@ -284,7 +284,7 @@ class TestOptions:
         assert "50 to 183" in text
         done(*command, "--out", "out", "--window", 4, "--kernel-size", 3, "--pool", "avg")
         section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
-        assert section["selection"] == {"window": 4, "kernel_size": 3, "pool": "avg"}
+        assert section["selection"] == {"window": 4, "kernel_size": 3, "pool": "avg", "select": "attention"}
         # shares of 50 and a pool of 300 by 4 2 0 1 1 1
         assert [layer["budgets"] for layer in section["layers"]] == [[183, 117, 50], [84, 83, 83]]
         assert "**budgeted heads** keep 100 tokens" in Path("out/README.md").read_text()
