@@ -91,12 +91,18 @@ class CacheTrial:
             found += [self._divergence(row) for row in logs]
         return torch.stack(found)
 
-    def converted_divergence(self, changes: torch.Tensor) -> float:
-        """The same of one change [layers, kv_heads], where streaming heads stream while the prompt is read as well."""
-        changed = copy.copy(self)
-        changed.states = {}
-        changed._read(changes)
-        return self._divergence(changed._log_probabilities(changes[None], 0)[0]).item()
+    def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
+        """The same, where streaming heads stream while the prompt is read as well, once for rows with the same ones."""
+        windows = torch.tensor([isinstance(how, Window) for how in self.caches])
+        streaming = changes.where(windows[changes], EXACT)
+        prompts, prompt_of = streaming.unique(dim=0, return_inverse=True)
+        found = torch.zeros(len(changes), dtype=torch.float64)
+        for place, prompt in enumerate(prompts):
+            changed, rows = copy.copy(self), prompt_of == place
+            changed.states = {}
+            changed._read(prompt)
+            found[rows] = changed.divergence(changes[rows])
+        return found
 
     def _divergence(self, logs: torch.Tensor) -> torch.Tensor:
         return (self.exact.exp() * (self.exact - logs)).sum(-1, dtype=torch.float64).mean().clamp(min=0).cpu()

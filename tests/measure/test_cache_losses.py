@@ -67,9 +67,11 @@ class TestTrial:
                 [[full, _]] = entry["blocks"]
                 changes[0, layer] = torch.tensor([1] * full + [2] * (4 - full))
         assert expected > 1e-5
-        assert trial.converted_divergence(changes[0]) == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
+        assert trial.converted_divergence(changes).item() == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
         changes[changes == 2] = 0
-        assert trial.converted_divergence(changes[0]) == pytest.approx(trial.divergence(changes).item(), rel=1e-3)
+        assert trial.converted_divergence(changes).tolist() == pytest.approx(
+            trial.divergence(changes).tolist(), rel=1e-3
+        )
 
     @given(st.data())
     @settings(max_examples=10)
@@ -87,6 +89,20 @@ class TestTrial:
         assert trial.divergence(changes).tolist() == pytest.approx(alone, rel=1e-3, abs=1e-8)
         unchanged = ~changes.flatten(1).any(1)
         assert (trial.divergence(changes)[unchanged] < 1e-8).all()
+
+    def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
+        model = gemma()
+        trial = CacheTrial(
+            model, subject_of(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, [Quantization(2), Window(3, 20)]
+        )
+        changes = torch.zeros(4, 4, 4, dtype=torch.int64)
+        changes[:3, 1, :2] = 2
+        changes[1, 3] = 1
+        changes[2, 1, 2:] = 1
+        changes[3, 3] = 1
+        alone = [trial.converted_divergence(row[None]).item() for row in changes]
+        assert trial.converted_divergence(changes).tolist() == pytest.approx(alone, rel=1e-3, abs=1e-8)
+        assert len({round(loss, 9) for loss in alone}) == 4
 
     def test_the_model_is_left_as_it_was(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
