@@ -20,7 +20,7 @@ from tests.helpers.families import stock, tokens
 from tests.helpers.measured_models import subject_of
 
 PROMPT, FOLLOWING = 300, 12
-SMALL = TrialSizes(passages=2, context=300, scored=8, sink=3, recent=40)
+SMALL = TrialSizes(passages=2, context=300, scored=12, alone=8, sink=3, recent=40)
 
 
 def gemma(depth: int = 4) -> torch.nn.Module:
@@ -90,6 +90,15 @@ class TestTrial:
         unchanged = ~changes.flatten(1).any(1)
         assert (trial.divergence(changes)[unchanged] < 1e-8).all()
 
+    def test_the_first_tokens_do_not_see_the_others(self) -> None:
+        model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
+        windows, caches = subject_of(model).windows, [Quantization(2), Window(3, 20)]
+        changes = torch.zeros(2, 4, 4, dtype=torch.int64)
+        changes[0, 3], changes[1, 1] = 1, 2
+        found = CacheTrial(model, windows, ids, PROMPT, caches).divergence(changes, tokens=5)
+        shorter = CacheTrial(model, windows, ids[:, : PROMPT + 5], PROMPT, caches)
+        assert found.tolist() == pytest.approx(shorter.divergence(changes).tolist(), rel=1e-3)
+
     def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
         model = gemma()
         trial = CacheTrial(
@@ -151,6 +160,8 @@ class TestLosses:
         names = [one.name for one in found.combinations]
         assert "8 heads streaming" in names
         assert "4 heads streaming, the others in 2 bits" in names
+        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 6, 8, 0]
+        assert found.expected("streaming").sum() == pytest.approx(found.combinations[-2].measured)
         for one in found.combinations:
             assert 0.3 < one.measured / one.expected < 3, one
 
