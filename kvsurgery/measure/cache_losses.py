@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,15 @@ class TrialSizes:
     Attributes:
         passages: of the text, evenly spaced.
         context: tokens of each in the cache.
-        scored: tokens that follow.
+        scored: tokens that follow. A few of them lose most, so the losses of many heads at once are measured on all.
+        alone: how many of these are scored where a single head changes, which gives its share of such a loss.
         sink, recent: of streaming heads.
     """
 
-    passages: int = 8
+    passages: int = 12
     context: int = 1024
-    scored: int = 32
+    scored: int = 128
+    alone: int = 16
     sink: int = 64
     recent: int = 256
 
@@ -133,7 +136,7 @@ class _Measuring:
     def settings(self) -> dict[int, tuple[Setting, ...]]:
         """Losses with every head quantized, in each way that is tried."""
         ways = [how for how in self.caches if isinstance(how, Quantization)]
-        losses = self._losses([self._every(place) for place, _ in enumerate(ways, 1)])
+        losses = self._mean([self._every(place) for place, _ in enumerate(ways, 1)], CacheTrial.divergence)
         found: dict[int, tuple[Setting, ...]] = dict.fromkeys(self.widths, ())
         for how, loss in zip(ways, losses, strict=True):
             found[how.bits] += (Setting(str(how.rotate), bool(how.clip), float(loss)),)
@@ -150,8 +153,9 @@ class _Measuring:
                 for head in range(self.shape[1]):
                     changes.append(self._every(EXACT))
                     changes[-1][layer, head] = place
-            for name, losses in zip(places, self._losses(changes).reshape(len(places), -1), strict=True):
-                found[name][layer] = losses
+            losses = self._mean(changes, partial(CacheTrial.divergence, tokens=self.sizes.alone))
+            for name, each in zip(places, losses.reshape(len(places), -1), strict=True):
+                found[name][layer] = each
         if SHARED in self.widths:
             [following, *_] = found.values()
             whole = min(setting.loss for setting in settings[SHARED])
@@ -170,10 +174,13 @@ class _Measuring:
             for changes in several.values()
         ]
         # as a converted model has it: a prompt that streaming heads read is another
-        measured = self._mean(several.values(), lambda trial, rows: [trial.converted_divergence(row) for row in rows])
-        return tuple(
-            Combination(name, *losses) for name, *losses in zip(several, expected, measured.tolist(), strict=True)
-        )
+        measured = self._mean(several.values(), CacheTrial.converted_divergence)
+        window = len(self.caches)
+        streaming = [
+            int((changes == window).sum()) if np.isin(changes, (EXACT, window)).all() else 0
+            for changes in several.values()
+        ]
+        return tuple(map(Combination, several, expected, measured.tolist(), streaming))
 
     def _several(self, heads: Mapping[str, np.ndarray], best: Mapping[int, int]) -> Iterator[tuple[str, np.ndarray]]:
         """Names and changes of several heads: the least harmful ones streaming, others quantized."""
@@ -208,16 +215,14 @@ class _Measuring:
             found[bits] = self.caches.index(Quantization(bits, rotate=best.rotate, clip=best.clip)) + 1
         return found
 
-    def _losses(self, changes: Sequence[np.ndarray]) -> np.ndarray:
-        """float64 [changes]: divergences, with prompts that are read with full attention."""
-        return self._mean(changes, CacheTrial.divergence)
-
-    def _mean(self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], Any]) -> np.ndarray:
+    def _mean(
+        self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], torch.Tensor]
+    ) -> np.ndarray:
         """float64 [changes]: means over all passages of all processes."""
         rows = torch.from_numpy(np.stack([*changes]))
         total = torch.zeros(len(rows), dtype=torch.float64)
         for trial in self.trials:
-            total += torch.as_tensor(divergence(trial, rows))
+            total += divergence(trial, rows)
             self.done += len(rows)
             if self.progress is not None and self.mesh.processes.rank == 0:
                 self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)

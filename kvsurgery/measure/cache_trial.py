@@ -66,40 +66,49 @@ class CacheTrial:
         hooks = [layer.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for layer in layers]
         unchanged = torch.full((len(windows), self.states[0][0].shape[1]), EXACT)
         try:
-            self.exact = self._log_probabilities(unchanged[None], 0)[0]
+            self.exact = self._log_probabilities(unchanged[None], 0, self.following.shape[1])[0]
         finally:
             for hook in hooks:
                 hook.remove()
 
     @torch.no_grad()
-    def divergence(self, changes: torch.Tensor) -> torch.Tensor:
+    def divergence(self, changes: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
         """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the unchanged cache's.
 
         Args:
             changes: int64 [rows, layers, kv_heads], for every row the place of each head's cache among all. Layers with
                 a window of their own stay as they are.
+            tokens: how many of the following ones are read; by default all.
 
         Returns:
             float64 [rows].
         """
-        at_once = max(1, LOGITS // self.exact.numel())
+        count = min(tokens or self.following.shape[1], self.following.shape[1])
+        at_once = max(1, LOGITS // self.exact[:count].numel())
         found = []
         for rows in changes.split(at_once):
             changed = (rows != EXACT).any(2).any(0).nonzero()
-            logs = self._log_probabilities(rows, int(changed[0]) if len(changed) else len(self.windows) - 1)
+            logs = self._log_probabilities(rows, int(changed[0]) if len(changed) else len(self.windows) - 1, count)
             # row by row, since logits are most of the memory
             found += [self._divergence(row) for row in logs]
         return torch.stack(found)
 
-    def converted_divergence(self, changes: torch.Tensor) -> float:
-        """The same of one change [layers, kv_heads], where streaming heads stream while the prompt is read as well."""
-        changed = copy.copy(self)
-        changed.states = {}
-        changed._read(changes)
-        return self._divergence(changed._log_probabilities(changes[None], 0)[0]).item()
+    def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
+        """The same, where streaming heads stream while the prompt is read as well, once for rows with the same ones."""
+        windows = torch.tensor([isinstance(how, Window) for how in self.caches])
+        streaming = changes.where(windows[changes], EXACT)
+        prompts, prompt_of = streaming.unique(dim=0, return_inverse=True)
+        found = torch.zeros(len(changes), dtype=torch.float64)
+        for place, prompt in enumerate(prompts):
+            changed, rows = copy.copy(self), prompt_of == place
+            changed.states = {}
+            changed._read(prompt)
+            found[rows] = changed.divergence(changes[rows])
+        return found
 
     def _divergence(self, logs: torch.Tensor) -> torch.Tensor:
-        return (self.exact.exp() * (self.exact - logs)).sum(-1, dtype=torch.float64).mean().clamp(min=0).cpu()
+        exact = self.exact[: len(logs)]
+        return (exact.exp() * (exact - logs)).sum(-1, dtype=torch.float64).mean().clamp(min=0).cpu()
 
     @torch.no_grad()
     def _read(self, changes: torch.Tensor | None) -> None:
@@ -107,22 +116,24 @@ class CacheTrial:
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
             self.model(self.tokens, use_cache=False, logits_to_keep=1)
 
-    def _log_probabilities(self, changes: torch.Tensor, first: int) -> torch.Tensor:
-        """Log-probabilities [rows, following, vocabulary] with these caches, which differ in layer `first` or later."""
-        rows, count = len(changes), self.following.shape[1]
+    def _log_probabilities(self, changes: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Log-probabilities [rows, count, vocabulary] with these caches, which differ in layer `first` or later."""
+        rows = len(changes)
         positions = torch.arange(self.prompt, self.prompt + count, device=self.model.device)[None]
         attend = partial(self._attend, changes=changes.to(self.model.device))
-        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first, rows):
-            logits = self.model(self.following.expand(rows, -1), position_ids=positions, use_cache=False).logits
+        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first, rows, count):
+            logits = self.model(
+                self.following[:, :count].expand(rows, -1), position_ids=positions, use_cache=False
+            ).logits
         return logits.float().log_softmax(-1)
 
     @contextmanager
-    def _resumed(self, first: int, rows: int) -> Generator[None]:
+    def _resumed(self, first: int, rows: int, count: int) -> Generator[None]:
         """Inside, layers below `first` are not computed: the last of them gives what it gave before."""
         skipped = self.model.get_decoder().layers[:first]
         for place, layer in enumerate(skipped):
             # an attribute of the instance goes before the method of its class
-            layer.forward = partial(_given, _repeated(self.outputs[place], rows))
+            layer.forward = partial(_given, _repeated(self.outputs[place], rows, count))
         try:
             yield
         finally:
@@ -151,7 +162,7 @@ class CacheTrial:
         # each KV head a row of its own, since each has its own mask
         alone = [part.reshape(rows * heads, -1, *part.shape[2:]) for part in (query, *states)]
         scoring = kv_torch.Scoring.of(query, options.get("scaling"), options.get("softcap"))
-        output = kv_torch.attend(*alone, self._visible(layer, kinds), scoring)
+        output = kv_torch.attend(*alone, self._visible(layer, kinds, query.shape[2]), scoring)
         return output.view(query.shape).transpose(1, 2), None
 
     def _past(self, layer: int, kinds: torch.Tensor) -> Stored:
@@ -164,9 +175,9 @@ class CacheTrial:
                 keys, values = (torch.where(there, new, old) for new, old in zip(stored, (keys, values), strict=True))
         return keys, values
 
-    def _visible(self, layer: int, kinds: torch.Tensor) -> torch.Tensor:
-        """bool [1 or rows * kv_heads, following, prompt + following]: what a head's queries see."""
-        j = torch.arange(self.prompt + self.following.shape[1], device=kinds.device)
+    def _visible(self, layer: int, kinds: torch.Tensor, count: int) -> torch.Tensor:
+        """bool [1 or rows * kv_heads, count, prompt + count]: what a head's queries see."""
+        j = torch.arange(self.prompt + count, device=kinds.device)
         i = j[self.prompt :, None]
         visible = ((j <= i) & (i - j < (self.windows[layer] or len(j) + 1)))[None]
         for kind in kinds.unique().tolist():
@@ -200,9 +211,9 @@ def _given(output: Any, *arguments: Any, **options: Any) -> Any:
     return output
 
 
-def _repeated(output: Any, rows: int) -> Any:
-    """A layer's output for one row, for several."""
+def _repeated(output: Any, rows: int, count: int) -> Any:
+    """A layer's output for one row, for several, of the first tokens."""
     if isinstance(output, torch.Tensor):
-        return output.expand(rows, *output.shape[1:])
+        return output[:, :count].expand(rows, *output[:, :count].shape[1:])
     first, *others = output
-    return first.expand(rows, *first.shape[1:]), *others
+    return _repeated(first, rows, count), *others

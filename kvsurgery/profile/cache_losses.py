@@ -42,17 +42,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Combination:
-    """Several heads changed at once, which checks that the losses of single heads add up.
+    """Several heads changed at once, which checks that the losses of single heads add up, and scales them.
 
     Attributes:
         name: what was changed.
         expected: the sum over the heads, each changed alone.
         measured: the divergence.
+        streaming: this many heads, those that lose least, stream, and nothing else is changed; 0 for any other change.
     """
 
     name: str
     expected: float
     measured: float
+    streaming: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +99,8 @@ class CacheLosses:
         if any(type(size) is not int or size < 0 for size in sizes):
             raise ProfileError(f"`sink`, `recent` and `context` are numbers of tokens, got {sizes}")
         for one in self.combinations:
-            if not (isinstance(one.name, str) and _is_loss(one.expected) and _is_loss(one.measured)):
+            counts = type(one.streaming) is int and 0 <= one.streaming <= self.model.layers * self.model.kv_heads
+            if not (isinstance(one.name, str) and _is_loss(one.expected) and _is_loss(one.measured) and counts):
                 raise ProfileError(f"losses of several heads are finite numbers of 0 or more, got {one}")
         if not isinstance(self.provenance, dict) or not isinstance(self.provenance.get("data", {}), dict):
             raise ProfileError("the provenance of measured cache losses must be a JSON object")
@@ -154,12 +157,22 @@ class CacheLosses:
     def expected(self, cache: str) -> np.ndarray:
         """float64 [layers, kv_heads]: how much each head adds to the loss of several, which is about their sum.
 
-        Those of a width are scaled so that they sum to the loss that was measured with every head quantized.
+        Those of a width are scaled so that they sum to the loss that was measured with every head quantized. Those of
+        streaming heads are scaled part by part, so that the heads that lose least sum to what they lost together.
         """
         losses = self.heads[cache].astype(np.float64)
-        if cache == STREAMING or not losses.any():
-            return losses
-        return losses * (self.best(int(cache)).loss / losses.sum())
+        if cache != STREAMING:
+            return losses * (self.best(int(cache)).loss / losses.sum()) if losses.any() else losses
+        windows = self.windows or [None] * self.model.layers
+        eligible = np.repeat([window is None for window in windows], self.model.kv_heads)
+        ranking = [place for place in losses.argsort(axis=None, kind="stable") if eligible[place]]
+        start, before = 0, 0.0
+        for count, measured in sorted((one.streaming, one.measured) for one in self.combinations if one.streaming):
+            part, start = ranking[start:count], count
+            if total := losses.flat[part].sum():
+                losses.flat[part] *= max(measured - before, 0.0) / total
+            before = max(before, measured)
+        return losses
 
     @cached_property
     def hash(self) -> str:

@@ -20,7 +20,7 @@ from tests.helpers.families import stock, tokens
 from tests.helpers.measured_models import subject_of
 
 PROMPT, FOLLOWING = 300, 12
-SMALL = TrialSizes(passages=2, context=300, scored=8, sink=3, recent=40)
+SMALL = TrialSizes(passages=2, context=300, scored=12, alone=8, sink=3, recent=40)
 
 
 def gemma(depth: int = 4) -> torch.nn.Module:
@@ -67,9 +67,11 @@ class TestTrial:
                 [[full, _]] = entry["blocks"]
                 changes[0, layer] = torch.tensor([1] * full + [2] * (4 - full))
         assert expected > 1e-5
-        assert trial.converted_divergence(changes[0]) == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
+        assert trial.converted_divergence(changes).item() == pytest.approx(expected.item(), rel=1e-2, abs=1e-7)
         changes[changes == 2] = 0
-        assert trial.converted_divergence(changes[0]) == pytest.approx(trial.divergence(changes).item(), rel=1e-3)
+        assert trial.converted_divergence(changes).tolist() == pytest.approx(
+            trial.divergence(changes).tolist(), rel=1e-3
+        )
 
     @given(st.data())
     @settings(max_examples=10)
@@ -87,6 +89,29 @@ class TestTrial:
         assert trial.divergence(changes).tolist() == pytest.approx(alone, rel=1e-3, abs=1e-8)
         unchanged = ~changes.flatten(1).any(1)
         assert (trial.divergence(changes)[unchanged] < 1e-8).all()
+
+    def test_the_first_tokens_do_not_see_the_others(self) -> None:
+        model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
+        windows, caches = subject_of(model).windows, [Quantization(2), Window(3, 20)]
+        changes = torch.zeros(2, 4, 4, dtype=torch.int64)
+        changes[0, 3], changes[1, 1] = 1, 2
+        found = CacheTrial(model, windows, ids, PROMPT, caches).divergence(changes, tokens=5)
+        shorter = CacheTrial(model, windows, ids[:, : PROMPT + 5], PROMPT, caches)
+        assert found.tolist() == pytest.approx(shorter.divergence(changes).tolist(), rel=1e-3)
+
+    def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
+        model = gemma()
+        trial = CacheTrial(
+            model, subject_of(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, [Quantization(2), Window(3, 20)]
+        )
+        changes = torch.zeros(4, 4, 4, dtype=torch.int64)
+        changes[:3, 1, :2] = 2
+        changes[1, 3] = 1
+        changes[2, 1, 2:] = 1
+        changes[3, 3] = 1
+        alone = [trial.converted_divergence(row[None]).item() for row in changes]
+        assert trial.converted_divergence(changes).tolist() == pytest.approx(alone, rel=1e-3, abs=1e-8)
+        assert len({round(loss, 9) for loss in alone}) == 4
 
     def test_the_model_is_left_as_it_was(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
@@ -135,6 +160,8 @@ class TestLosses:
         names = [one.name for one in found.combinations]
         assert "8 heads streaming" in names
         assert "4 heads streaming, the others in 2 bits" in names
+        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 6, 8, 0]
+        assert found.expected("streaming").sum() == pytest.approx(found.combinations[-2].measured)
         for one in found.combinations:
             assert 0.3 < one.measured / one.expected < 3, one
 

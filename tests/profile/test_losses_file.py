@@ -56,6 +56,16 @@ def test_losses_of_streaming_heads_are_head_scores(tmp_path) -> None:
     assert load_scores(tmp_path / "scores.safetensors") == HeadProfile.load(tmp_path / "scores.safetensors") == scores
 
 
+def test_losses_of_streaming_heads_are_scaled_to_what_several_lose() -> None:
+    made = losses(windows=[None, 32], model=replace(MODEL, kv_heads=4, query_heads=4))
+    heads = made.heads | {"streaming": np.float32([[4, 1, 3, 2], [0, 0, 0, 0]])}
+    several = (Combination("2", 3, 6, 2), Combination("4", 10, 7, 4), Combination("others", 1, 100))
+    found = replace(made, heads=heads, combinations=several).expected("streaming")
+    assert found.tolist() == [[pytest.approx(4 / 7), 2, pytest.approx(3 / 7), 4], [0, 0, 0, 0]]
+    fewer = (Combination("2", 3, 6, 2), Combination("4", 10, 5, 4))
+    assert replace(made, heads=heads, combinations=fewer).expected("streaming")[0].tolist() == [0, 2, 0, 4]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -67,9 +77,10 @@ def test_losses_of_streaming_heads_are_head_scores(tmp_path) -> None:
         ({"settings": {8: (Setting("none", False, "0.1"),)}}, "unknown setting"),
         ({"sink": "4"}, "are numbers of tokens"),
         ({"combinations": (Combination("all", 0.1, float("nan")),)}, "losses of several heads"),
+        ({"combinations": (Combination("all", 0.1, 0.1, 9),)}, "losses of several heads"),
         ({"provenance": {"data": "book.txt"}}, "must be a JSON object"),
     ],
-    ids=["heads", "no width", "width", "rotation", "nan", "loss", "sink", "several", "provenance"],
+    ids=["heads", "no width", "width", "rotation", "nan", "loss", "sink", "several", "streaming", "provenance"],
 )
 def test_contradictions(changes: dict, words: str) -> None:
     with pytest.raises(ProfileError, match=words):

@@ -102,7 +102,7 @@ OPTIONS = {
 @click.option(
     "--samples",
     type=POSITIVE,
-    help="attention, reform: number of prompts; kv-bits: number of passages of the text.  [default: (50; kv-bits: 8)]",
+    help="attention, reform: number of prompts; kv-bits: number of passages of the text.  [default: (50; kv-bits: 12)]",
 )
 @click.option(
     "--context",
