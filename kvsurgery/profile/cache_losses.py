@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
@@ -19,9 +18,12 @@ from kvsurgery.profile import tensor_file
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
-FORMAT = "kvsurgery.cache-losses"
-VERSION = "1"
-WHAT = "file of measured cache losses"
+KIND = tensor_file.Kind(
+    "file of measured cache losses",
+    "kvsurgery.cache-losses",
+    "1",
+    "make one with `kvsurgery profile compute --method kv-bits`",
+)
 STREAMING = "streaming"
 WIDTHS = (8, 4, 3, 2)
 
@@ -186,7 +188,7 @@ class CacheLosses:
             OutputError: the path is taken by something else or cannot be written.
         """
         check_output(Path(path))
-        tensor_file.write(path, self._serialise(), WHAT)
+        tensor_file.write(path, self._serialise(), KIND)
 
     @classmethod
     def load(cls, path: str | Path) -> CacheLosses:
@@ -195,16 +197,8 @@ class CacheLosses:
         Raises:
             ProfileError: it is none, of an unknown version, or inconsistent.
         """
-        how = "make one with `kvsurgery profile compute --method kv-bits`"
-        tensor_file.check_input(path, WHAT)
+        metadata, heads = tensor_file.read(path, KIND)
         try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ProfileError(f"{path} is not a {WHAT}; {how}")
-                if metadata.get("version") != VERSION:
-                    raise ProfileError(f"{path} has version {metadata.get('version')}; this tool reads {VERSION}")
-                heads = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (a handle)
             content = json.loads(metadata["content"])
             return cls(
                 settings={
@@ -217,8 +211,6 @@ class CacheLosses:
                 windows=None if content["windows"] is None else tuple(content["windows"]),
                 **{name: content[name] for name in PLAIN},
             )
-        except (SafetensorError, OSError) as error:
-            raise ProfileError(f"cannot read {WHAT} {path} ({error}); {how}") from error
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ProfileError(f"{path} has bad metadata: {error}") from error
 
@@ -235,7 +227,7 @@ class CacheLosses:
         }
 
     def _serialise(self) -> bytes:
-        metadata = {"format": FORMAT, "version": VERSION, "content": json.dumps(self.facts, sort_keys=True)}
+        metadata = {**KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}
         return tensor_file.to_bytes(metadata, self.heads)
 
 
@@ -249,13 +241,7 @@ PLAIN = ("sink", "recent", "context", "base_model", "base_revision", "provenance
 
 def is_losses(path: Path) -> bool:
     """Whether a file says that it holds measured losses."""
-    if not path.is_file():
-        return False
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") == FORMAT
-    except (SafetensorError, OSError):
-        return False
+    return tensor_file.is_kind(path, KIND)
 
 
 def load_scores(path: str | Path) -> HeadProfile:
@@ -269,4 +255,4 @@ def load_scores(path: str | Path) -> HeadProfile:
 
 def check_output(path: Path) -> None:
     """Raise OutputError where a file of losses cannot be written, before they are measured."""
-    tensor_file.check_output(path, CacheLosses.load, WHAT)
+    tensor_file.check_output(path, CacheLosses.load, KIND)

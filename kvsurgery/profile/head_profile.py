@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
@@ -21,8 +20,9 @@ from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
 
 Granularity = Literal["kv", "query"]
 
-FORMAT = "kvsurgery.head-profile"
-VERSION = "1"
+KIND = tensor_file.Kind(
+    "head profile", "kvsurgery.head-profile", "1", "make one with `kvsurgery profile compute` or `profile import`"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ class HeadProfile:
             OutputError: the path is taken by something else or cannot be written.
         """
         check_output(Path(path))
-        tensor_file.write(path, self._serialise(), "head profile")
+        tensor_file.write(path, self._serialise(), KIND)
 
     @classmethod
     def load(cls, path: str | Path) -> HeadProfile:
@@ -173,28 +173,10 @@ class HeadProfile:
         Raises:
             ProfileError: not a head profile, of an unknown version, or inconsistent.
         """
-        how = "make one with `kvsurgery profile import`"
-        tensor_file.check_input(path, "head profile")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ProfileError(f"{path} is not a head profile; {how}")
-                if metadata.get("version") != VERSION:
-                    raise ProfileError(
-                        f"{path} has profile version {metadata.get('version')}; this tool reads {VERSION}"
-                    )
-                reform = metadata.get("method") == REFORM
-                names = sorted(name for name in file.keys() if reform or name == "scores")  # noqa: SIM118  (a handle)
-                for name in names:
-                    dtype = file.get_slice(name).get_dtype()
-                    if dtype != "F32":
-                        raise ProfileError(f"{path}: {name} are {dtype}, not F32")
-                tensors = {name: file.get_tensor(name) for name in names}
-        except SafetensorError as error:
-            raise ProfileError(f"{path} is not a head profile ({error}); {how}") from error
-        except OSError as error:
-            raise ProfileError(f"cannot read head profile {path}: {error}") from error
+        metadata, tensors = tensor_file.read(path, KIND)
+        reform = metadata.get("method") == REFORM
+        if not reform:
+            tensors = {name: tensors[name] for name in ("scores",) if name in tensors}
         try:
             return cls(
                 scores=tensors.pop("scores", None),
@@ -219,8 +201,7 @@ class HeadProfile:
 
     def _serialise(self) -> bytes:
         metadata = {
-            "format": FORMAT,
-            "version": VERSION,
+            **KIND.metadata,
             "method": self.method,
             "granularity": self.granularity,
             "base_model": self.base_model,
@@ -242,7 +223,7 @@ class HeadProfile:
 
 def check_output(path: Path) -> None:
     """Raise OutputError where a profile cannot be written: before it is measured, which may take hours."""
-    tensor_file.check_output(path, HeadProfile.load, "head profile")
+    tensor_file.check_output(path, HeadProfile.load, KIND)
 
 
 def _optional_int(text: str | None) -> int | None:

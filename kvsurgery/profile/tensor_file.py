@@ -7,12 +7,35 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from kvsurgery.errors import OutputError, ProfileError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        name: what messages call it.
+        format, version: what its metadata say.
+        source: how to make one, in words.
+    """
+
+    name: str
+    format: str
+    version: str
+    source: str
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Entries that every file of the kind has."""
+        return {"format": self.format, "version": self.version}
 
 
 def to_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -31,14 +54,47 @@ def to_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> 
     return len(text).to_bytes(8, "little") + text + data
 
 
-def check_input(path: str | Path, what: str) -> None:
-    """Raise ProfileError for a folder, pipe or device, which reading might never come to the end of."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise ProfileError(f"cannot read {what} {path}: it is not a regular file")
+def read(path: str | Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Metadata and float32 tensors of a file.
+
+    Raises:
+        ProfileError: it is of another kind, of an unknown version, or cannot be read.
+    """
+    if Path(path).exists() and not Path(path).is_file():  # of a pipe or a device, reading might never come to the end
+        raise ProfileError(f"cannot read {kind.name} {path}: it is not a regular file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != kind.format:
+                raise ProfileError(f"{path} is not a {kind.name}; {kind.source}")
+            if metadata.get("version") != kind.version:
+                found = metadata.get("version")
+                raise ProfileError(f"{path} has {kind.name} version {found}; this tool reads {kind.version}")
+            names = sorted(file.keys())
+            for name in names:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype != "F32":
+                    raise ProfileError(f"{path}: {name} are {dtype}, not F32")
+            return metadata, {name: file.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ProfileError(f"{path} is not a {kind.name} ({error}); {kind.source}") from error
+    except OSError as error:
+        raise ProfileError(f"cannot read {kind.name} {path}: {error}") from error
 
 
-def write(path: str | Path, content: bytes, what: str) -> None:
-    """Write a file whole or not at all; `what` names it in messages.
+def is_kind(path: Path, kind: Kind) -> bool:
+    """Whether a file says that it is of this kind."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("format") == kind.format
+    except (SafetensorError, OSError):
+        return False
+
+
+def write(path: str | Path, content: bytes, kind: Kind) -> None:
+    """Write a file whole or not at all.
 
     Raises:
         OutputError: it cannot be written.
@@ -49,18 +105,17 @@ def write(path: str | Path, content: bytes, what: str) -> None:
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
-        raise OutputError(f"cannot write {what} {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {kind.name} {path}: {error.strerror}") from error
     finally:
         with suppress(OSError):
             part.unlink()
 
 
-def check_output(path: Path, load: Callable[[Path], object], what: str) -> None:
+def check_output(path: Path, load: Callable[[Path], object], kind: Kind) -> None:
     """Check that a file can be written, before the measurement that it will hold, which may take hours.
 
     Args:
         load: reads a file of this kind, which may be replaced; any other file is kept.
-        what: names the kind in messages.
 
     Raises:
         OutputError: the path is taken by something else, or its folder cannot be written.
@@ -69,7 +124,7 @@ def check_output(path: Path, load: Callable[[Path], object], what: str) -> None:
         try:
             load(path)
         except ProfileError as error:
-            raise OutputError(f"{path} exists and is not a {what}; give another output file") from error
+            raise OutputError(f"{path} exists and is not a {kind.name}; give another output file") from error
     if not os.access(path.parent, os.W_OK):
         reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
-        raise OutputError(f"cannot write {what} {path}: {reason}")
+        raise OutputError(f"cannot write {kind.name} {path}: {reason}")

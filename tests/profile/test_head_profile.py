@@ -207,7 +207,7 @@ class TestBadFile:
         ("changes", "message"),
         [
             ({"format": "pt"}, "is not a head profile; make one with"),
-            ({"version": "2"}, "has profile version 2; this tool reads 1"),
+            ({"version": "2"}, "has head profile version 2; this tool reads 1"),
             ({"method": "guess"}, "unknown profile method"),
             ({"granularity": "query"}, "3 layers of 8 query heads"),
             ({"layers": "many"}, "bad metadata: .*'many'"),
