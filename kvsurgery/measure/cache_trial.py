@@ -101,8 +101,9 @@ class CacheTrial:
         found = torch.zeros(len(changes), dtype=torch.float64)
         for place, prompt in enumerate(prompts):
             changed, rows = copy.copy(self), prompt_of == place
-            changed.states = {}
-            changed._read(prompt)
+            if (prompt != EXACT).any():
+                changed.states = {}
+                changed._read(prompt)
             found[rows] = changed.divergence(changes[rows])
         return found
 
