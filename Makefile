@@ -44,11 +44,12 @@ test-matrix: $(MATRIX:%=test-transformers-%)
 test-transformers-%: .venv-%/ready
 	.venv-$*/bin/python $(PYTEST) $(EMITTED:%=tests/%) $(if $(filter 4.%,$*),$(REST:%=tests/%))
 
-# kernels without a GPU: computed by Triton's interpreter, and compiled for A100 and H100
+# kernels without a GPU: computed by Triton's interpreter, compiled for A100 and H100, and their instructions counted
 test-kernels: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	TRITON_INTERPRET=1 .venv-triton-3.6.0/bin/python $(PYTEST) -W ignore --noconftest tests/templates/test_kernels.py tests/templates/test_kernel_dispatch.py tests/templates/test_decode_graph.py
 	.venv-triton-3.6.0/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest tests/templates/test_kernel_resources.py
+	.venv-triton-3.6.0/bin/python -m pytest -q -s --noconftest tests/templates/test_kernel_instructions.py
 
 # what the compiled kernels do, executed instruction by instruction; the second one runs every case
 test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready

@@ -9,7 +9,6 @@ from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
     _accumulate,
-    _over_tiles,
     _padded,
     _score_factors,
     _scores,
@@ -20,6 +19,7 @@ from .kv_kernels import (
     triton,
 )
 from .kv_layout import TILE, Quantization
+from .kv_packed import _over_tiles
 from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values

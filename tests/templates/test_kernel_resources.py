@@ -1,6 +1,6 @@
 """The kernels compiled for A100 and H100 without one, as a batch of one row launches them.
 
-No spills, room for the blocks that should share a multiprocessor, and of every case the shared memory of a block.
+Little stack, room for the blocks that should share a multiprocessor, and of every case the shared memory of a block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_decode, kv_kernels, kv_store  # noqa: E402
+from kvsurgery.templates import kv_decode, kv_packed, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
@@ -37,6 +37,7 @@ SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which
 DECODE_BLOCKS = {80: 2, 90: 3}
 LIMITS = {80: 99 * 1024, 90: 227 * 1024}  # of a block; RTX 30 and 40, which have the least, run the code that A100 does
 REGISTERS = 64 * 1024  # of a multiprocessor
+STACK = 32  # bytes: a few words that a decode program keeps from row to row; test_kernel_instructions.py has its loops
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OLDEST = triton.__version__.startswith("3.6.")  # that pyproject.toml allows
 
@@ -107,14 +108,15 @@ def cases(names: str, nearest: list[tuple], *others: tuple) -> pytest.MarkDecora
 
 
 def check(kernel, folder: Path, blocks: int) -> None:
-    """No stack, and `blocks` of the kernel's blocks fit on a multiprocessor; one also where there is less memory."""
+    """Little stack, and `blocks` of the kernel's blocks fit on a multiprocessor; one where there is less memory."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     report = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
     shared, threads, capability = kernel.metadata.shared, 32 * kernel.metadata.num_warps, kernel.metadata.target.arch
-    print(f"sm_{capability} {kernel.metadata.name}: {registers} registers x {threads}, {shared} bytes shared")
-    assert stack == 0
+    used = f"{registers} registers x {threads}, {shared} bytes shared, {stack} of stack"
+    print(f"sm_{capability} {kernel.metadata.name}: {used}")
+    assert stack <= STACK
     assert blocks * registers * threads <= REGISTERS
     assert shared <= LIMITS[capability]
     assert blocks * (shared + 1024) <= SHARED[capability]
@@ -176,7 +178,7 @@ def test_decode_of_tiles(
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)
     check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2)
     loads = (
-        2 + 2 * (bits == 3) + (4 if bits == 3 else 8 // bits if scheme == "kivi" else size is None) + (size is None),
+        2 + 2 * (bits == 3) + (scheme == "kivi" or size is None) + (size is None),
         2,
     )  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 else 5)
@@ -215,13 +217,15 @@ def test_unpacking(bits: int, dtype: str) -> None:
     high = low.flip(0) * 40503 % 2**16
     words, kind = high << 16 | low, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     for plane in range(16 // bits):
-        shift, mask, exponent, added_mask, added = kv_kernels._unpacking(plane, bits, 7 if dtype == "bf16" else 10)
+        shift, mask, exponent, added_mask, added = kv_packed._unpacking(plane, bits, 7 if dtype == "bf16" else 10)
         shifted = words >> shift
         terms = shifted & mask * 0x10001 | exponent * 0x10001, shifted & added_mask * 0x10001 ^ added * 0x10001
         for place, of_half in ((0, low), (16, high)):
             first, second = ((term >> place).to(torch.uint16).view(kind) for term in terms)
             codes = (of_half >> plane * bits & 2**bits - 1) - 2 ** (bits - 1)
             assert torch.equal((first + second).long(), codes)
+            if bits < 8 and dtype == "bf16":
+                assert torch.equal(first.long(), codes + kv_packed._lift(plane, bits, True))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -233,7 +237,7 @@ def test_unpacking_of_three_bits(dtype: str) -> None:
     words, third = high << 16 | low, thirds[1] << 16 | thirds[0]
     exponent, added = {"bf16": (0x4300, 0xC304), "fp16": (0x6400, 0xE404)}[dtype]
     for plane in range(8):
-        asm = kv_kernels._unpacking_third_asm(plane, mantissa)
+        asm = kv_packed._unpacking_third_asm(plane, mantissa, False)
         assert f"mov.b32 b, {added * 0x10001};" in asm
         assert f"lop3.b32 a, word, {3 * 0x10001}, {exponent * 0x10001}, 0xea;" in asm
         [(to, by)] = re.findall(r"(shl|shr).b32 word, \$2, (\d+);", asm)

@@ -1,0 +1,402 @@
+"""Decode over packed tiles: codes become floats by bit operations, and scales go into queries, scores or weights.
+
+The instructions of a warp bound it, not the memory. So lanes sum what they have, and are summed once, after a loop; and
+codes stay lifted by a power of two, which dots with a constant take off the sums.
+"""
+
+from .kv_kernels import LOWEST, TILE_TOKENS, _capped, tl, triton
+
+# tokens beside each other of which four warps have one of each in a lane: the matrix units give a thread two
+LANE_TOKENS = tl.constexpr(32)
+
+
+@triton.jit
+def _in_part(x):
+    """Sums over tokens of x [M, N] as far as a lane has them, [M, N or 32]: lanes are summed once, after a loop."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    return tl.sum(tl.reshape(x, [M, N // LANE_TOKENS, LANE_TOKENS]), 1) if N > LANE_TOKENS else x
+
+
+@triton.constexpr_function
+def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, ...]:
+    """How the codes at bits plane * bits of 16-bit words become 16-bit floats less 2 ** (bits - 1), exactly.
+
+    An integer x below 2 ** mantissa in the mantissa of the float 2 ** mantissa makes it 2 ** mantissa + x.
+
+    Returns:
+        shift; mask and exponent of the float (shifted & mask | exponent); mask and bits of what is added to it
+        (shifted & mask ^ bits).
+    """
+    bias = 2 ** (14 - mantissa) - 1
+    if bits > mantissa:  # 128 and the low seven bits, to which come -128 where the eighth is set, else -256
+        return plane * bits, 0x7F, (bias + 7) << 7, 0x80, 0x8000 | (bias + 8) << 7
+    span = mantissa // bits * bits  # bits that reach the mantissa with the same shift
+    place = plane * bits % span
+    exponent = (bias + mantissa - place) << mantissa
+    added = 0x8000 | exponent | 2 ** (bits - 1) << place
+    return plane * bits - place, (2**bits - 1) << place, exponent, 0, added
+
+
+@triton.constexpr_function
+def _lift(place: int, bits: int, lifted: bool) -> int:
+    """What codes left in the mantissa of a bfloat16 exceed those by that `_unpacking` gives.
+
+    To take the excess off sums over them costs less than to take it off each.
+    """
+    if not lifted:
+        return 0
+    exponent = 7 if bits == 3 else 7 - place * bits % (7 // bits * bits)
+    return 2**exponent + 2 ** (bits - 1)
+
+
+@triton.constexpr_function
+def _place(plane: int, planes: int) -> int:
+    """Where a word has the codes of a plane."""
+    return plane % 2 * (planes // 2) + plane // 2
+
+
+@triton.constexpr_function
+def _unpacking_asm(plane: int, bits: int, mantissa: int, lifted: bool) -> str:
+    """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16; two of lifted codes."""
+    shift, mask, exponent, added_mask, added = _unpacking(plane, bits, mantissa)
+    kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
+    of_added = f"lop3.b32 b, word, {added_mask * 0x10001}, b, 0x6a;" if added_mask else ""
+    if lifted:
+        return f"""{{
+            .reg .b32 word;
+            shr.b32 word, $1, {shift};
+            lop3.b32 $0, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
+        }}"""
+    return f"""{{
+        .reg .b32 word, a, b, one;
+        mov.b32 one, {one * 0x10001};
+        mov.b32 b, {added * 0x10001};
+        shr.b32 word, $1, {shift};
+        lop3.b32 a, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
+        {of_added}
+        fma.rn.{kind} $0, a, one, b;
+    }}"""
+
+
+@triton.constexpr_function
+def _unpacking_third_asm(plane: int, mantissa: int, lifted: bool) -> str:
+    """The same of two words with two low bits each, and of the third ones beside them, in five instructions or four."""
+    kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
+    exponent = (2 ** (14 - mantissa) - 1 + mantissa) << mantissa
+    to_third = f"shr.b32 word, $2, {plane - 2};" if plane > 2 else f"shl.b32 word, $2, {2 - plane};"
+    return f"""{{
+        .reg .b32 word, a, b, one;
+        mov.b32 one, {one * 0x10001};
+        mov.b32 b, {(0x8000 | exponent | 4) * 0x10001};
+        shr.b32 word, $1, {2 * plane};
+        lop3.b32 a, word, {3 * 0x10001}, {exponent * 0x10001}, 0xea;
+        {to_third}
+        lop3.b32 a, word, {4 * 0x10001}, a, 0xea;
+        {"mov.b32 $0, a;" if lifted else f"fma.rn.{kind} $0, a, one, b;"}
+    }}"""
+
+
+@triton.jit
+def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
+    """The bytes of third bits that go with words w [channels] of N tokens, int16; `codes` are int16 words of tiles."""
+    W: tl.constexpr = D // 8
+    tile = unit * N // TILE_TOKENS
+    # after the words of a tile, which are two bytes each
+    at = (unit * N + n)[:, None] * W + (tile + 1) * (2 * TILE_TOKENS * W) + w[None, :]
+    return tl.load(codes.to(tl.pointer_type(tl.uint8)) + at, (w < W)[None, :], 0).to(tl.int16)
+
+
+@triton.jit
+def _codes(
+    words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, LIFTED: tl.constexpr, dtype: tl.constexpr
+):
+    """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or LIFTED; of 3 bits one is in `third`."""
+    MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
+    if ASM and BITS == 3:
+        of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, LIFTED)
+        codes = tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
+    elif ASM:
+        asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA, LIFTED)
+        codes = tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
+    elif BITS == 3:
+        low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
+        codes = ((low | high << 2).to(tl.float32) - 4).to(dtype)
+    else:
+        low = (words >> (PLANE * BITS)) & (2**BITS - 1)
+        codes = (low.to(tl.float32) - 2 ** (BITS - 1)).to(dtype)
+    return codes
+
+
+@triton.jit
+def _split_words(words, ASM: tl.constexpr, dtype: tl.constexpr):
+    """The 16-bit floats in the low and in the high half of 32-bit words."""
+    if ASM:  # of two words at once
+        low: tl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;"
+        high: tl.constexpr = "prmt.b32 $0, $1, $2, 0x7632;"
+        even = tl.inline_asm_elementwise(low, "=r,r,r", [words], dtype.value, is_pure=True, pack=2)
+        odd = tl.inline_asm_elementwise(high, "=r,r,r", [words], dtype.value, is_pure=True, pack=2)
+    else:
+        even, odd = _halves(words, dtype)
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
+def _product(x, y, ASM: tl.constexpr):
+    """Products of floats, rounded once; the compiler has none of bfloat16."""
+    dtype: tl.constexpr = x.dtype
+    if ASM:
+        kind: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+        asm: tl.constexpr = "{.reg .b32 none; mov.b32 none, 0x80008000; fma.rn." + kind + " $0, $1, $2, none;}"
+        product = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], dtype.value, is_pure=True, pack=2)
+    else:
+        product = (x.to(tl.float32) * y.to(tl.float32)).to(dtype)
+    return product
+
+
+@triton.jit
+def _pairs(ptr, at, there, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Scales 2 * at and 2 * at + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
+
+    One load gets all, in words of 32 bits: cp.async copies no less, and only what a dot needs is under way early.
+    """
+    both = tl.arange(0, 2)[None, :]
+    if dtype == tl.float32:
+        of_even = ptr + 2 * at[:, None] + MINIMA * both
+        even, even_low = tl.split(tl.load(of_even, there[:, None], 0.0))
+        odd, odd_low = tl.split(tl.load(of_even + 1, there[:, None], 0.0))
+    else:
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + MINIMA // 2 * both, there[:, None], 0)
+        scales, lows = tl.split(words)
+        even, odd = _halves(scales, dtype)
+        even_low, odd_low = _halves(lows, dtype)
+    return even, odd, even_low + even * HALF, odd_low + odd * HALF
+
+
+@triton.jit
+def _columns(x, COUNT: tl.constexpr):
+    """The columns of x [K, COUNT], 1, 2 or 4."""
+    if COUNT == 1:
+        columns = (tl.reshape(x, [x.shape[0]]),)
+    elif COUNT == 2:
+        columns = tl.split(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        columns = (first, second, third, fourth)
+    return columns
+
+
+@triton.jit
+def _of_channels(
+    ptr, kw, W: tl.constexpr, BYTES: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr
+):
+    """Scale and minimum of the channels of each plane."""
+    scales, lows = (), ()
+    if dtype == tl.float32:
+        for byte in tl.static_range(BYTES):
+            pairs = _pairs(ptr, byte * W + kw, kw < W, MINIMA, 0, dtype)
+            scales += (pairs[0], pairs[1])
+            lows += (pairs[2], pairs[3])
+    else:
+        part = tl.arange(0, 2 * BYTES)[None, :]  # one load has enough words that each thread copies one
+        at = kw[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, (kw < W)[:, None], 0)
+        of_scales, of_lows = tl.split(tl.reshape(words, [kw.shape[0], BYTES, 2]))
+        of_scales, of_lows = _columns(of_scales, BYTES), _columns(of_lows, BYTES)
+        for byte in tl.static_range(BYTES):
+            scales += _split_words(of_scales[byte], ASM, dtype)
+            lows += _split_words(of_lows[byte], ASM, dtype)
+    return scales, lows
+
+
+@triton.jit
+def _halves(words, dtype: tl.constexpr):
+    """The 16-bit floats in the low and in the high half of words, in fp32."""
+    if dtype == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _of_tokens(ptr, tile, token, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Scale and zero of some tokens of a tile, where a token has one of each; to join pairs would slow the dots."""
+    pairs = _pairs(ptr + tile * (2 * TILE_TOKENS), token // 2, token >= 0, TILE_TOKENS, HALF, dtype)
+    return tl.where(token % 2 == 0, pairs[0], pairs[1]), tl.where(token % 2 == 0, pairs[2], pairs[3])
+
+
+@triton.jit
+def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """Scale and zero [N, channels] of some tokens and channels of a tile, where a token has GROUPS of each."""
+    at = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
+    scale = tl.load(at, there[None, :], 0.0).to(tl.float32)
+    return scale, tl.load(at + TILE_TOKENS * GROUPS, there[None, :], 0.0).to(tl.float32) + scale * HALF
+
+
+@triton.constexpr_function
+def _power(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def _repeated(x, M: tl.constexpr):
+    """The rows of x [R, K] again and again, [M, K]."""
+    R: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[None], [M // R, R, K]), [M, K])
+
+
+@triton.jit
+def _over_tiles(
+    q_ptr,  # [G, D]
+    k_codes,  # int16 words [tiles, TILE, D * BITS / 16]
+    k_scales,  # [tiles, 2, ...]
+    v_codes,
+    v_scales,
+    partial_ptr,  # [programs + rows, G, D]
+    lse_ptr,  # [programs + rows, G]
+    part,  # [M]
+    q_head,
+    begin,
+    end,
+    scale,
+    cap,
+    packed,
+    newest,
+    recent,
+    count,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KW: tl.constexpr,
+    VW: tl.constexpr,
+    CAP: tl.constexpr,
+    ASM: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """A head's units `begin` to `end`, N packed tokens each.
+
+    All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
+    tiles lie round a ring of `count`.
+    A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of
+    its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
+    """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    W: tl.constexpr = D * WORD_BITS // 16
+    PLANES: tl.constexpr = 16 // WORD_BITS
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    LIFTED: tl.constexpr = ASM and BITS < 8 and dtype == tl.bfloat16
+    m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
+    R: tl.constexpr = max(_power(G), 128 // KW)  # fewer, and every thread would add up all channels
+    r = tl.arange(0, R)
+    q, exact, acc = (), (), ()
+    for plane in tl.static_range(PLANES):
+        of_q = q_ptr + m[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
+        q += (tl.load(of_q, (m < G)[:, None] & (kw < W)[None, :], 0.0),)
+        of_group = q_ptr + r[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
+        exact += (tl.load(of_group, (r < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32),)
+        acc += (tl.zeros([M, VW], tl.float32),)
+    q_sum = tl.zeros([M], tl.float32)
+    q_lift = tl.zeros([M], tl.float32)
+    if KEY_ROWS == 0:
+        for plane in tl.static_range(PLANES):
+            of_plane = tl.sum(q[plane].to(tl.float32), 1)
+            q_sum += of_plane
+            q_lift += of_plane * _lift(_place(plane, PLANES), BITS, LIFTED)
+    top = tl.full([M], LOWEST, tl.float32)
+    LANES: tl.constexpr = min(N, LANE_TOKENS)
+    total = tl.zeros([M, LANES], tl.float32)
+    zeros = tl.zeros([M, LANES], tl.float32)  # what the zeros of values add to every channel
+    rounded = tl.zeros([M, VW], tl.float32)  # sums of the factors of values, as the dots take them
+    for unit in range(begin, end):
+        tile = unit * N // TILE_TOKENS
+        first = unit * N - tile * TILE_TOKENS
+        states = unit * (N * W) + n[:, None] * W
+        k_third, v_third = n, n
+        if BITS == 3:
+            states += tile * (TILE_TOKENS * W // 2)
+            k_third, v_third = _third_bits(k_codes, unit, n, kw, D, N), _third_bits(v_codes, unit, n, vw, D, N)
+        k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
+        v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
+
+        scores = tl.zeros([M, N], tl.float32) - q_lift[:, None] * (GROUPS == 1)
+        if KEY_ROWS > 0:
+            of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            folded, of_zeros = (), tl.zeros([R, KW], tl.float32)
+            factors, lows = _of_channels(of_row, kw, W, PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            for plane in tl.static_range(PLANES):
+                folded += (_product(q[plane], factors[plane][None, :], ASM),)
+                zero = lows[plane].to(tl.float32) + factors[plane].to(tl.float32) * HALF
+                of_zeros += exact[plane] * zero[None, :]
+            excess = tl.zeros([M, LANES], tl.float32) + _repeated(tl.sum(of_zeros, 1)[:, None], M)
+            if LIFTED:
+                for plane in tl.static_range(PLANES):
+                    lift = tl.full([KW, LANES], -_lift(_place(plane, PLANES), BITS, LIFTED), dtype)
+                    excess = tl.dot(folded[plane], lift, excess, input_precision="ieee")
+            scores = tl.reshape(tl.broadcast_to(excess[:, None, :], [M, N // LANES, LANES]), [M, N])
+            for plane in tl.static_range(PLANES):
+                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+                scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
+        else:
+            for plane in tl.static_range(PLANES):
+                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+                if GROUPS > 1:
+                    k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+                    k_factor, k_zero = _of_groups(
+                        *(k_scales, tile, first + n, k_channel, kw < W),
+                        *(GROUPS, D, HALF - _lift(_place(plane, PLANES), BITS, LIFTED)),
+                    )
+                    codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
+                scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
+            if GROUPS == 1:
+                token_factor, token_zero = _of_tokens(k_scales, tile, first + n, HALF, dtype)
+                scores = scores * token_factor[None, :] + q_sum[:, None] * token_zero[None, :]
+        if CAP:
+            scores = _capped(scores * scale, cap, CAP)
+        if RING:
+            last = packed // TILE_TOKENS - 1
+            token = (last - (last - tile) % count) * TILE_TOKENS + first + n
+            scores = tl.where((newest - token < recent)[None, :], scores, float("-inf"))
+
+        factor = 1.0 if CAP else scale  # which is positive, and a part of the subtraction
+        higher = tl.maximum(top, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade[:, None] + _in_part(weights)
+        if GROUPS == 1:
+            v_factor, v_zero = _of_tokens(v_scales, tile, first + n, HALF, dtype)
+            zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :])
+            weights *= v_factor[None, :]
+        faded, acc = acc, ()
+        for plane in tl.static_range(PLANES):
+            codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+            if GROUPS > 1:
+                v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+                v_factor, v_zero = _of_groups(
+                    *(v_scales, tile, first + n, v_channel, vw < W),
+                    *(GROUPS, D, HALF - _lift(_place(plane, PLANES), BITS, LIFTED)),
+                )
+                codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
+            acc += (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
+        if LIFTED and GROUPS == 1:
+            ones = tl.full([N, VW], 1.0, dtype)
+            rounded = tl.dot(weights.to(dtype), ones, rounded * fade[:, None], input_precision="ieee")
+        top = higher
+    total, zeros = tl.sum(total, 1), tl.sum(zeros, 1)
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
+    for plane in tl.static_range(PLANES):
+        channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+        own = acc[plane]
+        if LIFTED and GROUPS == 1:
+            own -= rounded * _lift(_place(plane, PLANES), BITS, LIFTED)
+        out = (own + zeros[:, None]) / safe[:, None]
+        tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

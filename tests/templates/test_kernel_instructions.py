@@ -1,0 +1,75 @@
+"""Instructions of the decode kernel's loops, counted in the machine code for H100: ceilings, and a table of them.
+
+The kernel reads packed tiles so fast that the instructions of a warp bound it, rather than the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
+from kvsurgery.templates.kv_decode import decode  # noqa: E402
+from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
+from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
+from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
+from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, compiled  # noqa: E402, F401
+
+LONGER = 80  # instructions than any loop has but those over units of tokens
+
+# quantization, tokens of a unit, and the most instructions that a warp may execute for one
+CEILINGS = [
+    (None, 32, 224),
+    (Quantization(8), 64, 657),
+    (Quantization(4), 128, 756),
+    (Quantization(2), 128, 820),
+    (Quantization(4, group_size=32), 32, 550),
+    (Quantization(4, "per-token"), 128, 654),
+]
+
+
+def loops(binary: Path) -> list[list[str]]:
+    """Instructions of each innermost loop over units, in the order of the machine code."""
+    code = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    number = {at: place for place, (at, _) in enumerate(lines)}
+    ranges = []
+    for place, (at, text) in enumerate(lines):
+        target = re.search(r"\bBRA\S*\s.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            ranges.append((number[int(target[1], 16)], place))
+    inner = [own for own in ranges if not any(own[0] <= of[0] and of[1] <= own[1] for of in ranges if of != own)]
+    return [[text for _, text in lines[first : last + 1]] for first, last in sorted(inner) if last - first > LONGER]
+
+
+@pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
+@pytest.mark.parametrize("compiled", [90], indirect=True)
+def test_instructions_of_a_unit(compiled: dict, tmp_path: Path) -> None:  # noqa: F811
+    """As a batch of one row launches it: 8 KV heads of 4 query heads, head_dim 128, bfloat16; nothing spills there."""
+    heads, head_dim, binary, found = 8, 128, tmp_path / "kernel.cubin", []
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, heads, dtype=torch.int32)
+    states, query = torch.zeros(2, 1, 4096, head_dim, dtype=torch.bfloat16), torch.zeros(1, heads * 4, head_dim)
+    print(f"\n{'decode kernel, H100':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
+    for quantization, tokens, ceiling in CEILINGS:
+        table = HeadTable(*states, each, each, each, each, row)
+        if quantization:
+            tiles = empty_tiles(states[0], 64, quantization)
+            table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantization=quantization)
+        decode(query.bfloat16(), table, row, Scoring(0.1), programs=8)
+        binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
+        body = loops(binary)[0]  # over tiles, where there are any
+        name = "16 bit" if quantization is None else f"{quantization.bits} bit {quantization.scheme}"
+        name += f", groups of {quantization.group_size}" if quantization and quantization.group_size else ""
+        print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceiling:>9}")
+        assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)], name
+        found.append(len(body))
+    assert all(count <= ceiling for count, (_, _, ceiling) in zip(found, CEILINGS, strict=True))
