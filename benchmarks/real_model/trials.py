@@ -49,8 +49,12 @@ def prompts(
     tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, facts: int, count: int, seed: int
 ) -> list[Prompt]:
     """Prompts of `length` tokens at most, questions not counted, with facts at random depths; words are shuffled."""
-    needles, rng = read_set("word"), np.random.default_rng([seed, length])
-    return [_prompt(tokenizer, haystack, length, needles_of(rng, needles, facts), rng) for _ in range(count)]
+    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    for _ in range(count):
+        chosen = needles_of(rng, needles, facts)
+        text = haystack.piece(rng, length - sum(map(len, stated(tokenizer, chosen))))
+        made.append(hide(tokenizer, text, chosen, rng))
+    return made
 
 
 def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tuple[str, str]]:
@@ -60,17 +64,18 @@ def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tup
     return list(zip(cues, words, strict=True))
 
 
-def _prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    haystack: Haystack,
-    length: int,
-    facts: list[tuple[str, str]],
-    rng: np.random.Generator,
+def stated(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> list[list[int]]:
+    """Facts as sentences."""
+    return [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
+
+
+def hide(
+    tokenizer: PreTrainedTokenizerBase, text: np.ndarray, facts: list[tuple[str, str]], rng: np.random.Generator
 ) -> Prompt:
-    stated = [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
-    text = haystack.piece(rng, length - sum(map(len, stated)))
+    """A text with facts at random depths, and questions about them."""
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
-    pieces = [piece for part, fact in zip(parts, [*stated, []], strict=True) for piece in (part, fact)]
+    sentences = [*stated(tokenizer, facts), []]
+    pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
     questions = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
