@@ -10,7 +10,7 @@ quantized, so this is what they answer when deployed.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Prompt:
 
     text: np.ndarray
     questions: tuple[Question, ...]
-    following: np.ndarray
+    following: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,13 @@ def prompts(
 
     With `new`, this many tokens of the text that follow it are to be predicted.
     """
-    needles, rng = read_set("word"), np.random.default_rng([seed, length])
-    return [_prompt(tokenizer, haystack, length, needles_of(rng, needles, facts), rng, new) for _ in range(count)]
+    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    for _ in range(count):
+        chosen = needles_of(rng, needles, facts)
+        rest = length - sum(map(len, stated(tokenizer, chosen)))
+        text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
+        made.append(replace(hide(tokenizer, text, chosen, rng), following=following.astype(np.int64)))
+    return made
 
 
 def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tuple[str, str]]:
@@ -66,24 +71,23 @@ def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tup
     return list(zip(cues, words, strict=True))
 
 
-def _prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    haystack: Haystack,
-    length: int,
-    facts: list[tuple[str, str]],
-    rng: np.random.Generator,
-    new: int,
+def stated(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> list[list[int]]:
+    """Facts as sentences."""
+    return [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
+
+
+def hide(
+    tokenizer: PreTrainedTokenizerBase, text: np.ndarray, facts: list[tuple[str, str]], rng: np.random.Generator
 ) -> Prompt:
-    stated = [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
-    rest = length - sum(map(len, stated))
-    text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
+    """A text with facts at random depths, and questions about them."""
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
-    pieces = [piece for part, fact in zip(parts, [*stated, []], strict=True) for piece in (part, fact)]
+    sentences = [*stated(tokenizer, facts), []]
+    pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
     questions = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
         questions.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
-    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions), following.astype(np.int64))
+    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions))
 
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
