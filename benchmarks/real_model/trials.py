@@ -55,8 +55,13 @@ def prompts(
 
     With `new`, this many tokens of the text that follow it are to be predicted.
     """
-    needles, rng = read_set("word"), np.random.default_rng([seed, length])
-    return [_prompt(tokenizer, haystack, length, needles_of(rng, needles, facts), rng, new) for _ in range(count)]
+    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    for _ in range(count):
+        chosen = needles_of(rng, needles, facts)
+        rest = length - sum(map(len, stated(tokenizer, chosen)))
+        text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
+        made.append(hide(tokenizer, text, following, chosen, rng))
+    return made
 
 
 def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tuple[str, str]]:
@@ -66,19 +71,22 @@ def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tup
     return list(zip(cues, words, strict=True))
 
 
-def _prompt(
+def stated(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> list[list[int]]:
+    """Facts as sentences."""
+    return [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
+
+
+def hide(
     tokenizer: PreTrainedTokenizerBase,
-    haystack: Haystack,
-    length: int,
+    text: np.ndarray,
+    following: np.ndarray,
     facts: list[tuple[str, str]],
     rng: np.random.Generator,
-    new: int,
 ) -> Prompt:
-    stated = [token_ids(tokenizer, f" {cue} {word}.") for cue, word in facts]
-    rest = length - sum(map(len, stated))
-    text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
+    """A text with facts at random depths, questions about them, and how the text goes on."""
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
-    pieces = [piece for part, fact in zip(parts, [*stated, []], strict=True) for piece in (part, fact)]
+    sentences = [*stated(tokenizer, facts), []]
+    pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
     questions = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
@@ -99,12 +107,13 @@ def answered(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
 
 
 @torch.inference_mode()
-def asked(model: PreTrainedModel, cache: Any, prompt: Prompt) -> list[bool]:
-    """Which questions have the right answer after a cache of the prompt's text, which stays as it is."""
+def asked(model: PreTrainedModel, cache: Any, prompt: Prompt, after: int = 0) -> list[bool]:
+    """Which questions have the right answer after a cache of the prompt's text, and `after` tokens that follow it; the
+    cache stays as it is."""
     found = []
     for question in prompt.questions:
         tokens = torch.tensor(question.tokens)
-        logits = continued(model, copied(cache), tokens, len(prompt.text), question.answer + 1)
+        logits = continued(model, copied(cache), tokens, len(prompt.text) + after, question.answer + 1)
         found.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
     return found
 

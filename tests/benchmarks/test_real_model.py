@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "rea
 
 import after_prompt
 import heads_report
+import selections
 import trials
 import which_heads
 
@@ -180,11 +181,56 @@ def pieces_of(words: PreTrainedTokenizerFast, text: Path) -> list[trials.Window]
     return trials.windows(Haystack.read(str(text), words, 121), prompt=80, new=40, count=2)
 
 
+def test_selections_are_compared_at_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """On the bundled model. What is measured is not measured again."""
+    results = tmp_path / "found.json"
+    command = ["selections.py", "--prompt", 60, "--new", 40, "--budget", 10, "--hold", 12, "--cases", 2]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in (*command, "--json", results)])
+    selections.main()
+    found = json.loads(results.read_text())["results"]
+    assert [*found] == ["original", *selections.SELECTS]
+    held = {name: [case["kv_bytes"] for case in cases] for name, cases in found.items()}
+    token = 2 * 32 * 4  # of a head; 10 budgets of 9 tokens and a score each take no more than 10 tokens
+    assert held["attention"] == held["value-norm"] == [3 * 4 * 30 * token] * 2
+    assert held["accumulated"] == [3 * 4 * (29 * token + 9 * 4)] * 2
+    assert [np.shape(case["right"]) for cases in found.values() for case in cases] == [(3, 4)] * 8
+    assert np.mean([case["right"] for case in found["original"]]) > 0.9
+    del found["value-norm"][1]
+    found["original"][0]["nats"] = [0.0] * 4
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"results": found}))
+    selections.main()
+    again = json.loads(results.read_text())["results"]
+    assert again["original"][0]["nats"] == [0.0] * 4
+    assert len(again["value-norm"]) == 2
+    assert "| selected by | KV bytes | perplexity up to 10 | 20 | 30 | 40 |" in capsys.readouterr().out
+
+
+def test_selections_count_what_the_original_recalls() -> None:
+    def result(right: list[int], nats: float) -> dict:
+        return {"right": [right] * 3, "nats": [nats] * 4, "kv_bytes": 1024}
+
+    results = {
+        "original": [result([1, 1, 0, 1], 1.0), result([1, 0, 0, 0], 2.0), result([1, 0, 0, 0], 2.0)],
+        "attention": [result([1, 0, 0, 1], 1.5), result([0, 0, 0, 0], 2.5)],
+        "value-norm": [result([1, 1, 1, 1], 1.4), result([0, 0, 1, 0], 2.4)],
+    }
+    assert selections.table({"settings": {"new": 400}, "results": results})[2:] == [
+        "| original | 1.00 KiB | 4.48 | 4.48 | 4.48 | 4.48 |  | 100% | 100% | 100% |  |",
+        "| attention | 1.00 KiB | 7.39 | 7.39 | 7.39 | 7.39 |  | 33% | 33% | 33% |  |",
+        "| value-norm | 1.00 KiB | 6.69 | 6.69 | 6.69 | 6.69 | × 0.905 [0.905, 0.905] | 50% | 50% | 50% | "
+        "+17% [+0%, +33%] |",
+    ]
+
+
 def test_the_documented_tables_are_the_committed_results() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "which-heads.json").read_text())
     assert "\n".join(heads_report.table(found)) in (ROOT / "docs" / "results.md").read_text()
-    found_after = json.loads((ROOT / "benchmarks" / "results" / "after-prompt.json").read_text())
-    assert "\n".join(after_prompt.table(found_after)) in (ROOT / "docs" / "results.md").read_text()
+    for name in ("after-prompt",):
+        found_after = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        assert "\n".join(after_prompt.table(found_after)) in (ROOT / "docs" / "results.md").read_text()
+    for name in ("smollm2", "bundled"):
+        found_selections = json.loads((ROOT / "benchmarks" / "results" / f"selections-{name}.json").read_text())
+        assert "\n".join(selections.table(found_selections)) in (ROOT / "docs" / "results.md").read_text()
     for name in ("attention", "er"):
         profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
         assert any(key.startswith(f"{name}, ") for key in found["results"])
