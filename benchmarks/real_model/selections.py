@@ -10,12 +10,10 @@ count. Without MODEL the bundled model is measured, on its own task. A run conti
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, hide, needles_of, stated, windows
+from trials import Prompt, Question, asked, hide, needles_of, stated, windows
 
 from kvsurgery import __version__, console
 from kvsurgery.conversion.convert import convert
@@ -45,15 +43,7 @@ ORIGINAL, QUARTERS, FACTS = "original", 4, 4
 ASKED = 0, 2, 4  # after how many quarters of what follows
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt with facts and questions about them, and what follows it, int64 [new]."""
-
-    prompt: Prompt
-    follows: np.ndarray
-
-
-def cases_of_text(model: Path, text: Path, prompt: int, new: int, count: int) -> Iterator[Case]:
+def cases_of_text(model: Path, text: Path, prompt: int, new: int, count: int) -> Iterator[Prompt]:
     """Pieces of a text at even distances, with facts between the sentences of their prompts."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
@@ -62,10 +52,10 @@ def cases_of_text(model: Path, text: Path, prompt: int, new: int, count: int) ->
     for piece in windows(haystack, prompt, new, count):
         facts = needles_of(rng, needles, FACTS)
         taken = sum(map(len, stated(tokenizer, facts)))
-        yield Case(hide(tokenizer, piece.tokens[taken:prompt], facts, rng), piece.tokens[prompt:-1])
+        yield hide(tokenizer, piece.tokens[taken:prompt], piece.tokens[prompt:-1], facts, rng)
 
 
-def cases_of_task(prompt: int, new: int, count: int) -> Iterator[Case]:
+def cases_of_task(prompt: int, new: int, count: int) -> Iterator[Prompt]:
     """The bundled model's own task: facts in filler, then filler."""
     task = load_task()
     for seed in range(count):
@@ -75,35 +65,25 @@ def cases_of_task(prompt: int, new: int, count: int) -> Iterator[Case]:
             Question([task.RECALL, *text[place + 1 : place + 2 + task.VALUES].tolist()], task.VALUES)
             for place in np.flatnonzero(text == task.REMEMBER)
         )
-        yield Case(Prompt(text, questions), task.filler(rng, 1, new)[0])
+        yield Prompt(text, questions, task.filler(rng, 1, new)[0])
 
 
 @torch.inference_mode()
-def measure(model: PreTrainedModel, case: Case) -> dict[str, Any]:
+def measure(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     """Answers right after the prompt, half of what follows and all of it, the mean negative log-likelihood of each
     quarter, and the bytes of the cache in the end."""
-    output = model(torch.from_numpy(case.prompt.text)[None], logits_to_keep=1)
+    output = model(torch.from_numpy(prompt.text)[None], logits_to_keep=1)
     cache, last = output.past_key_values, output.logits[0]
-    right, nats = [recalled(model, cache, case.prompt.questions)], []
-    for number, quarter in enumerate(torch.from_numpy(case.follows)[None].chunk(QUARTERS, 1)):
+    right, nats = [[*map(int, asked(model, cache, prompt))]], []
+    for number, quarter in enumerate(torch.from_numpy(prompt.following)[None].chunk(QUARTERS, 1)):
         logits = model(quarter, past_key_values=cache).logits[0]
         nats.append(F.cross_entropy(torch.cat([last, logits[:-1]]).float(), quarter[0]).item())
         last = logits[-1:]
         if number + 1 in ASKED:
-            right.append(recalled(model, cache, case.prompt.questions))
+            right.append([*map(int, asked(model, cache, prompt, (number + 1) * quarter.shape[1]))])
     states = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     held = cache.allocated_bytes() if hasattr(cache, "allocated_bytes") else sum(part.nbytes for part in states)
     return {"right": right, "nats": nats, "kv_bytes": held}
-
-
-def recalled(model: PreTrainedModel, cache: Any, questions: tuple[Question, ...]) -> list[int]:
-    """Which questions get the right answer after what a cache holds; 1 or 0."""
-    found = []
-    for question in questions:
-        tokens = torch.tensor([question.tokens])
-        logits = model(tokens, past_key_values=copy.deepcopy(cache), logits_to_keep=question.answer + 1).logits[0]
-        found.append(int(torch.equal(logits[:-1].argmax(-1), tokens[0, -question.answer :])))
-    return found
 
 
 def load(source: Path, profile: HeadProfile, recipe: Recipe) -> PreTrainedModel:

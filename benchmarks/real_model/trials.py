@@ -10,7 +10,7 @@ quantized, so this is what they answer when deployed.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Prompt:
 
     text: np.ndarray
     questions: tuple[Question, ...]
-    following: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    following: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def prompts(
         chosen = needles_of(rng, needles, facts)
         rest = length - sum(map(len, stated(tokenizer, chosen)))
         text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
-        made.append(replace(hide(tokenizer, text, chosen, rng), following=following.astype(np.int64)))
+        made.append(hide(tokenizer, text, following, chosen, rng))
     return made
 
 
@@ -77,9 +77,13 @@ def stated(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> 
 
 
 def hide(
-    tokenizer: PreTrainedTokenizerBase, text: np.ndarray, facts: list[tuple[str, str]], rng: np.random.Generator
+    tokenizer: PreTrainedTokenizerBase,
+    text: np.ndarray,
+    following: np.ndarray,
+    facts: list[tuple[str, str]],
+    rng: np.random.Generator,
 ) -> Prompt:
-    """A text with facts at random depths, and questions about them."""
+    """A text with facts at random depths, questions about them, and how the text goes on."""
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
     sentences = [*stated(tokenizer, facts), []]
     pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
@@ -87,7 +91,7 @@ def hide(
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
         questions.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
-    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions))
+    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions), following.astype(np.int64))
 
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
@@ -103,12 +107,13 @@ def answered(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
 
 
 @torch.inference_mode()
-def asked(model: PreTrainedModel, cache: Any, prompt: Prompt) -> list[bool]:
-    """Which questions have the right answer after a cache of the prompt's text, which stays as it is."""
+def asked(model: PreTrainedModel, cache: Any, prompt: Prompt, after: int = 0) -> list[bool]:
+    """Which questions have the right answer after a cache of the prompt's text, and `after` tokens that follow it; the
+    cache stays as it is."""
     found = []
     for question in prompt.questions:
         tokens = torch.tensor(question.tokens)
-        logits = continued(model, copied(cache), tokens, len(prompt.text), question.answer + 1)
+        logits = continued(model, copied(cache), tokens, len(prompt.text) + after, question.answer + 1)
         found.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
     return found
 

@@ -149,7 +149,7 @@ def test_every_head_has_a_kind():
     "section",
     [
         {},
-        {"selection": SELECTION, "layers": [BUDGETS] * 3},
+        {"selection": {**SELECTION, "select": "value-norm"}, "layers": [BUDGETS] * 3},
         {"head_dim": 16, "quantization": asdict(Quantization(4, residual=9))},
         {"layers": [{"blocks": [[1, 1], [0, 2]], "sink": 1, "recent": 2}] * 3},
     ],
