@@ -1,6 +1,7 @@
 """The kernels compiled for A100 and H100 without one, as a batch of one row launches them.
 
-No stack but of decoding over tiles, room for the blocks that should share a multiprocessor, and of every case the shared memory of a block.
+No stack, but for decoding over tiles; room for the blocks that should share a multiprocessor; and of every case the
+shared memory of a block.
 """
 
 from __future__ import annotations
