@@ -231,7 +231,7 @@ def test_the_documented_tables_are_the_committed_results() -> None:
     for name in ("smollm2", "bundled"):
         found_selections = json.loads((ROOT / "benchmarks" / "results" / f"selections-{name}.json").read_text())
         assert "\n".join(selections.table(found_selections)) in (ROOT / "docs" / "results.md").read_text()
-    for name in ("attention", "er"):
+    for name in ("gates", "attention", "er"):
         profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
         assert any(key.startswith(f"{name}, ") for key in found["results"])
         assert (profile.model.layers, profile.model.kv_heads) == (30, 3)
