@@ -125,7 +125,7 @@ def contenders(measured: Path, profile: Path) -> list[Contender]:
 
     Args:
         measured: losses of the model, which choose full heads and say what to rotate and clip.
-        profile: head scores that nothing but needles was measured for.
+        profile: other head scores, such as those of needles.
     """
     losses, needles = load_scores(measured), load_scores(profile)
 
