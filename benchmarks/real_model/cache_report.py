@@ -85,7 +85,7 @@ def draw(found: Mapping[str, Any], colours: Mapping[str, str], path: Path) -> No
     """Write divergence and recall against the bytes held as an SVG, in one set of colours; solid lines are ours."""
     every = [row for row in rows(found) if row.name != ORIGINAL]
     [original] = (row for row in rows(found) if row.name == ORIGINAL)
-    figure = Figure(figsize=(9, 3.9), layout="constrained", facecolor=colours["paper"])
+    figure = Figure(figsize=(9, 5), layout="constrained", facecolor=colours["paper"])
     panels = figure.subplots(1, 2)
     for axes, title in zip(panels, ("divergence of the next token, nats", "facts recalled"), strict=True):
         axes.set_facecolor(colours["paper"])
@@ -105,7 +105,7 @@ def draw(found: Mapping[str, Any], colours: Mapping[str, str], path: Path) -> No
         if own:
             ink, mark = next(looks[series.startswith(OURS)])
             _line(panels, own, colours[ink], mark)
-    legend = figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    legend = figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     legend.get_frame().set(facecolor=colours["paper"], edgecolor="none")
     for text in legend.get_texts():
         text.set_color(colours["ink"])

@@ -129,14 +129,20 @@ def contenders(measured: Path, profile: Path) -> list[Contender]:
     """
     losses, needles = load_scores(measured), load_scores(profile)
 
-    def ours(sparsity: float, bits: int | None, scores: HeadProfile, chosen_by: str) -> Converted:
+    def ours(
+        sparsity: float, bits: int | None, scores: HeadProfile, chosen_by: str, residual: int | None = None
+    ) -> Converted:
         recipe = Recipe(sparsity=sparsity, rest="streaming")
         if bits:
             recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
         heads = f"{1 - sparsity:.0%} of heads full {chosen_by}" if sparsity else "all heads full"
         parts = ([f"streaming heads {chosen_by}"] if sparsity else []) + (["bits"] if bits else [])
         name = ", ".join(["kvsurgery", heads, *([f"{bits} bits"] if bits else [])])
-        return Converted(name, f"kvsurgery, {' and '.join(parts)}", recipe=recipe, profile=scores)
+        series = f"kvsurgery, {' and '.join(parts)}"
+        if residual is not None:
+            recipe = replace(recipe, kv_residual=residual)
+            name, series = (f"{words}, residual {residual}" for words in (name, series))
+        return Converted(name, series, recipe=recipe, profile=scores)
 
     def quantized(backend: str, bits: int) -> Quantized:
         return Quantized(
@@ -165,6 +171,7 @@ def contenders(measured: Path, profile: Path) -> list[Contender]:
         ours(0.25, 4, losses, by_loss),
         quantized("hqq", 2),
         ours(0.5, 2, losses, by_loss),
+        *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
     ]
 
 
@@ -224,8 +231,9 @@ def main() -> None:
         begin = time.perf_counter()
         try:
             result = answers(contender, arguments.model, texts, original)
-        except ImportError as error:
-            console.stderr.print(f"left out: {contender.name} ({str(error).splitlines()[0]})", markup=False)
+        except (ImportError, RuntimeError) as error:  # not installed; layers of unequal lengths, under one mask
+            found.setdefault("left out", {})[contender.name] = reason = str(error).splitlines()[0]
+            console.stderr.print(f"left out: {contender.name} ({reason})", markup=False)
             continue
         results[contender.name] = {"series": contender.series, **result}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
