@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from kvsurgery.emit.card import describe_widths
+from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
 from kvsurgery.measure.model import MeasuredModel
