@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from kvsurgery.emit.card import describe_widths
+from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
 from kvsurgery.measure.model import MeasuredModel
@@ -73,7 +73,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     losses, sizes = CacheLosses.load(arguments.losses), TrialSizes(passages=arguments.passages, scored=64)
-    subject = MeasuredModel.load(arguments.model, dtype="float32")
+    measured = MeasuredModel.load(arguments.model, dtype="float32")
     caches = [
         Quantization(bits, rotate=best.rotate, clip=best.clip)
         for bits in losses.settings
@@ -87,10 +87,10 @@ def main() -> None:
     known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
     known |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}
     rows = [torch.tensor([[place[width]] * losses.model.kv_heads for width in some]) for some in bits.values()]
-    text = Haystack.read(arguments.text, subject.text, sizes.passages * sizes.length)
-    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(subject.text))):
+    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         if str(number) not in known["losses"]:
-            trial = CacheTrial(subject.model, subject.windows, passage[None], sizes.context, caches)
+            trial = CacheTrial(measured.model, measured.windows, passage[None], sizes.context, caches)
             found = trial.divergence(torch.stack(rows)).tolist()
             known["losses"][str(number)] = dict(zip(bits, found, strict=True))
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")

@@ -10,7 +10,7 @@ import torch
 from bundled import MODEL, PROFILE, kvsurgery, load, scratch, task
 from gates import FACTS, SEED
 from measure import RECENT, SINK
-from measure import load as load_subject
+from measure import load as load_measured
 
 from kvsurgery.measure.training import GateOptions, train_gates
 from kvsurgery.profile.comparison import compare
@@ -31,7 +31,7 @@ def prompt(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     with scratch():
         data = {"prompts": "recall task", "facts": FACTS, "length": LENGTH, "seed": SEED}
-        profile, history = train_gates(load_subject(), prompt, OPTIONS, data=data)
+        profile, history = train_gates(load_measured(), prompt, OPTIONS, data=data)
         profile.save("quick.safetensors")
         print(f"gates after {len(history)} steps, KV heads of each layer in a row:")
         for layer in profile.head_scores:

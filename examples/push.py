@@ -21,7 +21,8 @@ def repository() -> Generator[str]:
         yield sys.argv[1]
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.helpers.hub_server import USER, serve
+    from tests.helpers.hub_handler import USER
+    from tests.helpers.hub_server import serve
 
     with serve() as hub, tempfile.TemporaryDirectory() as home:
         os.environ |= hub.client_environment(Path(home))

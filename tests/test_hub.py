@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.helpers.hub_server import Fault, Hub, serve
+from tests.helpers.hub_handler import Fault
+from tests.helpers.hub_server import Hub, serve
 
 # one call per line of stdin; one JSON line of answer per call: a result, or the error's class and text
 DRIVER = """

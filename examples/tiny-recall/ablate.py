@@ -18,12 +18,12 @@ from kvsurgery.profile.head_profile import HeadProfile
 SEED, COUNT, BATCH = 1, 64, 4
 
 
-def measure(subject: MeasuredModel) -> HeadProfile:
+def measure(measured: MeasuredModel) -> HeadProfile:
     """Ablation scores over `COUNT` prompts of `LENGTH` tokens."""
     tokens, targets = answered(prompts(SEED, COUNT, LENGTH))
     batches = list(zip(tokens.split(BATCH), targets.split(BATCH), strict=True))
-    return subject.profile(
-        ablation_scores(subject.model, batches, sink=SINK, recent=RECENT),
+    return measured.profile(
+        ablation_scores(measured.model, batches, sink=SINK, recent=RECENT),
         "ablation",
         "kv",
         sink=SINK,
@@ -34,12 +34,12 @@ def measure(subject: MeasuredModel) -> HeadProfile:
 
 def main() -> None:
     torch.set_num_threads(1)
-    subject = load()
-    profile = measure(subject)
+    measured = load()
+    profile = measure(measured)
     show_scores("Rise of the recall cross-entropy, nats", profile.head_scores)
     comparison = compare(HeadProfile.load(PROFILE), profile)
     print(f"rank correlation (Spearman) with the bundled profile: {comparison.spearman:.3f}\n")
-    show_recall(subject, profile)
+    show_recall(measured, profile)
 
 
 if __name__ == "__main__":

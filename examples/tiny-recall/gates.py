@@ -32,7 +32,7 @@ def prompt(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, kind == RECALLED
 
 
-def measure(subject: MeasuredModel, options: GateOptions = OPTIONS) -> tuple[HeadProfile, np.ndarray]:
+def measure(measured: MeasuredModel, options: GateOptions = OPTIONS) -> tuple[HeadProfile, np.ndarray]:
     """Gates as scores, and the training's history."""
 
     def show(progress: Progress) -> None:
@@ -44,7 +44,7 @@ def measure(subject: MeasuredModel, options: GateOptions = OPTIONS) -> tuple[Hea
             )
 
     data = {"prompts": "recall task", "facts": FACTS, "shortest": SHORTEST, "longest": LONGEST, "seed": SEED}
-    return train_gates(subject, prompt, options, data=data, progress=show)
+    return train_gates(measured, prompt, options, data=data, progress=show)
 
 
 def main() -> None:
@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--curve", type=Path, help="a picture of the training")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    subject = load()
-    profile, history = measure(subject)
+    measured = load()
+    profile, history = measure(measured)
     profile.save(arguments.out)
     if arguments.curve:
         plot_training(history, arguments.curve)
     show_scores("Gates", profile.head_scores)
-    show_recall(subject, profile)
-    show_random_recall(subject, profile)
+    show_recall(measured, profile)
+    show_random_recall(measured, profile)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def random_choice(profile: HeadProfile, count: int, seed: int) -> np.ndarray:
     return chosen.reshape(profile.head_scores.shape)
 
 
-def kept_recall(subject: MeasuredModel, full: np.ndarray, questions: Prompts) -> float:
+def kept_recall(measured: MeasuredModel, full: np.ndarray, questions: Prompts) -> float:
     """Exact match with some heads full, bool [layers, kv_heads], and the others streaming, by dense masks."""
-    with restricted(subject.model, torch.from_numpy(~full), sink=SINK, recent=RECENT):
-        return exact_match(subject.model, questions)
+    with restricted(measured.model, torch.from_numpy(~full), sink=SINK, recent=RECENT):
+        return exact_match(measured.model, questions)
 
 
 def show_scores(title: str, scores: np.ndarray) -> None:
@@ -52,22 +52,22 @@ def show_scores(title: str, scores: np.ndarray) -> None:
     console.stdout.print(console.table(title, ["", *(f"head {head}" for head in range(scores.shape[1]))], rows))
 
 
-def show_recall(subject: MeasuredModel, profile: HeadProfile) -> None:
+def show_recall(measured: MeasuredModel, profile: HeadProfile) -> None:
     """A table of the recall with the profile's best heads full: 200 queries."""
     questions = prompts(QUESTIONS_SEED, 200, LENGTH)
-    rows: list[tuple[str | int, str]] = [("all", f"{exact_match(subject.model, questions):.3f}")]
-    rows += [(count, f"{kept_recall(subject, best(profile, count), questions):.3f}") for count in (*FULL[::-1], 0)]
+    rows: list[tuple[str | int, str]] = [("all", f"{exact_match(measured.model, questions):.3f}")]
+    rows += [(count, f"{kept_recall(measured, best(profile, count), questions):.3f}") for count in (*FULL[::-1], 0)]
     title = f"Recall over {LENGTH:,} tokens by full heads, as the {profile.method} profile has them"
     console.stdout.print(console.table(title, ["full heads", "exact match"], rows))
 
 
-def show_random_recall(subject: MeasuredModel, profile: HeadProfile) -> None:
+def show_random_recall(measured: MeasuredModel, profile: HeadProfile) -> None:
     """A table of the recall with random heads full: ten choices, 40 queries each."""
     questions = prompts(QUESTIONS_SEED, 40, LENGTH)
     rows = []
     for count in FULL:
         choices = [random_choice(profile, count, seed) for seed in range(10)]
-        kept = [kept_recall(subject, choice, questions) for choice in choices]
+        kept = [kept_recall(measured, choice, questions) for choice in choices]
         lucky = [all(choice[head] for head in CRITICAL) for choice in choices]
         others = [recall for recall, both in zip(kept, lucky, strict=True) if not both]
         rows.append((count, f"{np.mean(kept):.3f}", sum(lucky), f"{max(others):.3f}"))

@@ -96,7 +96,7 @@ def _brief(value: Any) -> str:
 def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
-    from kvsurgery.emit.card import describe_bits, describe_hold
+    from kvsurgery.emit.cache_description import describe_bits, describe_hold
 
     print_kv_bytes(surgery.kv_bytes, surgery.ranks, family if surgery.replicated else None)
     if surgery.revertible and surgery.options is not None:

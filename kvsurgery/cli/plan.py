@@ -10,7 +10,8 @@ from typing import Any
 from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.emit.card import describe_bits, describe_hold, kv_table, rank_table
+from kvsurgery.emit.cache_description import describe_bits, describe_hold
+from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import hub_code_keys
 from kvsurgery.policy.fit import Candidate, Fit
 from kvsurgery.profile.head_profile import HeadProfile

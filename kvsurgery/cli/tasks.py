@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from kvsurgery.cli.options import Several, Tokens
 from kvsurgery.cli.running import CHUNK, POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
-from kvsurgery.evaluate.setting import Setting, settings_of
+from kvsurgery.evaluate.setting import TaskSetting, settings_of
 from kvsurgery.evaluate.tasks import task_classes
 
 if TYPE_CHECKING:
@@ -89,16 +89,16 @@ def _setting_options() -> Iterator[Callable[[Any], Any]]:
         )
 
 
-def _settings() -> dict[str, list[tuple[str, str, Setting]]]:
+def _settings() -> dict[str, list[tuple[str, str, TaskSetting]]]:
     """By option, whose it is: the tasks, their fields and the settings."""
-    result: dict[str, list[tuple[str, str, Setting]]] = {}
+    result: dict[str, list[tuple[str, str, TaskSetting]]] = {}
     for task, kind in task_classes().items():
         for field, setting in settings_of(kind).items():
             result.setdefault(setting.option, []).append((task, field, setting))
     return result
 
 
-def _type(hint: Any, setting: Setting) -> click.ParamType:
+def _type(hint: Any, setting: TaskSetting) -> click.ParamType:
     """The type of an option whose values a field of this type takes."""
     [kind] = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
     numbers = Tokens() if setting.tokens else POSITIVE
@@ -106,7 +106,7 @@ def _type(hint: Any, setting: Setting) -> click.ParamType:
     return Several(types[get_args(kind)[0]]) if get_origin(kind) is tuple else types[kind]
 
 
-def _default(entries: list[tuple[str, str, Setting]]) -> str:
+def _default(entries: list[tuple[str, str, TaskSetting]]) -> str:
     """How --help shows the default: as it can be typed, or in parentheses."""
     shown: dict[str, list[str]] = {}
     for task, field, setting in entries:
@@ -118,13 +118,13 @@ def _default(entries: list[tuple[str, str, Setting]]) -> str:
     return f"  [default: ({'; '.join(each)})]"
 
 
-def _typed(entries: list[tuple[str, str, Setting]]) -> str | None:
+def _typed(entries: list[tuple[str, str, TaskSetting]]) -> str | None:
     """The default of an option, where a task's field has one that can be typed and no other task has the option."""
     value = _value(*entries[0][:2])
     return str(value) if len(entries) == 1 and isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
-def _shown(task: str, field: str, setting: Setting) -> str:
+def _shown(task: str, field: str, setting: TaskSetting) -> str:
     if setting.default is not None:
         return f"({setting.default})"
     value = _value(task, field)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from string import Template
 from typing import Any
 
 from kvsurgery import __version__
 from kvsurgery.console import size
+from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.emit.config import auto_class
 from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout
+from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.vllm.forecast import forecast
 
 # keys of the source's card that stay true after surgery
@@ -129,64 +129,17 @@ def _others(policy: Policy) -> str:
     return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; in this checkpoint, all heads are retrieval heads"
 
 
-def describe_bits(quantization: Mapping[str, Any]) -> str:
-    """Widths and scheme of a quantized cache, in words, from its entry in a config."""
-    groups = [f"groups of {quantization['group_size']}"] if quantization["group_size"] else []
-    steps = ("rotate", "values", "values rotated"), ("rotate", "both", "keys and values rotated")
-    done = [
-        words + where
-        for name, value, words in (*steps, ("clip", True, "ranges clipped"))
-        if (where := _where(quantization, name, value)) is not None
-    ]
-    return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *done])})"
-
-
-def describe_widths(bits: int | Sequence[int | None]) -> str:
-    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, the model's dtype in 2"."""
-    if isinstance(bits, int):
-        return f"{bits} bits"
-    counts = Counter(bits)
-    [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
-    plain = [f"the model's dtype in {counts[None]}"] if None in counts else []
-    words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
-    return ", ".join(words + plain)
-
-
-def _widest_first(bits: Iterable[int | None]) -> list[int]:
-    return sorted({width for width in bits if width is not None}, reverse=True)
-
-
-def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
-    """At which widths a field has a value: empty for all of them, None for none."""
-    bits, values = quantization["bits"], quantization[name]
-    if isinstance(bits, int) or not isinstance(values, Sequence) or isinstance(values, str):
-        return "" if values == value else None
-    there = _widest_first(width for width, each in zip(bits, values, strict=True) if each == value)
-    if there in ([], _widest_first(bits)):
-        return "" if there else None
-    return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
-
-
-def describe_hold(window: int, hold: int, select: str) -> str:
-    """How much budgeted heads keep whose budgets hold, and by what they select, in words."""
-    chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
-    return (
-        f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
-        f"{window + hold} tokens"
-    )
-
-
 def _quantized(policy: Policy) -> str:
     """How the cache is quantized, as the end of a sentence."""
-    quantization = policy.quantization
-    if quantization is None:
+    section = policy.layout.quantization_section
+    if section is None:
         return ""
-    excepted = "" if quantization.streaming else ", except in streaming heads"
+    excepted = "" if section["streaming"] else ", except in streaming heads"
     if policy.recipe.hold is not None:
         excepted = ", except in budgeted heads"
     return (
-        f". The first {quantization.sink} and at least the newest {quantization.residual} tokens stay in the model's "
-        f"dtype; the other tokens are stored in {describe_bits(policy.layout.section['quantization'])}{excepted}"
+        f". The first {section['sink']} and at least the newest {section['residual']} tokens stay in the model's "
+        f"dtype; the other tokens are stored in {describe_bits(section)}{excepted}"
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from string import Formatter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_prompts(path: str, needed: str, others: Collection[str], like: str) -> dict[str, str]:
-    """Prompts by dataset, of a JSON file.
+def read_prompts(
+    path: str | None, shipped: Mapping[str, Mapping[str, Any]], needed: str, others: Collection[str], like: str
+) -> dict[str, str]:
+    """Prompts by dataset, of a JSON file if there is one.
 
     Args:
+        shipped: by dataset, what has the `prompt` to use without a file.
         needed: the field that every prompt must have, which the context fills in.
         others: fields that a prompt may have.
         like: a file of this kind, for the error.
@@ -28,6 +31,8 @@ def read_prompts(path: str, needed: str, others: Collection[str], like: str) -> 
     Raises:
         TextError: it is no JSON object of texts, or they have other fields than a row fills in.
     """
+    if path is None:
+        return {dataset: entry["prompt"] for dataset, entry in shipped.items()}
     prompts = read_json(path)
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise TextError(f"{path} must be a JSON object of prompts by dataset, such as {like}")

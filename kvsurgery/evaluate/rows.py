@@ -81,8 +81,8 @@ def in_folder(source: str, name: str) -> str:
     raise TextError(f"{folder} has no {' or '.join(name + ending for ending in ENDINGS)}")
 
 
-def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None, benchmark: str) -> list[str]:
-    """Which of a benchmark's files are read, by their names without endings.
+def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None, benchmark: str) -> dict[str, str]:
+    """What is read of a benchmark, by the names of its files without endings: paths, or the dataset's id.
 
     Args:
         names: those that the benchmark has.
@@ -90,6 +90,7 @@ def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None,
 
     Raises:
         TextError: a name is unknown, or the source does not have it.
+        KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
     """
     if unknown := {*(chosen or ())} - {*names}:
         raise TextError(f"{benchmark} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
@@ -101,7 +102,8 @@ def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None,
     absent = [name for name in chosen or () if name not in there]
     if absent or not there:
         raise TextError(f"{path} has no file of {benchmark} that is called {(absent or names)[0]}.jsonl")
-    return [name for name in there if name in (chosen or names)]
+    check_source(source)
+    return {name: in_folder(source, name) for name in there if name in (chosen or names)}
 
 
 def four_options(row: Mapping[str, Any], place: str) -> list[str]:

@@ -31,6 +31,10 @@ class Reader:
     vocabulary: int
     seed: int = 0
 
+    def room(self, longest: int | None) -> int:
+        """Tokens of prompt and answer at most: those that there are positions for, or `longest` if that is less."""
+        return min(longest or self.max_context, self.max_context)
+
 
 @dataclass(frozen=True, eq=False)
 class Conversation:

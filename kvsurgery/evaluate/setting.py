@@ -16,7 +16,7 @@ _KEY = "setting"
 
 
 @dataclass(frozen=True)
-class Setting:
+class TaskSetting:
     """What a command says of a task's field; its type and default are the field's.
 
     Attributes:
@@ -33,10 +33,10 @@ class Setting:
 
 
 def setting(value: Any, option: str, text: str, *, default: str | None = None, tokens: bool = False) -> Any:
-    """A dataclass field with the default `value` that commands offer as an option: see `Setting`."""
-    return field(default=value, metadata={_KEY: Setting(option, text, default, tokens)})
+    """A dataclass field with the default `value` that commands offer as an option: see `TaskSetting`."""
+    return field(default=value, metadata={_KEY: TaskSetting(option, text, default, tokens)})
 
 
-def settings_of(task: type[Task]) -> dict[str, Setting]:
+def settings_of(task: type[Task]) -> dict[str, TaskSetting]:
     """The settings of a task's class by the names of their fields."""
     return {entry.name: entry.metadata[_KEY] for entry in fields(task) if _KEY in entry.metadata}

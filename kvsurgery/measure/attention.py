@@ -26,7 +26,7 @@ Recalls = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def attention_profile(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     prompts: Recalls,
     count: int = 50,
     *,
@@ -49,24 +49,24 @@ def attention_profile(
         ProfileError: a prompt recalls nothing, or the prompts cannot be dealt evenly.
         UnsupportedModel: no layer has full attention.
     """
-    gated_layers(subject)
+    gated_layers(measured)
     if count < 1:
         raise ProfileError(f"attention is measured over 1 prompt or more, got {count}")
-    total = torch.zeros(subject.dimensions.layers, subject.dimensions.kv_heads, dtype=torch.float64)
+    total = torch.zeros(measured.dimensions.layers, measured.dimensions.kv_heads, dtype=torch.float64)
     share = mesh.share(count)
     for done, number in enumerate(share, 1):
-        total += attention_mass(subject, *prompts(number, 0), mesh).cpu()
+        total += attention_mass(measured, *prompts(number, 0), mesh).cpu()
         if progress is not None and mesh.processes.rank == 0:
             progress(done * mesh.groups, count)
     total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
-    scores = (total / mesh.copies(subject) / count).clip(0, 1)
+    scores = (total / mesh.copies(measured) / count).clip(0, 1)
     provenance = {"data": dict(data), "count": count, "tool": __version__}
-    return subject.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
+    return measured.profile(scores.astype(np.float32), "attention", "kv", provenance=provenance)
 
 
 @torch.no_grad()
 def attention_mass(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     passkeys: torch.Tensor,
@@ -79,12 +79,12 @@ def attention_mass(
     Raises:
         ProfileError: there are no targets, or what they recall is not in the text.
     """
-    device = subject.model.device
+    device = measured.model.device
     spans = list(_recalled(targets, passkeys))
-    mass = torch.zeros(subject.dimensions.layers, subject.dimensions.query_heads, dtype=torch.float64, device=device)
+    mass = torch.zeros(measured.dimensions.layers, measured.dimensions.query_heads, dtype=torch.float64, device=device)
 
     def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-        window, own = subject.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
+        window, own = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
         for row, first, last, source in spans if window is None else ():
             # the last queries over all keys up to their own, for one passkey at a time
             weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scaling, softcap)
@@ -93,10 +93,10 @@ def attention_mass(
         return output.transpose(1, 2).contiguous(), None
 
     positions = torch.arange(tokens.shape[1], device=device)[None]
-    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
-        subject.last_states(mesh.tokens(tokens.to(device)), mesh.tokens(positions))
+    with intercepted(measured.model, mesh.over_sequences(attend), masks=False):
+        measured.last_states(mesh.tokens(tokens.to(device)), mesh.tokens(positions))
     queries = sum(last - first for _, first, last, _ in spans)
-    return mass.view(*mass.shape[:1], subject.dimensions.kv_heads, -1).mean(-1) / queries
+    return mass.view(*mass.shape[:1], measured.dimensions.kv_heads, -1).mean(-1) / queries
 
 
 def _recalled(targets: torch.Tensor, passkeys: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:

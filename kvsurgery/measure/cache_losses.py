@@ -21,7 +21,7 @@ from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.profile.cache_losses import STREAMING, WIDTHS, CacheLosses, Combination, Setting
+from kvsurgery.profile.cache_losses import STREAMING, WIDTHS, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
 
 SHARED = 8  # bits whose loss is too small to measure head by head: it is divided as that of the next width
@@ -66,7 +66,7 @@ class TrialSizes:
 
 
 def cache_losses(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     text: np.ndarray,
     sizes: TrialSizes = TrialSizes(),
     *,
@@ -88,25 +88,25 @@ def cache_losses(
         ProfileError: the context is too short, or passages cannot be dealt evenly.
         UnsupportedModel: no layer has full attention.
     """
-    layers = gated_layers(subject)
+    layers = gated_layers(measured)
     sizes.check()
-    measuring = _Measuring(subject, layers, sizes, progress, mesh)
+    measuring = _Measuring(measured, layers, sizes, progress, mesh)
     measuring.read(text, first)
     settings = measuring.settings()
     heads = measuring.heads(settings)
     combinations = measuring.combinations(settings, heads)
     return CacheLosses(
         settings=settings,
-        heads={name: subject.by_original_head(losses) for name, losses in heads.items()},
+        heads={name: measured.by_original_head(losses) for name, losses in heads.items()},
         combinations=combinations,
         quantization=Quantization(WIDTHS[0]),
         sink=sizes.sink,
         recent=sizes.recent,
         context=sizes.context,
-        base_model=subject.name,
-        model=subject.dimensions,
-        base_revision=subject.revision,
-        windows=subject.windows,
+        base_model=measured.name,
+        model=measured.dimensions,
+        base_revision=measured.revision,
+        windows=measured.windows,
         provenance={"data": dict(data), **asdict(sizes), "tool": __version__},
     )
 
@@ -114,10 +114,10 @@ def cache_losses(
 class _Measuring:
     """The passages of a text in a model's caches; `caches` are all kinds of cache that heads may have."""
 
-    def __init__(self, subject: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress, mesh: Mesh):
-        self.subject, self.layers, self.sizes, self.mesh = subject, layers, sizes, mesh
-        self.shape = subject.dimensions.layers, subject.dimensions.kv_heads
-        self.widths = [bits for bits in WIDTHS if subject.dimensions.head_dim * bits % 16 == 0]
+    def __init__(self, measured: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress, mesh: Mesh):
+        self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
+        self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
+        self.widths = [bits for bits in WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
         self.caches: list[Quantization | Window] = [how for bits in self.widths for how in _ways(bits)]
         self.caches.append(Window(sizes.sink, sizes.recent))
         self.trials: list[CacheTrial] = []
@@ -128,21 +128,21 @@ class _Measuring:
 
     def read(self, text: np.ndarray, first: Sequence[int]) -> None:
         """Put the passages of this process into caches, each after the `first` tokens."""
-        passages, (model, windows) = self.sizes.of(text, first), (self.subject.model, self.subject.windows)
+        passages, (model, windows) = self.sizes.of(text, first), (self.measured.model, self.measured.windows)
         for number in self.mesh.share(self.sizes.passages):
             trial = CacheTrial(model, windows, passages[number][None], self.sizes.context, self.caches)
             self.trials.append(trial)
 
-    def settings(self) -> dict[int, tuple[Setting, ...]]:
+    def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:
         """Losses with every head quantized, in each way that is tried."""
         ways = [how for how in self.caches if isinstance(how, Quantization)]
         losses = self._mean([self._every(place) for place, _ in enumerate(ways, 1)], CacheTrial.divergence)
-        found: dict[int, tuple[Setting, ...]] = dict.fromkeys(self.widths, ())
+        found: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
         for how, loss in zip(ways, losses, strict=True):
-            found[how.bits] += (Setting(str(how.rotate), bool(how.clip), float(loss)),)
+            found[how.bits] += (WholeCacheLoss(str(how.rotate), bool(how.clip), float(loss)),)
         return found
 
-    def heads(self, settings: Mapping[int, tuple[Setting, ...]]) -> dict[str, np.ndarray]:
+    def heads(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[str, np.ndarray]:
         """Losses of single heads, by cache."""
         places = {str(bits): place for bits, place in self._best(settings).items() if bits != SHARED}
         places[STREAMING] = len(self.caches)
@@ -163,7 +163,7 @@ class _Measuring:
         return found
 
     def combinations(
-        self, settings: Mapping[int, tuple[Setting, ...]], heads: Mapping[str, np.ndarray]
+        self, settings: Mapping[int, tuple[WholeCacheLoss, ...]], heads: Mapping[str, np.ndarray]
     ) -> tuple[Combination, ...]:
         """Losses of several heads at once, beside the sums of their own."""
         best = self._best(settings)
@@ -207,7 +207,7 @@ class _Measuring:
         changes[self.layers] = place
         return changes
 
-    def _best(self, settings: Mapping[int, tuple[Setting, ...]]) -> dict[int, int]:
+    def _best(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[int, int]:
         """Of each width, the place of the cache that loses least."""
         found = {}
         for bits, some in settings.items():

@@ -30,40 +30,40 @@ LEAST = 0.1  # share of the learning rate that the first and the last step have
 LOGITS = 1024  # positions whose logits are held at a time
 
 
-def initial_gates(subject: MeasuredModel) -> torch.Tensor:
+def initial_gates(measured: MeasuredModel) -> torch.Tensor:
     """One gate per KV head of the layers with full attention, float32 [gated layers, kv_heads], all 1.
 
     Raises:
         UnsupportedModel: every layer has a sliding window of its own.
     """
-    shape = len(gated_layers(subject)), subject.dimensions.kv_heads
-    return torch.ones(shape, device=subject.model.device).requires_grad_()
+    shape = len(gated_layers(measured)), measured.dimensions.kv_heads
+    return torch.ones(shape, device=measured.model.device).requires_grad_()
 
 
-def gated_layers(subject: MeasuredModel) -> list[int]:
+def gated_layers(measured: MeasuredModel) -> list[int]:
     """Layers with full attention; those with a window of their own have no gates.
 
     Raises:
         UnsupportedModel: every layer has one.
     """
-    gated = [layer for layer, window in enumerate(subject.windows) if window is None]
+    gated = [layer for layer, window in enumerate(measured.windows) if window is None]
     if not gated:
         raise UnsupportedModel(
-            f"every layer of {subject.name} has a sliding window of its own: no head reads the whole context"
+            f"every layer of {measured.name} has a sliding window of its own: no head reads the whole context"
         )
     return gated
 
 
-def gate_scores(subject: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
+def gate_scores(measured: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
     """float32 [layers, kv_heads], 0 in layers without gates."""
-    scores = np.zeros((subject.dimensions.layers, subject.dimensions.kv_heads), dtype=np.float32)
-    scores[gated_layers(subject)] = gates.detach().cpu().numpy()
+    scores = np.zeros((measured.dimensions.layers, measured.dimensions.kv_heads), dtype=np.float32)
+    scores[gated_layers(measured)] = gates.detach().cpu().numpy()
     return scores
 
 
 @contextmanager
 def mixed_attention(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     gates: torch.Tensor | None = None,
     *,
     sink: int = 0,
@@ -80,10 +80,10 @@ def mixed_attention(
         sink, recent: streaming attention of query i is over j <= i with j < sink or i - j < recent.
         mesh: the processes that share prompts.
     """
-    place = {layer: place for place, layer in enumerate(gated_layers(subject))}
+    place = {layer: place for place, layer in enumerate(gated_layers(measured))}
 
     def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-        window = subject.windows[module.layer_idx]
+        window = measured.windows[module.layer_idx]
         states = query, key, value, scaling, softcap
         output = blockwise.own(*states, window)
         if gates is not None and window is None:
@@ -92,12 +92,12 @@ def mixed_attention(
             output = gate * output + (1 - gate) * blockwise.streaming(*states, sink, recent)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
-    with intercepted(subject.model, mesh.over_sequences(attend), masks=False):
+    with intercepted(measured.model, mesh.over_sequences(attend), masks=False):
         yield
 
 
 def add_gradient(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     gates: torch.Tensor,
     tokens: torch.Tensor,
     targets: torch.Tensor,
@@ -123,21 +123,21 @@ def add_gradient(
     """
     tokens, targets = tokens.to(gates.device), targets.to(gates.device)
     if loss == "distill":
-        with torch.no_grad(), mixed_attention(subject, mesh=mesh):
-            wanted = target_states(subject, tokens, targets, mesh)[0]
-    with mixed_attention(subject, gates, mesh=mesh, **sizes), recomputed(subject.model):
-        states, predicted = target_states(subject, tokens, targets, mesh)
+        with torch.no_grad(), mixed_attention(measured, mesh=mesh):
+            wanted = target_states(measured, tokens, targets, mesh)[0]
+    with mixed_attention(measured, gates, mesh=mesh, **sizes), recomputed(measured.model):
+        states, predicted = target_states(measured, tokens, targets, mesh)
         if loss == "distill":
             value = (_wide(states) - _wide(wanted)).square().mean(-1).sum()
         else:
-            value = cross_entropy(subject.model, states, predicted)
+            value = cross_entropy(measured.model, states, predicted)
         value = value / targets[:, 1:].sum()
         value.backward()
     return value.detach()
 
 
 def target_states(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     tokens: torch.Tensor,
     targets: torch.Tensor,
     mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
@@ -147,7 +147,7 @@ def target_states(
     """
     own = mesh.tokens(targets[:, 1:])
     positions = mesh.tokens(torch.arange(tokens.shape[1] - 1, device=tokens.device)[None])
-    states = subject.last_states(mesh.tokens(tokens[:, :-1]), positions)
+    states = measured.last_states(mesh.tokens(tokens[:, :-1]), positions)
     return states[own], mesh.tokens(tokens[:, 1:])[own]
 
 

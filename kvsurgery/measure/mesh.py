@@ -73,26 +73,26 @@ class Mesh:
             return MeasuredModel.load(source, revision, device=device, dtype=dtype)
         if self.tp > 1:
             fsdp = self.processes.world // self.tp
-            subject = MeasuredModel.load(
+            measured = MeasuredModel.load(
                 source, revision, device=device, dtype=dtype, parts=parts, tp=self.tp, fsdp=fsdp
             )
         else:
             with self.processes.in_turns():
-                subject = MeasuredModel.load(source, revision, device="cpu", dtype=dtype, parts=parts)
-                self._shard(subject)
+                measured = MeasuredModel.load(source, revision, device="cpu", dtype=dtype, parts=parts)
+                self._shard(measured)
         if self.sp > 1:
-            check_rope(subject)
-        return subject
+            check_rope(measured)
+        return measured
 
-    def _shard(self, subject: MeasuredModel) -> None:
+    def _shard(self, measured: MeasuredModel) -> None:
         """Keep a part of every layer's frozen weights here, gathered when the layer is computed."""
         from torch.distributed.fsdp import fully_shard
 
         mesh = DeviceMesh(torch.device(self.processes.device).type, range(self.processes.world))
-        for layer in subject.model.get_decoder().layers:
+        for layer in measured.model.get_decoder().layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(subject.model.get_decoder(), mesh=mesh)
-        subject.model.to(self.processes.device)
+        fully_shard(measured.model.get_decoder(), mesh=mesh)
+        measured.model.to(self.processes.device)
 
     def share(self, prompts: int) -> range:
         """Numbers of the prompts that this process takes.
@@ -119,13 +119,13 @@ class Mesh:
         part = self._part + (self.processes.rank % self.tp * self.sp if shared else 0)
         return slice(part * held, (part + 1) * held)
 
-    def copies(self, subject: MeasuredModel) -> int:
+    def copies(self, measured: MeasuredModel) -> int:
         """How many processes measure the same heads over the same prompts."""
-        return self.tp if subject.replicated else 1
+        return self.tp if measured.replicated else 1
 
-    def held(self, subject: MeasuredModel, heads: int) -> int:
+    def held(self, measured: MeasuredModel, heads: int) -> int:
         """How many of a layer's heads a process has."""
-        return heads * self.copies(subject) // self.tp
+        return heads * self.copies(measured) // self.tp
 
     def total(self, own: np.ndarray, copies: int) -> np.ndarray:
         """The sum over groups of what processes have measured, each [layers, its own heads]: float64 [layers, heads].
@@ -170,16 +170,16 @@ class Mesh:
         return DeviceMesh(device, ranks, mesh_dim_names=("prompts", "tokens", "heads"))["tokens"]
 
 
-def check_rope(subject: MeasuredModel) -> None:
+def check_rope(measured: MeasuredModel) -> None:
     """Refuse a model whose rotary embedding depends on a prompt's length: a process sees its own part of it only.
 
     Raises:
         UnsupportedModel: it does.
     """
-    kinds = getattr(getattr(subject.model.get_decoder(), "rotary_emb", None), "rope_type", None)
+    kinds = getattr(getattr(measured.model.get_decoder(), "rotary_emb", None), "rope_type", None)
     by_length = {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])
     if by_length:
         raise UnsupportedModel(
-            f"{subject.name} has {by_length.pop()} RoPE, which depends on the length of a prompt, so that processes "
+            f"{measured.name} has {by_length.pop()} RoPE, which depends on the length of a prompt, so that processes "
             "cannot share its tokens; leave --sp out"
         )

@@ -21,7 +21,7 @@ OTHERWISE = {
 
 
 def choose_needles(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     haystack: Haystack,
     method: str,
     lengths: Sequence[int],
@@ -35,7 +35,7 @@ def choose_needles(
     headkv-r2 is defined over needles with a reason, so no set without one is tried for it.
 
     Args:
-        subject: the model and its tokenizer.
+        measured: the model and its tokenizer.
         haystack: the text around the needles.
         method: a key of `METHODS`.
         lengths: of prompts, in tokens; trials are of the shortest.
@@ -52,16 +52,16 @@ def choose_needles(
 
     def right(name: str) -> int:
         needles = read_set(name)
-        prompts = [Prompt.of(needle, subject.text) for needle in needles]
-        limits = [answer_limit(subject, method, needle) for needle in needles]
-        check_trials(subject, haystack, prompts, limits, lengths, depths)
+        prompts = [Prompt.of(needle, measured.text) for needle in needles]
+        limits = [answer_limit(measured, method, needle) for needle in needles]
+        check_trials(measured, haystack, prompts, limits, lengths, depths)
         count = 0
         for number, depth in trial_places(depths)[mesh.group :: mesh.groups]:
             prompt = prompts[number]
             text = haystack.piece(np.random.default_rng([seed, number]), shortest - prompt.overhead)
-            tokens, _ = prompt.around(text, needle_place(text, depth, subject.text))
-            steps = answer(subject, tokens, top=1, limit=limits[number])
-            count += judged(subject, method, needles[number], steps)[1] > RIGHT
+            tokens, _ = prompt.around(text, needle_place(text, depth, measured.text))
+            steps = answer(measured, tokens, top=1, limit=limits[number])
+            count += judged(measured, method, needles[number], steps)[1] > RIGHT
         return sum(mesh.processes.gather([count])) // mesh.tp
 
     return choose_set(kind, right, shortest, OTHERWISE[kind])

@@ -59,7 +59,7 @@ class Passkeys:
 
     @classmethod
     def of(
-        cls, subject: MeasuredModel, contexts: Contexts, text: str | None = None, *, count: int = 10, size: int = 32
+        cls, measured: MeasuredModel, contexts: Contexts, text: str | None = None, *, count: int = 10, size: int = 32
     ) -> Passkeys:
         """Passkeys in a text, for a model to recall.
 
@@ -72,19 +72,19 @@ class Passkeys:
         """
         if not 1 <= count <= len(ORDINALS) or size < 1:
             raise ProfileError(f"passkeys are 1 to {len(ORDINALS)} of 1 token or more, got {count} of {size}")
-        tokenizer = subject.text
+        tokenizer = measured.text
 
         def encode(words: str) -> list[int]:
             ids = token_ids(tokenizer, words)
             if tokenizer.unk_token_id in ids:
                 raise ProfileError(
-                    f"the tokenizer of {subject.name} does not know all words of {words.strip()!r}; "
+                    f"the tokenizer of {measured.name} does not know all words of {words.strip()!r}; "
                     "train its gates on a task of its own, with kvsurgery.measure.training"
                 )
             return ids
 
         special = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
-        known = min(len(tokenizer), subject.model.config.get_text_config().vocab_size)
+        known = min(len(tokenizer), measured.model.config.get_text_config().vocab_size)
         made = cls(
             contexts,
             contexts.read(text, tokenizer),

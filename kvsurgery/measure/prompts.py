@@ -28,17 +28,17 @@ class Contexts:
     seed: int = 0
 
     @classmethod
-    def of(cls, subject: MeasuredModel, shortest: int = 1000, longest: int | None = None, seed: int = 0) -> Contexts:
+    def of(cls, measured: MeasuredModel, shortest: int = 1000, longest: int | None = None, seed: int = 0) -> Contexts:
         """Lengths that a model has positions for; by default up to 32,000 tokens, or its maximum.
 
         Raises:
             ProfileError: it has not, or the shortest is longer than the longest.
         """
         if longest is None:
-            longest = min(LONGEST, subject.max_context)
-        if longest > subject.max_context:
+            longest = min(LONGEST, measured.max_context)
+        if longest > measured.max_context:
             raise ProfileError(
-                f"a context of {longest} tokens exceeds the {subject.max_context} positions of {subject.name}; "
+                f"a context of {longest} tokens exceeds the {measured.max_context} positions of {measured.name}; "
                 "give a smaller maximum"
             )
         if not 1 < shortest <= longest:

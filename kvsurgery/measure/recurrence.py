@@ -112,7 +112,7 @@ class RecurrentPass(kv_encode.ChunkEncoder):
     """One input being read by a stock model, chunk by chunk from the start, as an emitted one reads prompts.
 
     Args:
-        subject: any causal language model whose attention goes through transformers' attention interface. A layer with
+        measured: any causal language model whose attention goes through transformers' attention interface. A layer with
             a sliding window keeps its last tokens.
         tokens: int64 [tokens], the input.
         recurrence: how it is read.
@@ -122,18 +122,18 @@ class RecurrentPass(kv_encode.ChunkEncoder):
     layer = RecurrentLayer
 
     def __init__(
-        self, subject: MeasuredModel, tokens: torch.Tensor, recurrence: Recurrence, kv_heads: int | None = None
+        self, measured: MeasuredModel, tokens: torch.Tensor, recurrence: Recurrence, kv_heads: int | None = None
     ):
-        heads = kv_heads or subject.dimensions.kv_heads
+        heads = kv_heads or measured.dimensions.kv_heads
         layers = (
             kv_layout.LayerLayout(((0, heads),), 0, window, native=True)
             if window
             else kv_layout.LayerLayout(((heads, 0),), 0, 1)
-            for window in subject.windows
+            for window in measured.windows
         )
-        layout = kv_layout.KVLayout(tuple(layers), subject.dimensions.head_dim)
-        super().__init__(subject.model.get_decoder(), layout, recurrence.reform)
-        self.whole, self.tokens = subject.model, tokens.to(subject.model.device)
+        layout = kv_layout.KVLayout(tuple(layers), measured.dimensions.head_dim)
+        super().__init__(measured.model.get_decoder(), layout, recurrence.reform)
+        self.whole, self.tokens = measured.model, tokens.to(measured.model.device)
 
     @torch.no_grad()
     def read(self, chunk: range, visit: Callable[[LayerStates], None] | None = None) -> None:

@@ -64,7 +64,7 @@ class RankedPrompt:
 
 
 def embedding_ranking(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     samples: Mapping[str, Sequence[RankedPrompt]],
     *,
     recurrence: Recurrence = PAPER,
@@ -81,7 +81,7 @@ def embedding_ranking(
     attention: the most that any question token pays, after RoPE and softmax, and none to what the cache does not keep.
 
     Args:
-        subject: the model.
+        measured: the model.
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read.
         neighbours: tokens over which scores are averaged.
@@ -96,8 +96,8 @@ def embedding_ranking(
         ProfileError: no samples, a context that the model has no positions for, or states that are not finite.
         UnsupportedModel: REFORM does not cover its family.
     """
-    if subject.no_reform:
-        raise UnsupportedModel(subject.no_reform)
+    if measured.no_reform:
+        raise UnsupportedModel(measured.no_reform)
     if neighbours < 1:
         raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
     unknown = set(samples) - set(TASKS)
@@ -105,26 +105,28 @@ def embedding_ranking(
         raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
     everything = [sample for of_task in samples.values() for sample in of_task]
     for sample in everything:
-        _check_positions(subject, sample, recurrence)
-    query, key = (mesh.held(subject, of) for of in (subject.dimensions.query_heads, subject.dimensions.kv_heads))
+        _check_positions(measured, sample, recurrence)
+    query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
     heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
     # hidden states belong to no head
-    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(subject) for kind in KINDS}
+    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in KINDS}
     mnr, done = {}, 0
     for task, of_task in samples.items():
         if not of_task:
             raise ProfileError(f"there are no {task} samples to rank heads by")
-        totals = {kind: np.zeros((subject.dimensions.layers, heads[kind])) for kind in KINDS}
+        totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in KINDS}
         for number, sample in enumerate(of_task):
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(subject, sample, recurrence, neighbours, key).items():
+            for kind, ranks in sample_ranks(measured, sample, recurrence, neighbours, key).items():
                 totals[kind] += ranks
             if progress is not None and mesh.processes.rank == 0:
                 progress(done, len(everything))
         means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
-        mnr[task] = {kind: mean if kind == "hidden" else subject.by_original_head(mean) for kind, mean in means.items()}
+        mnr[task] = {
+            kind: mean if kind == "hidden" else measured.by_original_head(mean) for kind, mean in means.items()
+        }
     ranking = Ranking(mnr)
     lengths = [len(sample.tokens) for sample in everything]
     provenance = {
@@ -135,11 +137,11 @@ def embedding_ranking(
         "tokens": [min(lengths), max(lengths)],
         "tool": f"kvsurgery {__version__}",
     }
-    return subject.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
+    return measured.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
 
 
 def sample_ranks(
-    subject: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
+    measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
     """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
 
@@ -152,20 +154,20 @@ def sample_ranks(
     Raises:
         ProfileError: states are not finite.
     """
-    layers = subject.dimensions.layers
+    layers = measured.dimensions.layers
     scores = _Scores(sample, layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
     *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
-    reading = RecurrentPass(subject, tokens, recurrence, kv_heads)
+    reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk)
     reading.read(last, scores.visit_last)
     if earlier:
-        reading = RecurrentPass(subject, tokens, recurrence, kv_heads)
+        reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
-        raise ProfileError(f"states of {subject.name} are not finite; measure it in another dtype")
+        raise ProfileError(f"states of {measured.name} are not finite; measure it in another dtype")
     return {
         kind: np.stack([mean_rank(tables[layer], sample.gold_places, neighbours) for layer in range(layers)])
         for kind, tables in scores.tables.items()
@@ -259,12 +261,12 @@ def _by_kind(states: LayerStates) -> dict[str, torch.Tensor]:
     return {"q": states.query, "k": states.key, "v": states.value, "hidden": states.hidden}
 
 
-def _check_positions(subject: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence) -> None:
+def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence) -> None:
     chunks = recurrence.chunks(len(sample.tokens), sample.question.start)
     positions = recurrence.positions(chunks)
-    if positions > subject.max_context:
+    if positions > measured.max_context:
         how = "in one chunk" if len(chunks) == 1 else f"in chunks of {recurrence.chunk} beside {recurrence.budget}"
         raise ProfileError(
             f"a sample of {len(sample.tokens)} tokens read {how} takes {positions} positions, "
-            f"{subject.name} has {subject.max_context}; give a smaller chunk or budget, or less context"
+            f"{measured.name} has {measured.max_context}; give a smaller chunk or budget, or less context"
         )

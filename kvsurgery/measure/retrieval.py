@@ -84,7 +84,7 @@ class Trials:
 
 
 def retrieval_scores(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     haystack: Haystack,
     needles: Sequence[Needle],
     trials: Trials,
@@ -97,7 +97,7 @@ def retrieval_scores(
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
 
     Args:
-        subject: the model and its tokenizer.
+        measured: the model and its tokenizer.
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
         needles: to hide; those of another kind than the method's are left out.
         trials: the grid that each needle is hidden in.
@@ -120,22 +120,22 @@ def retrieval_scores(
             f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
             f"{' and '.join(SETS[kind])}"
         )
-    prompts = [Prompt.of(needle, subject.text) for needle in needles]
+    prompts = [Prompt.of(needle, measured.text) for needle in needles]
     longest = trials.max_new_tokens
-    limits = [answer_limit(subject, method, needle) if longest is None else longest for needle in needles]
-    check_trials(subject, haystack, prompts, limits, trials.lengths, trials.depths)
+    limits = [answer_limit(measured, method, needle) if longest is None else longest for needle in needles]
+    check_trials(measured, haystack, prompts, limits, trials.lengths, trials.depths)
 
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
-    heads = mesh.held(subject, subject.dimensions.query_heads)
-    total, successes, best = np.zeros((subject.dimensions.layers, heads)), 0, (-1.0, "")
+    heads = mesh.held(measured, measured.dimensions.query_heads)
+    total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
             continue
-        tokens, real = prompt.around(text, needle_place(text, depth, subject.text))
-        steps = answer(subject, tokens, top=len(real), limit=limit)
-        said, result = judged(subject, method, needle, steps)
+        tokens, real = prompt.around(text, needle_place(text, depth, measured.text))
+        steps = answer(measured, tokens, top=len(real), limit=limit)
+        said, result = judged(measured, method, needle, steps)
         if result > RIGHT:
             successes += 1
             total += sum(_step_scores(step, real, tokens, method) for step in steps)
@@ -151,8 +151,8 @@ def retrieval_scores(
             f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
             "this model can answer (`needles`), or its instruction-tuned variant"
         )
-    return subject.profile(
-        mesh.total(total, mesh.copies(subject)) / successes,
+    return measured.profile(
+        mesh.total(total, mesh.copies(measured)) / successes,
         method,
         "query",
         provenance={
@@ -161,7 +161,7 @@ def retrieval_scores(
             "needles": len(needles),
             "needles_hash": _hash(needles),
             "needle_choice": choice and asdict(choice),
-            "prompt": "chat" if subject.text.chat_template else "plain",
+            "prompt": "chat" if measured.text.chat_template else "plain",
             "lengths": [int(length) for length in trials.lengths],
             "depths": [float(depth) for depth in trials.depths],
             "max_new_tokens": f"{ANSWER} x answer" if longest is None else longest,
@@ -180,20 +180,20 @@ def _step_scores(step: AnswerStep, real: range, tokens: np.ndarray, method: str)
     return np.array([mass_score(layer, real) for layer in step.layers])
 
 
-def answer_limit(subject: MeasuredModel, method: str, needle: Needle) -> int:
+def answer_limit(measured: MeasuredModel, method: str, needle: Needle) -> int:
     """Tokens of an answer to a needle, at most."""
-    return ANSWER * len(token_ids(subject.text, getattr(needle, METHODS[method][3])))
+    return ANSWER * len(token_ids(measured.text, getattr(needle, METHODS[method][3])))
 
 
-def judged(subject: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
+def judged(measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
     """What an answer says, and how right that is, 0 to 1."""
     _, _, measure, reference = METHODS[method]
-    said = text_of(subject.text, [step.token for step in steps], skip_special_tokens=True).strip()
+    said = text_of(measured.text, [step.token for step in steps], skip_special_tokens=True).strip()
     return said, measure(said, getattr(needle, reference))
 
 
 @torch.no_grad()
-def answer(subject: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) -> list[AnswerStep]:
+def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) -> list[AnswerStep]:
     """The greedy answer to a prompt, with the tokens that each head attended to most at every step.
 
     The prompt, but for its last token, is read by the stock model in chunks; only then attention is looked at, of one
@@ -204,7 +204,7 @@ def answer(subject: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) 
         top: how many attended tokens are kept.
         limit: tokens of the answer, at most; it ends before an end token, or before a break after its first line.
     """
-    model = subject.model
+    model = measured.model
     ids = torch.from_numpy(tokens)[None].to(model.device)
     cache = None
     for chunk in ids[:, :-1].split(CHUNK, dim=1):
@@ -218,14 +218,14 @@ def answer(subject: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int) 
         layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first)
         return stock(module, query, key, value, attention_mask, **options)
 
-    ends, steps, said = _end_tokens(subject), [], []
+    ends, steps, said = _end_tokens(measured), [], []
     with intercepted(model, attend):
         for _ in range(limit):
             layers: dict[int, Attended] = {}
             logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
             said.append(ids.item())
-            if said[-1] in ends or "\n" in text_of(subject.text, said).lstrip():
+            if said[-1] in ends or "\n" in text_of(measured.text, said).lstrip():
                 break
             steps.append(AnswerStep(said[-1], [layers[layer] for layer in sorted(layers)]))
     return steps
@@ -281,7 +281,7 @@ def mass_score(attended: Attended, needle: range) -> np.ndarray:
 
 
 def check_trials(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     haystack: Haystack,
     prompts: Sequence[Prompt],
     limits: Sequence[int],
@@ -300,19 +300,19 @@ def check_trials(
                 f"a needle of {len(prompt.needle)} tokens is longer than the text around it, {max(0, room)} tokens "
                 f"of a prompt of {min(lengths)}; give longer `lengths`"
             )
-    if max(lengths) + max(limits) > subject.max_context:
+    if max(lengths) + max(limits) > measured.max_context:
         raise ProfileError(
-            f"a prompt of {max(lengths)} tokens and an answer of {max(limits)} are beyond the {subject.max_context} "
-            f"that {subject.name} has positions for; give shorter `lengths`"
+            f"a prompt of {max(lengths)} tokens and an answer of {max(limits)} are beyond the {measured.max_context} "
+            f"that {measured.name} has positions for; give shorter `lengths`"
         )
     haystack.require(max(lengths) - min(prompt.overhead for prompt in prompts))
 
 
-def _end_tokens(subject: MeasuredModel) -> set[int]:
+def _end_tokens(measured: MeasuredModel) -> set[int]:
     """Tokens that end an answer; chat models have several."""
-    configured = subject.model.generation_config.eos_token_id
+    configured = measured.model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*several, subject.text.eos_token_id) if token is not None}
+    return {token for token in (*several, measured.text.eos_token_id) if token is not None}
 
 
 def _hash(needles: Sequence[Needle]) -> str:

@@ -92,7 +92,7 @@ class Progress(NamedTuple):
 
 
 def train_gates(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     prompts: Prompts,
     options: GateOptions,
     *,
@@ -106,7 +106,7 @@ def train_gates(
     On a CPU, equal arguments give equal bits, and so does a training that was interrupted and resumed.
 
     Args:
-        subject: the model; its weights stay as they are.
+        measured: the model; its weights stay as they are.
         prompts: called for every step and every place in its batch; what it gives depends on these two alone.
         data: what the prompts are, for the provenance and to know a training again.
         kept: where the state is kept; None: nowhere.
@@ -124,13 +124,13 @@ def train_gates(
     """
     share = mesh.share(options.batch)
     facts = {
-        "model": subject.name,
-        "revision": subject.revision,
-        "weights": mesh.processes.agree(fingerprint(subject)),
+        "model": measured.name,
+        "revision": measured.revision,
+        "weights": mesh.processes.agree(fingerprint(measured)),
         "data": dict(data),
         **asdict(options),
     }
-    gates = initial_gates(subject)
+    gates = initial_gates(measured)
     state = _first_state(gates, facts, kept, mesh.processes)
     optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
     state.restore(gates, optimiser)
@@ -144,7 +144,7 @@ def train_gates(
     try:
         while state.step < options.steps:
             mine = [prompts(state.step, place) for place in share]
-            losses = training_step(subject, gates, optimiser, mine, options, state.step, mesh)
+            losses = training_step(measured, gates, optimiser, mine, options, state.step, mesh)
             row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
             state = state.after(row, gates, optimiser)
             if state.step == options.steps or (kept is not None and state.step % kept.every == 0):
@@ -154,8 +154,8 @@ def train_gates(
     except KeyboardInterrupt:
         save()
         raise
-    profile = subject.profile(
-        gate_scores(subject, gates),
+    profile = measured.profile(
+        gate_scores(measured, gates),
         "duo",
         "kv",
         sink=options.sink,
@@ -170,7 +170,7 @@ def train_gates(
 
 
 def training_step(
-    subject: MeasuredModel,
+    measured: MeasuredModel,
     gates: torch.Tensor,
     optimiser: torch.optim.Optimizer,
     mine: list[tuple[torch.Tensor, ...]],
@@ -195,10 +195,10 @@ def training_step(
                 f"{options.recent}; give longer contexts, or a smaller window"
             )
         data_loss += add_gradient(
-            subject, gates, tokens, targets, options.loss, mesh, sink=options.sink, recent=options.recent
+            measured, gates, tokens, targets, options.loss, mesh, sink=options.sink, recent=options.recent
         )
     # processes that share heads alone have the same loss
-    both = torch.cat([gates.grad.flatten() / mesh.copies(subject), data_loss[None] / mesh.tp])
+    both = torch.cat([gates.grad.flatten() / mesh.copies(measured), data_loss[None] / mesh.tp])
     mesh.processes.add(both)
     both /= options.batch
     if not both.isfinite().all():
@@ -218,10 +218,10 @@ def training_step(
     return loss, data
 
 
-def fingerprint(subject: MeasuredModel) -> str:
+def fingerprint(measured: MeasuredModel) -> str:
     """A hash of the first numbers of every weight, to know a model again, sharded or not."""
     digest = blake3()
-    for name, weight in sorted(subject.model.get_decoder().named_parameters()):
+    for name, weight in sorted(measured.model.get_decoder().named_parameters()):
         # of a sharded weight, the first process has the first rows, or the first columns
         first = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
         # a copy, since memory that numpy sees cannot be freed when weights are sharded again

@@ -29,7 +29,7 @@ WIDTHS = (8, 4, 3, 2)
 
 
 @dataclass(frozen=True)
-class Setting:
+class WholeCacheLoss:
     """How states of a width are prepared, and what every head quantized so loses.
 
     Attributes:
@@ -78,7 +78,7 @@ class CacheLosses:
         ProfileError: any of them contradicts the rest.
     """
 
-    settings: Mapping[int, tuple[Setting, ...]]
+    settings: Mapping[int, tuple[WholeCacheLoss, ...]]
     heads: Mapping[str, np.ndarray]
     combinations: tuple[Combination, ...]
     quantization: Quantization
@@ -142,7 +142,7 @@ class CacheLosses:
             windows=self.windows,
         )
 
-    def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> Setting:
+    def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
         """The setting of a width with the least loss, of those that rotate and clip so where that is stated.
 
         Raises:
@@ -202,7 +202,8 @@ class CacheLosses:
             content = json.loads(metadata["content"])
             return cls(
                 settings={
-                    int(bits): tuple(Setting(**one) for one in some) for bits, some in content["settings"].items()
+                    int(bits): tuple(WholeCacheLoss(**one) for one in some)
+                    for bits, some in content["settings"].items()
                 },
                 heads=heads,
                 combinations=tuple(Combination(**one) for one in content["combinations"]),

@@ -25,7 +25,7 @@ FITS: dict[Fit, str] = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelIdentity:
     """A model that needs a profile.
 
     Attributes:
@@ -43,7 +43,7 @@ class Subject:
     dimensions: ModelDimensions
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> Subject:
+    def read(cls, folder: Path, name: str) -> ModelIdentity:
         """The model whose config, and card if there is one, lie in a folder.
 
         Raises:
@@ -92,25 +92,25 @@ class Suggestion:
         }
 
 
-def suggestions(subject: Subject) -> list[Suggestion]:
+def suggestions(model: ModelIdentity) -> list[Suggestion]:
     """All published profiles, the best fit first."""
-    judged = [_judged(entry, subject) for entry in published()]
+    judged = [_judged(entry, model) for entry in published()]
     return sorted(judged, key=lambda one: list(FITS).index(one.fit))
 
 
-def _judged(entry: Published, subject: Subject) -> Suggestion:
+def _judged(entry: Published, model: ModelIdentity) -> Suggestion:
     measured, origins = normal(entry.model), ancestors([entry.model])
-    if entry.dimensions != subject.dimensions:
+    if entry.dimensions != model.dimensions:
         return Suggestion(entry, "no", f"{entry.model} has {entry.dimensions}")
-    if entry.family != subject.family:
-        return Suggestion(entry, "no", f"{entry.model} is a {entry.family} model, and this is a {subject.family} model")
-    if measured in subject.names:
+    if entry.family != model.family:
+        return Suggestion(entry, "no", f"{entry.model} is a {entry.family} model, and this is a {model.family} model")
+    if measured in model.names:
         return Suggestion(entry, "measured", f"measured on {entry.model}")
-    if measured in subject.ancestors:
+    if measured in model.ancestors:
         return Suggestion(entry, "related", f"measured on {entry.model}, which this model was made from")
-    if subject.names & origins:
+    if model.names & origins:
         return Suggestion(entry, "related", f"measured on {entry.model}, which was made from this model")
-    if shared := subject.ancestors & origins:
+    if shared := model.ancestors & origins:
         return Suggestion(entry, "related", f"measured on {entry.model}; both were made from {min(shared)}")
     return Suggestion(entry, "shape", f"measured on {entry.model}, which is not known to be related")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
 from kvsurgery.console import size
-from kvsurgery.emit.card import describe_widths
+from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report.findings import verdict
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsurgery.emit.card import describe_bits, describe_widths
+from kvsurgery.emit.cache_description import describe_bits, describe_widths
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import MODEL, PROFILE, done, refused, run

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.families import make
+from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
-from tests.helpers.hub_server import Fault, Hub, serve
+from tests.helpers.hub_server import Hub, serve
 from tests.helpers.surgery import convert_folder, random_profile
 
 FOREVER = float("inf")

@@ -15,7 +15,8 @@ from kvsurgery.cli.profile.importing import headkv
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.headkv import METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
-from tests.helpers.hub_server import COMMAND, Blob, serve
+from tests.helpers.hub_repo import Blob
+from tests.helpers.hub_server import COMMAND, serve
 
 
 class TestImport:

@@ -10,8 +10,9 @@ import pytest
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.report import write_report
 from tests.helpers.families import make
+from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
-from tests.helpers.hub_server import Fault, Hub, serve
+from tests.helpers.hub_server import Hub, serve
 from tests.helpers.surgery import convert_folder
 from tests.report import builders
 

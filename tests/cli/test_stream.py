@@ -22,8 +22,9 @@ from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.hub import ranges
 from tests.helpers.command import Result
 from tests.helpers.families import make
+from tests.helpers.hub_handler import Fault
 from tests.helpers.hub_repo import Blob
-from tests.helpers.hub_server import COMMAND, Fault, Hub, serve
+from tests.helpers.hub_server import COMMAND, Hub, serve
 from tests.helpers.shards import tree
 from tests.helpers.surgery import random_profile
 

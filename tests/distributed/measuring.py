@@ -23,17 +23,17 @@ from tests.helpers.tiny_recall import FOLDER, task
 from tests.measure.test_gate_training import DATA, OPTIONS, prompts, recalls
 
 
-def measure(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
+def measure(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     """Scores by every method that these processes can share, and how training went."""
-    found = {"attention": attention_profile(subject, recalls, 4, data=DATA, mesh=mesh).scores}
+    found = {"attention": attention_profile(measured, recalls, 4, data=DATA, mesh=mesh).scores}
     for loss in ("distill", "lm"):
         options = GateOptions(**OPTIONS, loss=loss)
-        profile, history = train_gates(subject, prompts, options, data=DATA, mesh=mesh)
+        profile, history = train_gates(measured, prompts, options, data=DATA, mesh=mesh)
         found |= {f"{loss} scores": profile.scores, f"{loss} history": history}
-    return found if mesh.tp < mesh.processes.world else found | rank_heads(subject, mesh)
+    return found if mesh.tp < mesh.processes.world else found | rank_heads(measured, mesh)
 
 
-def resume(subject: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
+def resume(measured: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
     """Gates of a training that was interrupted halfway and goes on."""
 
     def stopping(step: int, place: int) -> tuple:
@@ -43,22 +43,22 @@ def resume(subject: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
 
     given = {"data": DATA, "mesh": mesh}
     with suppress(KeyboardInterrupt):
-        train_gates(subject, stopping, GateOptions(**OPTIONS), kept=KeptState(checkpoint), **given)
-    return train_gates(subject, prompts, GateOptions(**OPTIONS), kept=KeptState(checkpoint, resume=True), **given)[
+        train_gates(measured, stopping, GateOptions(**OPTIONS), kept=KeptState(checkpoint), **given)
+    return train_gates(measured, prompts, GateOptions(**OPTIONS), kept=KeptState(checkpoint, resume=True), **given)[
         0
     ].scores
 
 
-def rank_heads(subject: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
+def rank_heads(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     """Mean normalised ranks of the states of all heads."""
     gold = range(9, 12), range(30, 32)
     samples = [RankedPrompt(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
     recurrence = Recurrence(chunk=16, budget=12, keep=2, window=4)
-    ranking = embedding_ranking(subject, {"pattern": samples}, recurrence=recurrence, neighbours=4, mesh=mesh).ranking
+    ranking = embedding_ranking(measured, {"pattern": samples}, recurrence=recurrence, neighbours=4, mesh=mesh).ranking
     return {f"reform {kind}": ranks for kind, ranks in ranking.mnr["pattern"].items()}
 
 
-def retrieve(subject: MeasuredModel, mesh: Mesh) -> np.ndarray:
+def retrieve(measured: MeasuredModel, mesh: Mesh) -> np.ndarray:
     """Retrieval scores of the bundled model, which answers."""
     rng, words = np.random.default_rng(0), task.vocabulary()
     haystack = Haystack(task.filler(rng, 1, 400)[0], "filler")
@@ -66,7 +66,7 @@ def retrieve(subject: MeasuredModel, mesh: Mesh) -> np.ndarray:
     value = " ".join(values)
     needle = Needle(f"remember {key} {value} .", value, f"recall {key}", value)
     trials = Trials((60, 200), (0.1, 0.6))
-    return retrieval_scores(subject, haystack, [needle], trials, method="headkv-r", mesh=mesh).scores
+    return retrieval_scores(measured, haystack, [needle], trials, method="headkv-r", mesh=mesh).scores
 
 
 def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) -> list[tuple[Any, ...]]:
@@ -75,12 +75,12 @@ def work(processes: Processes, cases: list[tuple[Path, int, int]], out: Path) ->
     for number, (folder, tp, sp) in enumerate(cases):
         mesh = Mesh(processes, tp, sp)
         if folder == FOLDER / "model":
-            subject = mesh.load(str(folder), sharded=False)
-            found.append(({"headkv-r": retrieve(subject, mesh), **rank_heads(subject, mesh)}, 0, ""))
+            measured = mesh.load(str(folder), sharded=False)
+            found.append(({"headkv-r": retrieve(measured, mesh), **rank_heads(measured, mesh)}, 0, ""))
             continue
-        subject = mesh.load(str(folder))
-        weights = list(subject.model.get_decoder().layers.parameters())
+        measured = mesh.load(str(folder))
+        weights = list(measured.model.get_decoder().layers.parameters())
         held = sum((weight.to_local() if hasattr(weight, "to_local") else weight).numel() for weight in weights)
-        measured = measure(subject, mesh) | {"resumed": resume(subject, mesh, out / f"{number}.state")}
-        found.append((measured, held, fingerprint(subject)))
+        results = measure(measured, mesh) | {"resumed": resume(measured, mesh, out / f"{number}.state")}
+        found.append((results, held, fingerprint(measured)))
     return found

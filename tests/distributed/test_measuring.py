@@ -12,7 +12,7 @@ from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start
 from tests.helpers.families import make, stock
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.tiny_recall import FOLDER
 
 # by processes: family, and how many of them share heads and tokens
@@ -40,16 +40,16 @@ def test_processes_measure_what_one_does(count, tmp_path):
     given = [(folders.get(name, name), tp, sp) for name, tp, sp in cases]
     ranks = start(count, measuring.work, tmp_path, given, tmp_path)
     for number, (name, tp, sp) in enumerate(cases):
-        subject = MeasuredModel.load(str(folders.get(name, name)))
+        measured = MeasuredModel.load(str(folders.get(name, name)))
         if name == FOLDER / "model":
-            expected = {"headkv-r": measuring.retrieve(subject, Mesh()), **measuring.rank_heads(subject, Mesh())}
+            expected = {"headkv-r": measuring.retrieve(measured, Mesh()), **measuring.rank_heads(measured, Mesh())}
         else:
-            expected = measuring.measure(subject, Mesh())
+            expected = measuring.measure(measured, Mesh())
             expected["resumed"] = expected["distill scores"]
-            whole = sum(weight.numel() for weight in subject.model.get_decoder().layers.parameters())
+            whole = sum(weight.numel() for weight in measured.model.get_decoder().layers.parameters())
             held = [rank[number][1] for rank in ranks]
             assert max(held) < (0.9 if name == "phi3" else 1.2 / count) * whole, (name, tp, sp)
-            assert ranks[0][number][2] == fingerprint(subject), (name, tp, sp)
+            assert ranks[0][number][2] == fingerprint(measured), (name, tp, sp)
         for rank in ranks:
             for method, values in rank[number][0].items():
                 np.testing.assert_allclose(
@@ -85,8 +85,8 @@ class TestMesh:
 
     @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
     def test_rope_that_depends_on_the_length_of_a_prompt(self, kind):
-        subject = subject_of(stock("llama", num_hidden_layers=1), name="org/long")
-        check_rope(subject)
-        subject.model.get_decoder().rotary_emb.rope_type = kind
+        measured = measured_model(stock("llama", num_hidden_layers=1), name="org/long")
+        check_rope(measured)
+        measured.model.get_decoder().rotary_emb.rope_type = kind
         with pytest.raises(UnsupportedModel, match=f"org/long has {kind} RoPE, .* leave --sp out"):
-            check_rope(subject)
+            check_rope(measured)

@@ -28,9 +28,9 @@ def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:
     found: list[Any] = []
     for tp in sizes:
         mesh = Mesh(processes, tp)
-        subject = mesh.load(str(MODEL), sharded=False)
-        haystack = Haystack.read(str(folder / "text.txt"), subject.text, 1000)
-        found.append(choose_needles(subject, haystack, "headkv-er", (120,), mesh=mesh))
+        measured = mesh.load(str(MODEL), sharded=False)
+        haystack = Haystack.read(str(folder / "text.txt"), measured.text, 1000)
+        found.append(choose_needles(measured, haystack, "headkv-er", (120,), mesh=mesh))
         needle = replace(tasks(folder, (96,))["needle"], needles=AUTO)
         out, notes = folder / f"report-{processes.world}-{tp}", []
         for _ in range(2):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvsurgery.dimensions import ModelDimensions
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, Setting
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
 
 MODEL = ModelDimensions(layers=2, query_heads=6, kv_heads=3, head_dim=16)
@@ -28,7 +28,7 @@ def losses(
     settings = {}
     for bits in widths:
         some = (("values", False, 2), ("values", True, 4), ("both", False, 1), ("both", True, 3))
-        settings[bits] = tuple(Setting(rotate, clip, WHOLE[bits] * times) for rotate, clip, times in some)
+        settings[bits] = tuple(WholeCacheLoss(rotate, clip, WHOLE[bits] * times) for rotate, clip, times in some)
     heads = {str(bits): random.random(shape) * full * WHOLE[bits] for bits in widths}
     heads["streaming"] = random.random(shape) * full * 0.1
     return CacheLosses(

@@ -10,8 +10,8 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.measure.model import MeasuredModel
 
 
-def subject_of(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) -> MeasuredModel:
-    """A frozen model as a subject; `facts` are what else it has."""
+def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) -> MeasuredModel:
+    """A frozen model to measure; `facts` are what else it has."""
     config = model.config.to_dict()
     family = Family.of(config)
     given = {"name": "random", "revision": None, **facts}

@@ -8,7 +8,7 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention import attention_mass, attention_profile
 from kvsurgery.measure.attention_hooks import intercepted
 from tests.helpers.families import stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import visible
 
 TOKENS = tokens(2, 40)
@@ -21,12 +21,12 @@ for row, number, hidden, recalled, size in ((0, 1, 4, 34, 5), (0, 2, 15, 27, 4),
     TARGETS[row, recalled : recalled + size] = True
 
 
-def mass_by_hand(subject):
+def mass_by_hand(measured):
     """float64 [layers, kv_heads]."""
-    result = np.zeros((subject.dimensions.layers, subject.dimensions.kv_heads))
+    result = np.zeros((measured.dimensions.layers, measured.dimensions.kv_heads))
 
     def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, **options):
-        group, window = query.shape[1] // key.shape[1], subject.windows[module.layer_idx]
+        group, window = query.shape[1] // key.shape[1], measured.windows[module.layer_idx]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.mT * scaling
         if softcap is not None:
@@ -41,26 +41,30 @@ def mass_by_hand(subject):
             result[module.layer_idx] = torch.stack(masses).mean(0).view(-1, group).mean(1).numpy()
         return (weights @ value).transpose(1, 2).contiguous(), None
 
-    with intercepted(subject.model, attend, masks=False), torch.no_grad():
-        subject.model.model(TOKENS, use_cache=False)
+    with intercepted(measured.model, attend, masks=False), torch.no_grad():
+        measured.model.model(TOKENS, use_cache=False)
     return result
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
 def test_mass_by_hand(family):
-    subject = subject_of(stock(family))
-    expected = mass_by_hand(subject)
-    np.testing.assert_allclose(attention_mass(subject, TOKENS, TARGETS, PASSKEYS), expected, atol=1e-5)
+    measured = measured_model(stock(family))
+    expected = mass_by_hand(measured)
+    np.testing.assert_allclose(attention_mass(measured, TOKENS, TARGETS, PASSKEYS), expected, atol=1e-5)
     assert 0.05 < expected.max() < 1
 
 
 def test_a_profile_is_the_mean_over_prompts():
-    subject = subject_of(stock("qwen2"))
+    measured = measured_model(stock("qwen2"))
     seen, prompts = [], {0: (TOKENS[:1], TARGETS[:1], PASSKEYS[:1]), 1: (TOKENS[1:], TARGETS[1:], PASSKEYS[1:])}
     profile = attention_profile(
-        subject, lambda step, place: prompts[step], 2, data={"prompts": "two"}, progress=lambda *done: seen.append(done)
+        measured,
+        lambda step, place: prompts[step],
+        2,
+        data={"prompts": "two"},
+        progress=lambda *done: seen.append(done),
     )
-    one, two = (attention_mass(subject, *prompt).numpy() for prompt in prompts.values())
+    one, two = (attention_mass(measured, *prompt).numpy() for prompt in prompts.values())
     np.testing.assert_allclose(profile.scores, (one + two) / 2, rtol=1e-5)
     assert (profile.method, profile.granularity) == ("attention", "kv")
     assert (profile.scores[3] == 0).all(), "a layer with a window of its own"
@@ -69,13 +73,13 @@ def test_a_profile_is_the_mean_over_prompts():
 
 
 def test_refusals():
-    subject = subject_of(stock("llama"))
+    measured = measured_model(stock("llama"))
     nothing = torch.zeros_like(TARGETS)
     with pytest.raises(ProfileError, match="without an answer"):
-        attention_mass(subject, TOKENS, nothing, PASSKEYS)
+        attention_mass(measured, TOKENS, nothing, PASSKEYS)
     with pytest.raises(ProfileError, match="the answer at token 34 recalls nothing that the text has hidden"):
-        attention_mass(subject, TOKENS, TARGETS, PASSKEYS.masked_fill(~TARGETS, 0))
+        attention_mass(measured, TOKENS, TARGETS, PASSKEYS.masked_fill(~TARGETS, 0))
     with pytest.raises(ProfileError, match="1 prompt or more"):
-        attention_profile(subject, lambda step, place: None, 0, data={})
+        attention_profile(measured, lambda step, place: None, 0, data={})
     with pytest.raises(UnsupportedModel, match="every layer"):
-        attention_profile(subject_of(stock("qwen2", max_window_layers=0)), lambda step, place: None, data={})
+        attention_profile(measured_model(stock("qwen2", max_window_layers=0)), lambda step, place: None, data={})

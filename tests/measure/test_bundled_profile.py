@@ -39,22 +39,22 @@ def test_the_profile_tells_the_heads_apart(scripts):
 def test_training_finds_the_heads_that_recall(scripts):
     """By fewer steps than the profile took: what gates find, ablation finds too, and chance does not."""
     gates, measure = scripts
-    subject = measure.load()
-    profile, _ = gates.measure(subject, replace(gates.OPTIONS, steps=80))
+    measured = measure.load()
+    profile, _ = gates.measure(measured, replace(gates.OPTIONS, steps=80))
     found = profile.scores >= 0.5
     assert 0 < found.sum() <= found.size / 2
     assert profile.scores[found].min() > profile.scores[~found].max() + 0.3
 
     batch = task.answered(task.prompts(3, 8, 512))
-    ablated = ablation_scores(subject.model, [batch], sink=measure.SINK, recent=measure.RECENT)
+    ablated = ablation_scores(measured.model, [batch], sink=measure.SINK, recent=measure.RECENT)
     assert set(np.flatnonzero(found)) == set(ablated.ravel().argsort()[-found.sum() :])
 
     questions = task.prompts(4, 16, 1024)
-    original = task.exact_match(subject.model, questions)
+    original = task.exact_match(measured.model, questions)
     assert original > 0.95
-    assert measure.kept_recall(subject, found, questions) >= 0.99 * original
+    assert measure.kept_recall(measured, found, questions) >= 0.99 * original
     by_chance = [measure.random_choice(profile, found.sum(), seed) for seed in range(10)]
     assert not any((choice & found).sum() == found.sum() for choice in by_chance)
-    kept = [measure.kept_recall(subject, choice, questions) for choice in by_chance]
+    kept = [measure.kept_recall(measured, choice, questions) for choice in by_chance]
     assert max(kept) < 0.99 * original
     assert np.mean(kept) < 0.8 * original

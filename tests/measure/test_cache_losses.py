@@ -17,7 +17,7 @@ from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.emitted import emitted
 from tests.helpers.families import stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 
 PROMPT, FOLLOWING = 300, 12
 SMALL = TrialSizes(passages=2, context=300, scored=12, alone=8, sink=3, recent=40)
@@ -55,12 +55,12 @@ class TestTrial:
         original = stock(family, num_hidden_layers=4).eval()
         original.load_state_dict(made.state_dict())
         original.set_attn_implementation("eager")
-        ids, subject = tokens(1, PROMPT + FOLLOWING), subject_of(original)
+        ids, measured = tokens(1, PROMPT + FOLLOWING), measured_model(original)
         exact = log_probabilities(original, ids)
         found = log_probabilities(made, ids, KVSurgeryCache(made.config, quantization=how))
         expected = (exact.exp() * (exact - found)).sum(-1).mean()
 
-        trial = CacheTrial(original, subject.windows, ids, PROMPT, [how, Window(3, 5)])
+        trial = CacheTrial(original, measured.windows, ids, PROMPT, [how, Window(3, 5)])
         changes = torch.zeros(1, 4, 4, dtype=torch.int64)
         for layer, entry in enumerate(made.config.kv_surgery["layers"]):
             if not entry.get("native"):
@@ -79,7 +79,7 @@ class TestTrial:
         """Several changes together give what each gives alone, though layers below a lone change are not computed."""
         model = gemma()
         caches = [Quantization(2), Window(3, 20)]
-        trial = CacheTrial(model, subject_of(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, caches)
+        trial = CacheTrial(model, measured_model(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, caches)
         rows = data.draw(st.integers(1, 4))
         changes = torch.zeros(rows, 4, 4, dtype=torch.int64)
         for row in range(rows):
@@ -92,7 +92,7 @@ class TestTrial:
 
     def test_the_first_tokens_do_not_see_the_others(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
-        windows, caches = subject_of(model).windows, [Quantization(2), Window(3, 20)]
+        windows, caches = measured_model(model).windows, [Quantization(2), Window(3, 20)]
         changes = torch.zeros(2, 4, 4, dtype=torch.int64)
         changes[0, 3], changes[1, 1] = 1, 2
         found = CacheTrial(model, windows, ids, PROMPT, caches).divergence(changes, tokens=5)
@@ -102,7 +102,11 @@ class TestTrial:
     def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
         model = gemma()
         trial = CacheTrial(
-            model, subject_of(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, [Quantization(2), Window(3, 20)]
+            model,
+            measured_model(model).windows,
+            tokens(1, PROMPT + FOLLOWING),
+            PROMPT,
+            [Quantization(2), Window(3, 20)],
         )
         changes = torch.zeros(4, 4, 4, dtype=torch.int64)
         changes[:3, 1, :2] = 2
@@ -116,7 +120,7 @@ class TestTrial:
     def test_the_model_is_left_as_it_was(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
         before = model(ids).logits
-        trial = CacheTrial(model, subject_of(model).windows, ids, PROMPT, [Quantization(4)])
+        trial = CacheTrial(model, measured_model(model).windows, ids, PROMPT, [Quantization(4)])
         trial.divergence(torch.ones(1, 4, 4, dtype=torch.int64))
         assert model(ids).logits.equal(before)
 
@@ -127,7 +131,7 @@ class TestLosses:
     def measured():
         steps = []
         found = cache_losses(
-            subject_of(gemma()),
+            measured_model(gemma()),
             tokens(1, 2000)[0].numpy(),
             SMALL,
             first=(1,),
@@ -168,7 +172,7 @@ class TestLosses:
     def test_a_permuted_model_has_the_losses_of_its_original(self, measured) -> None:
         order = ((2, 0, 3, 1),) * 4
         moved = cache_losses(
-            subject_of(gemma(), permutation=order), tokens(1, 2000)[0].numpy(), SMALL, first=(1,), data={}
+            measured_model(gemma(), permutation=order), tokens(1, 2000)[0].numpy(), SMALL, first=(1,), data={}
         )
         for name, losses in measured[0].heads.items():
             assert np.allclose(moved.heads[name][:, list(order[0])], losses)
@@ -177,6 +181,6 @@ class TestLosses:
         text = tokens(1, 2000)[0].numpy()
         for sizes in (replace(SMALL, context=260), replace(SMALL, recent=500)):
             with pytest.raises(ProfileError, match="`context` is at least "):
-                cache_losses(subject_of(gemma()), text, sizes, data={})
+                cache_losses(measured_model(gemma()), text, sizes, data={})
         with pytest.raises(UnsupportedModel, match="every layer"):
-            cache_losses(subject_of(gemma(1)), text, SMALL, data={})
+            cache_losses(measured_model(gemma(1)), text, SMALL, data={})

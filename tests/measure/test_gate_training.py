@@ -14,7 +14,7 @@ from kvsurgery.measure.gates import add_gradient, initial_gates, rate
 from kvsurgery.measure.training import GateOptions, KeptState, train_gates
 from kvsurgery.measure.training_state import TrainingState
 from tests.helpers.families import stock
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 
 OPTIONS = {"steps": 8, "lr": 0.1, "reg": 0.5, "sink": 3, "recent": 5, "batch": 2}
 DATA = {"prompts": "random tokens", "seed": 0}
@@ -38,15 +38,15 @@ def recalls(step, place):
 
 
 def tiny(**overrides):
-    return subject_of(stock("llama", num_hidden_layers=2, **overrides))
+    return measured_model(stock("llama", num_hidden_layers=2, **overrides))
 
 
 @pytest.fixture(scope="module")
-def subject():
+def measured():
     return tiny()
 
 
-def train(subject, steps_before_a_stop=None, given=prompts, data=DATA, **options):
+def train(measured, steps_before_a_stop=None, given=prompts, data=DATA, **options):
     """Train, or press Ctrl-C after so many steps."""
     keywords = {"progress": options.pop("progress", None)}
     kept = {name: options.pop(name) for name in ("every", "resume") if name in options}
@@ -58,23 +58,23 @@ def train(subject, steps_before_a_stop=None, given=prompts, data=DATA, **options
             raise KeyboardInterrupt
         return given(step, place)
 
-    return train_gates(subject, stopping, GateOptions(**{**OPTIONS, **options}), data=data, **keywords)
+    return train_gates(measured, stopping, GateOptions(**{**OPTIONS, **options}), data=data, **keywords)
 
 
 @pytest.fixture(scope="module")
-def trained(subject):
-    return train(subject)
+def trained(measured):
+    return train(measured)
 
 
 class TestSteps:
-    def test_adamw_by_hand(self, subject, trained):
+    def test_adamw_by_hand(self, measured, trained):
         """Mean gradient of the prompts, the penalty's, AdamW without decay, the schedule, and the clamp."""
-        gates = initial_gates(subject)
+        gates = initial_gates(measured)
         mean, square = np.zeros((2, 4)), np.zeros((2, 4))
         for step, (loss, data_loss, mean_gate, sparsity) in enumerate(trained[1]):
             gates.grad = None
             losses = [
-                add_gradient(subject, gates, *prompts(step, place), "distill", sink=3, recent=5) for place in (0, 1)
+                add_gradient(measured, gates, *prompts(step, place), "distill", sink=3, recent=5) for place in (0, 1)
             ]
             assert data_loss == pytest.approx(sum(losses).item() / 2, rel=1e-4, abs=1e-9)
             assert loss == pytest.approx(data_loss + 0.5 * gates.mean().item(), rel=1e-5)
@@ -88,19 +88,19 @@ class TestSteps:
         np.testing.assert_allclose(trained[0].scores, gates.detach(), rtol=1e-3)
         assert 0 < trained[0].scores.min() < 0.9
 
-    def test_gates_stay_within_bounds(self, subject):
-        profile, _ = train(subject, lr=5.0, reg=50.0)
+    def test_gates_stay_within_bounds(self, measured):
+        profile, _ = train(measured, lr=5.0, reg=50.0)
         assert profile.scores.min() == 0
 
-    def test_progress_says_what_the_history_holds(self, subject, trained):
+    def test_progress_says_what_the_history_holds(self, measured, trained):
         seen = []
-        train(subject, progress=seen.append)
+        train(measured, progress=seen.append)
         assert [each.step for each in seen] == list(range(1, 9))
         assert {each.steps for each in seen} == {8}
         assert [each[2:6] for each in seen] == [tuple(row) for row in trained[1].tolist()]
         assert all(one.seconds <= two.seconds for one, two in pairwise(seen))
 
-    def test_a_profile_that_tells_its_training(self, subject, trained):
+    def test_a_profile_that_tells_its_training(self, measured, trained):
         profile, history = trained
         assert (profile.method, profile.granularity, profile.sink, profile.recent) == ("duo", "kv", 3, 5)
         told = profile.provenance
@@ -112,20 +112,20 @@ class TestSteps:
             "loss": "distill",
         }
 
-    def test_the_language_modelling_loss(self, subject, trained):
-        profile, history = train(subject, loss="lm")
+    def test_the_language_modelling_loss(self, measured, trained):
+        profile, history = train(measured, loss="lm")
         assert history[0][1] > 1
         assert not np.allclose(profile.scores, trained[0].scores)
 
     def test_layers_with_a_window_of_their_own_score_nothing(self):
-        profile, _ = train(subject_of(stock("qwen2")), steps=1)
+        profile, _ = train(measured_model(stock("qwen2")), steps=1)
         assert (profile.scores[:3] > 0).all()
         assert (profile.scores[3] == 0).all()
 
     def test_heads_of_a_converted_checkpoint_count_as_the_originals(self):
         order = (2, 0, 3, 1)
         plain, _ = train(tiny())
-        moved, _ = train(subject_of(stock("llama", num_hidden_layers=2), permutation=(order, (0, 1, 2, 3))))
+        moved, _ = train(measured_model(stock("llama", num_hidden_layers=2), permutation=(order, (0, 1, 2, 3))))
         np.testing.assert_array_equal(moved.scores[0, list(order)], plain.scores[0])
         np.testing.assert_array_equal(moved.scores[1], plain.scores[1])
 
@@ -137,17 +137,17 @@ class TestResume:
         assert history.tobytes() == trained[1].tobytes()
 
     @pytest.mark.parametrize("stop", [0, 1, 5, 7])
-    def test_an_interrupted_training_resumed_is_the_whole_one(self, subject, trained, tmp_path, stop):
+    def test_an_interrupted_training_resumed_is_the_whole_one(self, measured, trained, tmp_path, stop):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            train(subject, stop, checkpoint=path, every=3)
+            train(measured, stop, checkpoint=path, every=3)
         steps = []
-        profile, history = train(subject, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        profile, history = train(measured, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
         assert steps == list(range(stop + 1, 9))
         assert profile == trained[0]
         assert history.tobytes() == trained[1].tobytes()
 
-    def test_a_killed_training_goes_on_from_its_last_checkpoint(self, subject, trained, tmp_path, monkeypatch):
+    def test_a_killed_training_goes_on_from_its_last_checkpoint(self, measured, trained, tmp_path, monkeypatch):
         path = tmp_path / "state.safetensors"
 
         class Killed(BaseException):
@@ -159,17 +159,17 @@ class TestResume:
             return prompts(step, place)
 
         with pytest.raises(Killed):
-            train(subject, given=killed, checkpoint=path, every=3)
+            train(measured, given=killed, checkpoint=path, every=3)
         steps = []
-        profile, _ = train(subject, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        profile, _ = train(measured, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
         assert steps == [7, 8]
         assert profile == trained[0]
         assert os.listdir(tmp_path) == [path.name]
 
-    def test_a_finished_training_resumes_to_its_result(self, subject, trained, tmp_path):
+    def test_a_finished_training_resumes_to_its_result(self, measured, trained, tmp_path):
         path = tmp_path / "state.safetensors"
-        train(subject, checkpoint=path)
-        profile, history = train(subject, steps_before_a_stop=0, checkpoint=path, resume=True)
+        train(measured, checkpoint=path)
+        profile, history = train(measured, steps_before_a_stop=0, checkpoint=path, resume=True)
         assert profile == trained[0]
         assert history.tobytes() == trained[1].tobytes()
 
@@ -183,51 +183,51 @@ class TestResume:
             ({"data": {"prompts": "random tokens"}}, "data seed is 0 there and None here"),
         ],
     )
-    def test_another_training_is_refused(self, subject, tmp_path, changed, message):
+    def test_another_training_is_refused(self, measured, tmp_path, changed, message):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            train(subject, 2, checkpoint=path)
+            train(measured, 2, checkpoint=path)
         with pytest.raises(ProfileError, match=f"belongs to another training: {message}$"):
-            train(subject, checkpoint=path, resume=True, **changed)
+            train(measured, checkpoint=path, resume=True, **changed)
 
-    def test_another_model_is_refused(self, subject, tmp_path):
+    def test_another_model_is_refused(self, measured, tmp_path):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            train(subject, 2, checkpoint=path)
+            train(measured, 2, checkpoint=path)
         with pytest.raises(ProfileError, match=r"weights is .* there and .* here"):
-            train(subject_of(stock("llama", seed=1, num_hidden_layers=2)), checkpoint=path, resume=True)
+            train(measured_model(stock("llama", seed=1, num_hidden_layers=2)), checkpoint=path, resume=True)
         with pytest.raises(ProfileError, match=r"model is random there and other here$"):
             train(
-                subject_of(stock("llama", num_hidden_layers=2), name="other"),
+                measured_model(stock("llama", num_hidden_layers=2), name="other"),
                 checkpoint=path,
                 resume=True,
             )
 
-    def test_what_is_there_is_not_overwritten(self, subject, tmp_path):
+    def test_what_is_there_is_not_overwritten(self, measured, tmp_path):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            train(subject, 2, checkpoint=path)
+            train(measured, 2, checkpoint=path)
         with pytest.raises(OutputError, match="holds 2 steps of a training; go on with --resume"):
-            train(subject, checkpoint=path)
+            train(measured, checkpoint=path)
         other = tmp_path / "notes.txt"
         other.write_text("mine")
         with pytest.raises(ProfileError, match=r"notes.txt is not a training checkpoint"):
-            train(subject, checkpoint=other)
+            train(measured, checkpoint=other)
         assert other.read_text() == "mine"
 
-    def test_a_path_that_cannot_be_written_fails_before_the_work(self, subject, tmp_path):
+    def test_a_path_that_cannot_be_written_fails_before_the_work(self, measured, tmp_path):
         with pytest.raises(OutputError, match="cannot write training checkpoint"):
-            train(subject, steps_before_a_stop=0, checkpoint=tmp_path / "no" / "state.safetensors")
+            train(measured, steps_before_a_stop=0, checkpoint=tmp_path / "no" / "state.safetensors")
 
-    def test_nothing_to_resume(self, subject, tmp_path):
+    def test_nothing_to_resume(self, measured, tmp_path):
         with pytest.raises(ProfileError, match=r"no training checkpoint .*state\.safetensors to resume"):
-            train(subject, checkpoint=tmp_path / "state.safetensors", resume=True)
+            train(measured, checkpoint=tmp_path / "state.safetensors", resume=True)
 
     @pytest.mark.parametrize("damage", ["cut", "shape", "number", "dtype", "metadata", "facts"])
-    def test_a_damaged_checkpoint_is_refused(self, subject, tmp_path, damage):
+    def test_a_damaged_checkpoint_is_refused(self, measured, tmp_path, damage):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
-            train(subject, 2, checkpoint=path)
+            train(measured, 2, checkpoint=path)
         content = path.read_bytes()
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size])
@@ -249,30 +249,30 @@ class TestResume:
             content = len(text).to_bytes(8, "little") + text + content[8 + size :]
         path.write_bytes(content)
         with pytest.raises(ProfileError, match="training checkpoint"):
-            train(subject, checkpoint=path, resume=True)
+            train(measured, checkpoint=path, resume=True)
 
 
 class TestRefusals:
     def test_a_loss_that_is_no_number(self, tmp_path):
-        subject, path = tiny(), tmp_path / "state.safetensors"
+        measured, path = tiny(), tmp_path / "state.safetensors"
 
         def until_it_breaks(step, place):
             if step == 3:
                 with torch.no_grad():
-                    subject.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("inf")
+                    measured.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("inf")
             return prompts(step, place)
 
         with pytest.raises(ProfileError, match=r"the loss is (nan|inf) in step 4, .*try bfloat16 or float32"):
-            train(subject, given=until_it_breaks, checkpoint=path, every=1)
+            train(measured, given=until_it_breaks, checkpoint=path, every=1)
         assert len(TrainingState._read(path)[0].history) == 3
 
-    def test_a_prompt_within_the_window(self, subject):
+    def test_a_prompt_within_the_window(self, measured):
         with pytest.raises(ProfileError, match="30 tokens has nothing outside sink 10 and recent 20"):
-            train(subject, sink=10, recent=20)
+            train(measured, sink=10, recent=20)
 
     def test_a_model_without_full_attention(self):
         with pytest.raises(UnsupportedModel, match="every layer of random"):
-            train(subject_of(stock("qwen2", max_window_layers=0)))
+            train(measured_model(stock("qwen2", max_window_layers=0)))
 
     @pytest.mark.parametrize(
         "options",

@@ -10,7 +10,7 @@ from kvsurgery.measure import blockwise, gates
 from kvsurgery.measure.attention_hooks import intercepted
 from kvsurgery.measure.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
 from tests.helpers.families import MEASURED, largest, stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import visible
 
 SINK, RECENT = 3, 5
@@ -21,15 +21,15 @@ TARGETS[0, [20, 21, 36]] = TARGETS[1, [0, 30]] = True  # the first token of a ro
 LAYERS = {"num_hidden_layers": 2}
 
 
-def random_gates(subject, seed=0):
+def random_gates(measured, seed=0):
     """Some between, some at the ends."""
-    drawn = torch.rand(initial_gates(subject).shape, generator=torch.Generator().manual_seed(seed)) * 1.6 - 0.3
-    return drawn.clamp(0, 1).to(subject.model.dtype).requires_grad_()
+    drawn = torch.rand(initial_gates(measured).shape, generator=torch.Generator().manual_seed(seed)) * 1.6 - 0.3
+    return drawn.clamp(0, 1).to(measured.model.dtype).requires_grad_()
 
 
-def dense_states(subject, gates, ids):
+def dense_states(measured, gates, ids):
     """Last hidden states of a model whose heads are mixed by dense masks."""
-    gated = [layer for layer, window in enumerate(subject.windows) if window is None]
+    gated = [layer for layer, window in enumerate(measured.windows) if window is None]
 
     def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, **options):
         group, tokens = query.shape[1] // key.shape[1], query.shape[2]
@@ -41,7 +41,7 @@ def dense_states(subject, gates, ids):
         def over(sink, recent):
             return scores.masked_fill(~visible(tokens, 0, sink, recent), float("-inf")).softmax(-1) @ value
 
-        window = subject.windows[module.layer_idx]
+        window = measured.windows[module.layer_idx]
         if window is not None:
             output = over(0, window)
         elif gates is None:
@@ -51,8 +51,8 @@ def dense_states(subject, gates, ids):
             output = gate * over(None, 1) + (1 - gate) * over(SINK, RECENT)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
-    with intercepted(subject.model, attend, masks=False), torch.no_grad():
-        return subject.model.model(ids, use_cache=False).last_hidden_state
+    with intercepted(measured.model, attend, masks=False), torch.no_grad():
+        return measured.model.model(ids, use_cache=False).last_hidden_state
 
 
 @pytest.fixture
@@ -65,39 +65,39 @@ def small_blocks(monkeypatch):
 class TestMixedAttention:
     @pytest.mark.parametrize("family", MEASURED)
     def test_a_dense_mask_per_head(self, family, small_blocks):
-        subject = subject_of(stock(family))
-        mix = random_gates(subject)
+        measured = measured_model(stock(family))
+        mix = random_gates(measured)
         for ids in (TOKENS, TOKENS[:, :7], TOKENS[:1, :9]):
-            expected = dense_states(subject, mix, ids)
-            with mixed_attention(subject, mix, **SIZES), torch.no_grad():
-                states = subject.model.model(ids, use_cache=False).last_hidden_state
+            expected = dense_states(measured, mix, ids)
+            with mixed_attention(measured, mix, **SIZES), torch.no_grad():
+                states = measured.model.model(ids, use_cache=False).last_hidden_state
             assert largest(states - expected, expected) < 1e-5
-        assert largest(dense_states(subject, None, TOKENS) - dense_states(subject, mix, TOKENS), expected) > 1e-3
+        assert largest(dense_states(measured, None, TOKENS) - dense_states(measured, mix, TOKENS), expected) > 1e-3
 
     @pytest.mark.parametrize("family", MEASURED)
     def test_gates_of_one_are_the_model(self, family):
-        subject = subject_of(stock(family))
+        measured = measured_model(stock(family))
         # eager, since stock SDPA leaves soft caps out
-        subject.model.set_attn_implementation("eager")
+        measured.model.set_attn_implementation("eager")
         with torch.no_grad():
-            expected = subject.model.model(TOKENS, use_cache=False).last_hidden_state
-            for mix in (None, initial_gates(subject)):
-                with mixed_attention(subject, mix, **SIZES):
-                    states = subject.model.model(TOKENS, use_cache=False).last_hidden_state
+            expected = measured.model.model(TOKENS, use_cache=False).last_hidden_state
+            for mix in (None, initial_gates(measured)):
+                with mixed_attention(measured, mix, **SIZES):
+                    states = measured.model.model(TOKENS, use_cache=False).last_hidden_state
                 assert largest(states - expected, expected) < 1e-5
-        assert subject.model.config._attn_implementation == "eager"
+        assert measured.model.config._attn_implementation == "eager"
 
     def test_bfloat16_weights_take_float32_gates(self):
-        subject = subject_of(stock("llama").bfloat16())
-        mix = initial_gates(subject)
+        measured = measured_model(stock("llama").bfloat16())
+        mix = initial_gates(measured)
         with torch.no_grad():
             mix.fill_(0.3)
-        expected = dense_states(subject, mix.detach(), TOKENS)
-        with mixed_attention(subject, mix, **SIZES):
-            states = subject.model.model(TOKENS, use_cache=False).last_hidden_state
+        expected = dense_states(measured, mix.detach(), TOKENS)
+        with mixed_attention(measured, mix, **SIZES):
+            states = measured.model.model(TOKENS, use_cache=False).last_hidden_state
         assert states.dtype == torch.bfloat16
         assert largest((states - expected).detach(), expected) < 0.1
-        loss = add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES)
+        loss = add_gradient(measured, mix, TOKENS, TARGETS, "distill", **SIZES)
         assert loss.dtype == mix.grad.dtype == torch.float32
         assert mix.grad.abs().min() > 0
 
@@ -105,50 +105,50 @@ class TestMixedAttention:
 class TestLoss:
     @pytest.mark.parametrize("family", ["llama", "gemma2"])
     def test_distillation_by_hand(self, family):
-        subject = subject_of(stock(family))
-        mix = random_gates(subject)
-        apart = dense_states(subject, mix, TOKENS).double() - dense_states(subject, None, TOKENS).double()
+        measured = measured_model(stock(family))
+        mix = random_gates(measured)
+        apart = dense_states(measured, mix, TOKENS).double() - dense_states(measured, None, TOKENS).double()
         # the states before each target; that of the first token has none
         squares = [apart[row, at - 1].square().mean() for row, at in ((0, 20), (0, 21), (0, 36), (1, 30))]
-        loss = add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES)
+        loss = add_gradient(measured, mix, TOKENS, TARGETS, "distill", **SIZES)
         assert loss.item() == pytest.approx((sum(squares) / 4).item(), rel=1e-4)
 
     @pytest.mark.parametrize("family", ["llama", "gemma2"])
     def test_language_modelling_by_hand(self, family, monkeypatch):
         monkeypatch.setattr(gates, "LOGITS", 3)
-        subject = subject_of(stock(family))
-        mix = random_gates(subject)
-        with mixed_attention(subject, mix, **SIZES), torch.no_grad():
-            logits = subject.model(TOKENS, use_cache=False).logits
+        measured = measured_model(stock(family))
+        mix = random_gates(measured)
+        with mixed_attention(measured, mix, **SIZES), torch.no_grad():
+            logits = measured.model(TOKENS, use_cache=False).logits
         losses = [
             F.cross_entropy(logits[row, at - 1], TOKENS[row, at]) for row, at in ((0, 20), (0, 21), (0, 36), (1, 30))
         ]
-        loss = add_gradient(subject, mix, TOKENS, TARGETS, "lm", **SIZES)
+        loss = add_gradient(measured, mix, TOKENS, TARGETS, "lm", **SIZES)
         assert loss.item() == pytest.approx((sum(losses) / 4).item(), rel=1e-5)
 
     def test_nothing_is_lost_with_gates_of_one(self):
-        subject = subject_of(stock("llama"))
-        mix = initial_gates(subject)
-        assert add_gradient(subject, mix, TOKENS, TARGETS, "distill", **SIZES) == 0
+        measured = measured_model(stock("llama"))
+        mix = initial_gates(measured)
+        assert add_gradient(measured, mix, TOKENS, TARGETS, "distill", **SIZES) == 0
         assert (mix.grad == 0).all()
 
 
 @pytest.mark.parametrize("loss", ["distill", "lm"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
 def test_gradients_are_finite_differences(family, loss, small_blocks):
-    subject = subject_of(stock(family, num_hidden_layers=2 if family == "llama" else 4).double())
-    mix = random_gates(subject)
+    measured = measured_model(stock(family, num_hidden_layers=2 if family == "llama" else 4).double())
+    mix = random_gates(measured)
 
-    def measured(values):
+    def loss_and_gradient(values):
         given = values.clone().requires_grad_()
-        return add_gradient(subject, given, TOKENS, TARGETS, loss, **SIZES).item(), given.grad
+        return add_gradient(measured, given, TOKENS, TARGETS, loss, **SIZES).item(), given.grad
 
-    _, gradient = measured(mix.detach())
+    _, gradient = loss_and_gradient(mix.detach())
     expected, step = torch.zeros_like(gradient), 1e-3
     for place in torch.ones_like(gradient).nonzero().tolist():
         moved = torch.zeros_like(gradient)
         moved[tuple(place)] = step
-        above, below = (measured(mix.detach() + sign * moved)[0] for sign in (1, -1))
+        above, below = (loss_and_gradient(mix.detach() + sign * moved)[0] for sign in (1, -1))
         expected[tuple(place)] = (above - below) / (2 * step)
     assert expected.abs().max() > 1e-3
     # norms and scores under a soft cap are float32 whatever the model is
@@ -156,39 +156,39 @@ def test_gradients_are_finite_differences(family, loss, small_blocks):
 
 
 def test_gradients_add_up():
-    subject = subject_of(stock("llama", **LAYERS))
-    mix = random_gates(subject)
+    measured = measured_model(stock("llama", **LAYERS))
+    mix = random_gates(measured)
     for row in range(2):
-        add_gradient(subject, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
+        add_gradient(measured, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
     both, mix.grad = mix.grad, None
     expected = torch.zeros_like(both)
     for row in range(2):
         mix.grad = None
-        add_gradient(subject, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
+        add_gradient(measured, mix, TOKENS[row : row + 1], TARGETS[row : row + 1], "distill", **SIZES)
         expected += mix.grad
     torch.testing.assert_close(both, expected)
 
 
 def test_layers_with_a_window_of_their_own_have_no_gates():
-    subject = subject_of(stock("qwen2"))
-    assert subject.windows == (None, None, None, 9)
-    mix = initial_gates(subject)
+    measured = measured_model(stock("qwen2"))
+    assert measured.windows == (None, None, None, 9)
+    mix = initial_gates(measured)
     assert mix.shape == (3, 4)
-    scores = gate_scores(subject, mix)
+    scores = gate_scores(measured, mix)
     assert (scores[:3] == 1).all()
     assert (scores[3] == 0).all()
-    nothing = subject_of(stock("qwen2", max_window_layers=0))
+    nothing = measured_model(stock("qwen2", max_window_layers=0))
     with pytest.raises(UnsupportedModel, match="every layer of random has a sliding window"):
         initial_gates(nothing)
 
 
 def test_the_model_is_left_as_it_was():
-    subject = subject_of(stock("llama"))
-    before = subject.model(TOKENS).logits
-    add_gradient(subject, initial_gates(subject), TOKENS, TARGETS, "distill", **SIZES)
-    assert torch.equal(subject.model(TOKENS).logits, before)
-    assert not any(parameter.requires_grad for parameter in subject.model.parameters())
-    assert not any("forward" in vars(layer) for layer in subject.model.model.layers)
+    measured = measured_model(stock("llama"))
+    before = measured.model(TOKENS).logits
+    add_gradient(measured, initial_gates(measured), TOKENS, TARGETS, "distill", **SIZES)
+    assert torch.equal(measured.model(TOKENS).logits, before)
+    assert not any(parameter.requires_grad for parameter in measured.model.parameters())
+    assert not any("forward" in vars(layer) for layer in measured.model.model.layers)
 
 
 def test_schedule_by_hand():
@@ -206,15 +206,15 @@ def test_schedule_by_hand():
 
 
 def step_bytes(family, loss, length):
-    subject = subject_of(stock(family))
-    mix = initial_gates(subject)
+    measured = measured_model(stock(family))
+    mix = initial_gates(measured)
     with torch.no_grad():
         mix.fill_(0.5)
     ids = tokens(1, length)
     targets = torch.zeros_like(ids, dtype=torch.bool)
     targets[:, 1 if loss == "lm" else -30 :] = True
     with LiveBytes() as live:
-        add_gradient(subject, mix, ids, targets, loss, **SIZES)
+        add_gradient(measured, mix, ids, targets, loss, **SIZES)
     return live.take()
 
 

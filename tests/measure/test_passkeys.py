@@ -13,22 +13,22 @@ from kvsurgery.measure.prompts import Contexts, Passages
 from kvsurgery.text import haystack
 from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 from tests.helpers.families import stock
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.vocabularies import KINDS, tokenizer
 
 WORDS = [*islice(haystack._generated(1), 200), OPENING, END, *(f"{HIDDEN} {ASKED}".format(*[n] * 3) for n in ORDINALS)]
 
 
 @pytest.fixture(scope="module")
-def subject():
+def measured():
     made = tokenizer("bytes", WORDS)
     made.add_tokens(["<added>"])
-    return subject_of(stock("llama", vocab_size=len(made) + 7, max_position_embeddings=2048), made)
+    return measured_model(stock("llama", vocab_size=len(made) + 7, max_position_embeddings=2048), made)
 
 
 @pytest.fixture(scope="module")
-def passkeys(subject):
-    return Passkeys.of(subject, Contexts(700, 1200, seed=3), count=6, size=9)
+def passkeys(measured):
+    return Passkeys.of(measured, Contexts(700, 1200, seed=3), count=6, size=9)
 
 
 def runs(mask):
@@ -39,11 +39,11 @@ def runs(mask):
 
 @settings(max_examples=40)
 @given(st.integers(0, 2000), st.integers(0, 8))
-def test_every_passkey_is_hidden_once_and_recalled_at_the_end(passkeys, subject, step, place):
+def test_every_passkey_is_hidden_once_and_recalled_at_the_end(passkeys, measured, step, place):
     tokens, targets, labels = (part[0].numpy() for part in passkeys(step, place))
     assert len(tokens) == passkeys.contexts.length(step)
     assert 700 <= len(tokens) <= 1200
-    assert tokens[0] == subject.tokenizer.bos_token_id
+    assert tokens[0] == measured.tokenizer.bos_token_id
     hidden, recalled = runs((labels > 0) & ~targets), runs(targets)
     assert len(hidden) == len(recalled) == 6
     assert hidden[-1][1] < recalled[0][0]
@@ -53,15 +53,15 @@ def test_every_passkey_is_hidden_once_and_recalled_at_the_end(passkeys, subject,
         assert set(labels[slice(*there)]) == set(labels[slice(*here)]) == {number}
         for start, introduction in ((there[0], HIDDEN), (here[0], ASKED)):
             words = introduction.format(ORDINALS[number - 1], ORDINALS[number - 1])
-            assert subject.tokenizer.decode(tokens[max(start - 40, 0) : start]).endswith(words)
-    special = {*subject.tokenizer.all_special_ids, *subject.tokenizer.added_tokens_decoder}
+            assert measured.tokenizer.decode(tokens[max(start - 40, 0) : start]).endswith(words)
+    special = {*measured.tokenizer.all_special_ids, *measured.tokenizer.added_tokens_decoder}
     assert not special.intersection(tokens[1:].tolist())
-    assert tokens.max() < len(subject.tokenizer)
+    assert tokens.max() < len(measured.tokenizer)
 
 
-def test_fixed_seeds_give_fixed_prompts(passkeys, subject):
-    again = Passkeys.of(subject, Contexts(700, 1200, seed=3), count=6, size=9)
-    other = Passkeys.of(subject, Contexts(700, 1200, seed=4), count=6, size=9)
+def test_fixed_seeds_give_fixed_prompts(passkeys, measured):
+    again = Passkeys.of(measured, Contexts(700, 1200, seed=3), count=6, size=9)
+    other = Passkeys.of(measured, Contexts(700, 1200, seed=4), count=6, size=9)
     assert again.facts == passkeys.facts
     assert other.facts != passkeys.facts
     first = [passkeys(0, 0).tokens.tolist(), passkeys(0, 1).tokens.tolist(), passkeys(1, 0).tokens.tolist()]
@@ -85,18 +85,18 @@ def test_depths_and_lengths_cover_their_range(passkeys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tokenizer(kind):
     made = tokenizer(kind, WORDS)
-    subject = subject_of(stock("llama", vocab_size=len(made), max_position_embeddings=4096), made)
-    prompt = Passkeys.of(subject, Contexts.of(subject))(0, 0)
+    measured = measured_model(stock("llama", vocab_size=len(made), max_position_embeddings=4096), made)
+    prompt = Passkeys.of(measured, Contexts.of(measured))(0, 0)
     assert 1000 <= prompt.tokens.shape[1] <= 4096
     assert prompt.targets.sum() == 320
     assert len(set(prompt.tokens[prompt.targets].tolist())) > 100
 
 
-def test_the_shortest_context_that_holds_the_passkeys(subject, passkeys):
-    exact = Passkeys.of(subject, Contexts(passkeys.least, passkeys.least), count=6, size=9)
+def test_the_shortest_context_that_holds_the_passkeys(measured, passkeys):
+    exact = Passkeys.of(measured, Contexts(passkeys.least, passkeys.least), count=6, size=9)
     assert exact(0, 0).tokens.shape[1] == passkeys.least
     with pytest.raises(ProfileError, match=f"6 passkeys of 9 tokens take a context of {passkeys.least} tokens or more"):
-        Passkeys.of(subject, Contexts(passkeys.least - 1, 1000), count=6, size=9)
+        Passkeys.of(measured, Contexts(passkeys.least - 1, 1000), count=6, size=9)
 
 
 @pytest.mark.parametrize(
@@ -109,50 +109,50 @@ def test_the_shortest_context_that_holds_the_passkeys(subject, passkeys):
         ({"seed": -1}, "seed must be"),
     ],
 )
-def test_contexts_that_cannot_be(subject, contexts, message):
+def test_contexts_that_cannot_be(measured, contexts, message):
     with pytest.raises(ProfileError, match=message):
-        Contexts.of(subject, **contexts)
+        Contexts.of(measured, **contexts)
 
 
-def test_contexts_reach_to_the_models_maximum(subject):
-    assert Contexts.of(subject) == Contexts(1000, 2048)
-    long = subject_of(stock("llama", max_position_embeddings=100_000))
+def test_contexts_reach_to_the_models_maximum(measured):
+    assert Contexts.of(measured) == Contexts(1000, 2048)
+    long = measured_model(stock("llama", max_position_embeddings=100_000))
     assert Contexts.of(long) == Contexts(1000, 32_000)
 
 
 @pytest.mark.parametrize("options", [{"count": 0}, {"count": 21}, {"size": 0}])
-def test_passkeys_that_cannot_be(subject, options):
+def test_passkeys_that_cannot_be(measured, options):
     with pytest.raises(ProfileError, match="passkeys are 1 to 20 of 1 token or more"):
-        Passkeys.of(subject, Contexts(1000, 2000), **options)
+        Passkeys.of(measured, Contexts(1000, 2000), **options)
 
 
-def test_text_that_is_too_short(subject, tmp_path):
+def test_text_that_is_too_short(measured, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("The baker found two lanterns by the river. " * 20)
     with pytest.raises(TextError, match=r"short.txt has \d+ tokens, 2000 are needed"):
-        Passkeys.of(subject, Contexts(1000, 2000), str(text))
+        Passkeys.of(measured, Contexts(1000, 2000), str(text))
 
 
 def test_words_that_the_model_does_not_know(tmp_path):
     text = tmp_path / "own.txt"
     text.write_text("bako dimi " * 1000)
-    subject = subject_of(stock("llama"), tokenizer("words", [text.read_text()]))
+    measured = measured_model(stock("llama"), tokenizer("words", [text.read_text()]))
     with pytest.raises(ProfileError, match="the tokenizer of random does not know all words of 'Passkeys are hidden"):
-        Passkeys.of(subject, Contexts(100, 500), str(text), count=1, size=2)
+        Passkeys.of(measured, Contexts(100, 500), str(text), count=1, size=2)
 
 
 def test_no_tokenizer():
-    subject = subject_of(stock("llama"))
+    measured = measured_model(stock("llama"))
     with pytest.raises(UnsupportedModel, match="no tokenizer"):
-        Passkeys.of(subject, Contexts(100, 500))
+        Passkeys.of(measured, Contexts(100, 500))
 
 
-def test_passages_are_pieces_of_the_text(subject):
+def test_passages_are_pieces_of_the_text(measured):
     contexts = Contexts(300, 400)
-    passages = Passages(contexts, contexts.read(None, subject.tokenizer))
+    passages = Passages(contexts, contexts.read(None, measured.tokenizer))
     for step in range(5):
         tokens, targets = passages(step, 0)
         assert tokens.shape == targets.shape == (1, contexts.length(step))
         assert targets.all()
-        assert subject.tokenizer.decode(tokens[0]) in subject.tokenizer.decode(passages.haystack.tokens)
+        assert measured.tokenizer.decode(tokens[0]) in measured.tokenizer.decode(passages.haystack.tokens)
     assert passages(0, 0)[0].tolist() != passages(0, 1)[0].tolist()

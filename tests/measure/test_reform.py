@@ -23,7 +23,7 @@ from kvsurgery.measure.reform import (
 from kvsurgery.profile.embedding_heads import KINDS
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.tiny_recall import FOLDER, task
 
 SMALL = Recurrence(chunk=16, budget=12, keep=2, window=4)
@@ -37,8 +37,8 @@ def sample(length=50, seed=0):
     return RankedPrompt(ids, range(1, length - 5), range(length - 5, length - 2), gold)
 
 
-def subject(family="llama", **overrides):
-    return subject_of(stock(family, **overrides), name="org/random")
+def measured(family="llama", **overrides):
+    return measured_model(stock(family, **overrides), name="org/random")
 
 
 class TestSimilarity:
@@ -131,10 +131,10 @@ class TestSample:
 
 
 @torch.no_grad()
-def by_definition(subject, sample, neighbours):
+def by_definition(measured, sample, neighbours):
     """Ranks of one sample from one plain reading, token by token."""
     seen = []
-    reading = RecurrentPass(subject, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
+    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
     reading.read(range(len(sample.tokens)), seen.append)
     ranks = {kind: [] for kind in KINDS}
     for states in seen:
@@ -164,7 +164,7 @@ def by_definition(subject, sample, neighbours):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_ranks_of_a_sample_by_definition(family):
-    of, asked = subject(family), sample()
+    of, asked = measured(family), sample()
     made = sample_ranks(of, asked, Recurrence(), neighbours=6)
     for kind, ranks in by_definition(of, asked, 6).items():
         np.testing.assert_allclose(made[kind], ranks, atol=1e-6, err_msg=kind)
@@ -172,7 +172,7 @@ def test_ranks_of_a_sample_by_definition(family):
 
 def test_in_chunks_the_question_is_compared_with_all_of_them():
     """Where the cache holds everything, chunks change nothing; the question may begin in any place of a chunk."""
-    of, asked = subject("gemma3"), sample()
+    of, asked = measured("gemma3"), sample()
     whole = sample_ranks(of, asked, Recurrence(), neighbours=4)
     for chunk in (9, 15, 44):
         chunked = sample_ranks(of, asked, Recurrence(chunk, 99, 0, 4), neighbours=4)
@@ -183,7 +183,7 @@ def test_in_chunks_the_question_is_compared_with_all_of_them():
 
 class TestRanking:
     def test_means_over_samples(self):
-        of, asked = subject(), [sample(seed=seed) for seed in range(3)]
+        of, asked = measured(), [sample(seed=seed) for seed in range(3)]
         made = embedding_ranking(of, {"multihop": asked[:1], "pattern": asked[1:]}, recurrence=SMALL, neighbours=4)
         one, two, three = (sample_ranks(of, each, SMALL, 4) for each in asked)
         for kind in KINDS:
@@ -191,7 +191,7 @@ class TestRanking:
             np.testing.assert_allclose(made.ranking.mnr["pattern"][kind], (two[kind] + three[kind]) / 2, rtol=1e-6)
 
     def test_what_it_records(self):
-        of, asked = subject(), {"pattern": [sample(), sample(60)]}
+        of, asked = measured(), {"pattern": [sample(), sample(60)]}
         steps = []
         made = embedding_ranking(
             of,
@@ -217,7 +217,7 @@ class TestRanking:
         )
 
     def test_the_same_again(self, tmp_path):
-        one, two = (embedding_ranking(subject(), {"pattern": [sample()]}, recurrence=SMALL) for _ in range(2))
+        one, two = (embedding_ranking(measured(), {"pattern": [sample()]}, recurrence=SMALL) for _ in range(2))
         assert one == two
         one.save(tmp_path / "p.safetensors")
         assert HeadProfile.load(tmp_path / "p.safetensors") == one
@@ -260,14 +260,14 @@ class TestRanking:
     def test_bad_input(self, samples, options, message):
         small = {"max_position_embeddings": 511} if "recurrence" in options else {}
         with pytest.raises(ProfileError, match=message):
-            embedding_ranking(subject(**small), samples, **options)
+            embedding_ranking(measured(**small), samples, **options)
 
     def test_beyond_the_model_s_length_in_chunks(self):
-        made = embedding_ranking(subject(), {"pattern": [sample(600)]}, recurrence=Recurrence(100, 400, 9, 9))
+        made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=Recurrence(100, 400, 9, 9))
         assert made.embedding_heads
 
     def test_states_that_overflow(self):
-        of = subject()
+        of = measured()
         of.model.model.layers[2].self_attn.v_proj.weight.data[5] = float("inf")
         with pytest.raises(ProfileError, match="states of org/random are not finite"):
             embedding_ranking(of, {"pattern": [sample()]})
@@ -306,7 +306,7 @@ def test_attention_finds_the_heads_that_ablation_found(recaller):
 SHORT = Recurrence(chunk=256, budget=128, keep=16, window=32)
 
 
-def gathered(subject, sample, heads, budget=384, keep=32, pool=33):
+def gathered(measured, sample, heads, budget=384, keep=32, pool=33):
     """Tokens that the heads find, as REFORM gathers them: int64 [budget], ascending."""
     parts = {head: [] for head in heads}
 
@@ -316,7 +316,7 @@ def gathered(subject, sample, heads, budget=384, keep=32, pool=33):
                 own = {"q": states.query, "k": states.key, "v": states.value}[head.state][head.head]
                 parts[head].append(torch.nn.functional.normalize(own, dim=-1))
 
-    reading = RecurrentPass(subject, torch.from_numpy(sample.tokens), SHORT)
+    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), SHORT)
     for chunk in SHORT.chunks(len(sample.tokens), sample.question.start):
         reading.read(chunk, visit)
     embeddings = torch.cat([torch.cat(part) for part in parts.values()], dim=-1)

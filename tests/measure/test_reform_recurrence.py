@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.recurrence import Recurrence, RecurrentPass
 from tests.helpers.families import REFORM, largest, stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 
 TOKENS = tokens(1, 40, seed=5)[0]
 WHOLE = Recurrence(chunk=1000, budget=1000, keep=0, window=4)
@@ -33,7 +33,7 @@ def model(request):
 
 def read(model, recurrence, chunks=None, ids=TOKENS):
     """{(layer, chunk's start): its states}, of a whole input."""
-    reading, seen = RecurrentPass(subject_of(model), ids, recurrence), {}
+    reading, seen = RecurrentPass(measured_model(model), ids, recurrence), {}
     for chunk in chunks or recurrence.chunks(len(ids), len(ids)):
         reading.read(chunk, lambda states: seen.setdefault((states.layer, states.chunk.start), states))
     return seen, reading
@@ -200,7 +200,7 @@ def test_against_loops(recurrence):
 def test_layers_with_a_window_keep_their_last_tokens(family):
     model = stock(family)
     _, reading = read(model, Recurrence(10, 12, 2, 3))
-    for window, layer in zip(subject_of(model).windows, reading.cache.layers, strict=True):
+    for window, layer in zip(measured_model(model).windows, reading.cache.layers, strict=True):
         assert layer.keys.shape == layer.values.shape
         if window is not None:
             assert layer.places.tolist() == [list(range(40 - (window - 1), 40))] * len(layer.places)

@@ -17,7 +17,7 @@ from kvsurgery.measure.reform_tasks import (
 )
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.vocabularies import tokenizer
 
 LETTERS = "The value corresponding to the id 0123456789 is ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz ,.?:\n"
@@ -136,5 +136,5 @@ def test_a_random_model_is_ranked_on_both(vocabulary, haystack):
         name: make(vocabulary, haystack, count=1, length=1500, seed=0)
         for name, make in zip(("pattern", "multihop"), TASKS, strict=True)
     }
-    made = embedding_ranking(subject_of(model, vocabulary), samples)
+    made = embedding_ranking(measured_model(model, vocabulary), samples)
     assert len(made.embedding_heads) == 4

@@ -18,7 +18,7 @@ from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.lengths import ROOM, default_lengths
 from kvsurgery.text.needles import Needle, read_needles
 from tests.helpers.families import MEASURED, stock, tokens
-from tests.helpers.measured_models import subject_of
+from tests.helpers.measured_models import measured_model
 from tests.helpers.surgery import convert_folder
 from tests.helpers.tiny_recall import FOLDER, task
 from tests.helpers.vocabularies import tokenizer
@@ -34,20 +34,20 @@ def spelling():
 
 
 @pytest.fixture(scope="module")
-def random_subject():
+def random_model():
     def make(family, **overrides):
         model = stock(family, attn_implementation="eager" if "gemma2" in family else "sdpa", **overrides)
         model.generation_config.eos_token_id = None
-        return subject_of(model, spelling())
+        return measured_model(model, spelling())
 
     return make
 
 
-def eager_attention(subject, sequence):
+def eager_attention(measured, sequence):
     """[layers][query_heads, tokens, tokens], of one forward over everything, and the logits."""
-    subject.model.set_attn_implementation("eager")
+    measured.model.set_attn_implementation("eager")
     with torch.no_grad():
-        output = subject.model(torch.tensor(sequence)[None], output_attentions=True, use_cache=False)
+        output = measured.model(torch.tensor(sequence)[None], output_attentions=True, use_cache=False)
     return [layer[0] for layer in output.attentions], output.logits[0]
 
 
@@ -62,18 +62,18 @@ def eager_attention(subject, sequence):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "stock",
 )
-def test_attention_is_that_of_one_eager_forward(family, overrides, random_subject, monkeypatch):
+def test_attention_is_that_of_one_eager_forward(family, overrides, random_model, monkeypatch):
     """Sliding windows of 9 tokens in some layers, soft caps in some models; chunks longer and shorter than a window."""
-    subject = random_subject(family, **overrides)
+    measured = random_model(family, **overrides)
     prompt = tokens(1, 40, seed=3)[0].numpy()
     needle = range(28, 34)
     answers = []
     for chunk in (7, 64):
         monkeypatch.setattr(retrieval, "CHUNK", chunk)
-        answers.append(answer(subject, prompt, top=len(needle), limit=6))
+        answers.append(answer(measured, prompt, top=len(needle), limit=6))
     said = [step.token for step in answers[0]]
     assert len(said) == 6
-    attention, logits = eager_attention(subject, [*prompt, *said])
+    attention, logits = eager_attention(measured, [*prompt, *said])
     assert logits[39:45].argmax(-1).tolist() == said
     inside = copied = 0
     for steps in answers:
@@ -96,50 +96,50 @@ def test_attention_is_that_of_one_eager_forward(family, overrides, random_subjec
                 everywhere = np.full(len(prompt), step.token)
                 np.testing.assert_allclose(copy_score(step.layers[layer], needle, everywhere, step.token), pointing / 6)
                 copied += pointing.sum()
-                if subject.windows[layer] is not None:
-                    assert (positions > row - subject.windows[layer]).all()
+                if measured.windows[layer] is not None:
+                    assert (positions > row - measured.windows[layer]).all()
     assert min(inside, copied) > 0, "some head must look at the needle"
 
 
-def test_one_pass_over_the_prompt_and_one_query_of_attention_at_a_time(random_subject, monkeypatch):
-    subject = random_subject("llama")
+def test_one_pass_over_the_prompt_and_one_query_of_attention_at_a_time(random_model, monkeypatch):
+    measured = random_model("llama")
     read, queries = [], []
-    subject.model.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].shape[1]))
+    measured.model.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].shape[1]))
     stock_weights = retrieval.attention_weights
     monkeypatch.setattr(
         retrieval, "attention_weights", lambda query, *rest: queries.append(query.shape) or stock_weights(query, *rest)
     )
     monkeypatch.setattr(retrieval, "CHUNK", 16)
-    answer(subject, tokens(1, 40)[0].numpy(), top=3, limit=5)
+    answer(measured, tokens(1, 40)[0].numpy(), top=3, limit=5)
     assert read == [16, 16, 7, *[1] * 5]
     assert queries == [(1, 8, 1, 6)] * 4 * 5
 
 
-def test_weights_of_a_bfloat16_model_are_float32(random_subject):
-    subject = random_subject("qwen3")
-    subject.model.to(torch.bfloat16)
-    [step] = answer(subject, tokens(1, 40)[0].numpy(), top=40, limit=1)
+def test_weights_of_a_bfloat16_model_are_float32(random_model):
+    measured = random_model("qwen3")
+    measured.model.to(torch.bfloat16)
+    [step] = answer(measured, tokens(1, 40)[0].numpy(), top=40, limit=1)
     for weights, _ in step.layers:
         assert (weights != weights.bfloat16().float()).any()
         torch.testing.assert_close(weights.sum(1), torch.ones(8))
         assert (weights[:, 1:] < weights[:, :-1]).all(), "16 bits would tie"
 
 
-def test_an_answer_ends_before_an_end_token_or_after_a_line(random_subject, monkeypatch):
-    subject = random_subject("llama")
+def test_an_answer_ends_before_an_end_token_or_after_a_line(random_model, monkeypatch):
+    measured = random_model("llama")
     prompt = tokens(1, 40)[0].numpy()
-    said = [step.token for step in answer(subject, prompt, top=1, limit=8)]
+    said = [step.token for step in answer(measured, prompt, top=1, limit=8)]
     fifth = next(place for place in range(2, 8) if said[place] not in said[:place])
 
     def again():
-        return [step.token for step in answer(subject, prompt, top=1, limit=8)]
+        return [step.token for step in answer(measured, prompt, top=1, limit=8)]
 
-    subject.model.generation_config.eos_token_id = said[fifth]
+    measured.model.generation_config.eos_token_id = said[fifth]
     assert again() == said[:fifth]
-    subject.model.generation_config.eos_token_id = [2, said[fifth]]
+    measured.model.generation_config.eos_token_id = [2, said[fifth]]
     assert again() == said[:fifth]
-    subject.model.generation_config.eos_token_id = None
-    subject.tokenizer.eos_token = subject.tokenizer.convert_ids_to_tokens(said[fifth])
+    measured.model.generation_config.eos_token_id = None
+    measured.tokenizer.eos_token = measured.tokenizer.convert_ids_to_tokens(said[fifth])
     assert again() == said[:fifth]
 
     class Lines:
@@ -150,14 +150,16 @@ def test_an_answer_ends_before_an_end_token_or_after_a_line(random_subject, monk
         def decode(self, ids):
             return "\n" + "".join("a\n" if token == said[fifth] else "a" for token in ids)
 
-    assert [step.token for step in answer(subject_of(subject.model, Lines()), prompt, top=1, limit=8)] == said[:fifth]
+    assert [step.token for step in answer(measured_model(measured.model, Lines()), prompt, top=1, limit=8)] == said[
+        :fifth
+    ]
 
 
-def test_the_model_is_left_as_it_was(random_subject):
-    subject = random_subject("llama")
-    before = subject.model.config._attn_implementation
-    answer(subject, tokens(1, 40)[0].numpy(), top=1, limit=1)
-    assert subject.model.config._attn_implementation == before
+def test_the_model_is_left_as_it_was(random_model):
+    measured = random_model("llama")
+    before = measured.model.config._attn_implementation
+    answer(measured, tokens(1, 40)[0].numpy(), top=1, limit=1)
+    assert measured.model.config._attn_implementation == before
 
 
 @given(st.integers(200, 1_000_000))
@@ -201,9 +203,9 @@ def recall(tiny, files):
 SMALL = {"lengths": (100, 200), "depths": (0.1, 0.6)}
 
 
-def retrieval_scores(subject, haystack, needles, *, lengths, depths, max_new_tokens=None, seed=0, **options):
+def retrieval_scores(measured, haystack, needles, *, lengths, depths, max_new_tokens=None, seed=0, **options):
     trials = retrieval.Trials(lengths, depths, max_new_tokens, seed)
-    return retrieval.retrieval_scores(subject, haystack, needles, trials, **options)
+    return retrieval.retrieval_scores(measured, haystack, needles, trials, **options)
 
 
 @pytest.mark.slow
@@ -256,9 +258,9 @@ def test_scores_are_the_mean_over_right_answers(tiny, recall, monkeypatch):
 
 def test_the_prompt_ends_in_the_question_and_has_the_length_asked_for(tiny, recall, monkeypatch):
     prompts = []
-    measured = retrieval.answer
+    answer = retrieval.answer
     monkeypatch.setattr(
-        retrieval, "answer", lambda subject, tokens, **rest: prompts.append(tokens) or measured(subject, tokens, **rest)
+        retrieval, "answer", lambda measured, tokens, **rest: prompts.append(tokens) or answer(measured, tokens, **rest)
     )
     retrieval_scores(tiny, *recall, **SMALL)
     assert sorted(len(prompt) for prompt in prompts) == [100] * 4 + [200] * 4
@@ -281,9 +283,9 @@ def test_a_converted_checkpoint_is_scored_by_original_heads(tiny, recall, tmp_pa
     # heads 1 and 3 of layer 1 stay full, so they come first
     profile = HeadProfile.load(FOLDER / "profile.safetensors")
     converted = convert_folder(FOLDER / "model", tmp_path / "converted", profile, full_heads=2)
-    subject = MeasuredModel.load(str(converted.folder))
-    assert subject.permutation[1] == (1, 3, 0, 2)
-    made, expected = (retrieval_scores(model, *recall, **SMALL) for model in (subject, tiny))
+    measured = MeasuredModel.load(str(converted.folder))
+    assert measured.permutation[1] == (1, 3, 0, 2)
+    made, expected = (retrieval_scores(model, *recall, **SMALL) for model in (measured, tiny))
     np.testing.assert_allclose(made.scores, expected.scores, rtol=1e-4, atol=1e-6)
 
 
@@ -337,4 +339,4 @@ class TestErrors:
 
     def test_without_a_tokenizer(self, recall):
         with pytest.raises(UnsupportedModel, match="random has no tokenizer; heads are measured on text"):
-            retrieval_scores(subject_of(stock("llama")), *recall, **SMALL)
+            retrieval_scores(measured_model(stock("llama")), *recall, **SMALL)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, Setting, is_losses, load_scores
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss, is_losses, load_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.losses import MODEL, losses
 
@@ -27,9 +27,9 @@ def test_a_file_gives_the_losses_back(tmp_path) -> None:
 
 def test_the_best_setting_is_that_with_the_least_loss() -> None:
     made = losses()
-    assert made.best(4) == Setting("both", False, 0.001)
-    assert made.best(4, rotate="values") == Setting("values", False, 0.002)
-    assert made.best(4, clip=True) == Setting("both", True, 0.003)
+    assert made.best(4) == WholeCacheLoss("both", False, 0.001)
+    assert made.best(4, rotate="values") == WholeCacheLoss("values", False, 0.002)
+    assert made.best(4, clip=True) == WholeCacheLoss("both", True, 0.003)
     with pytest.raises(ProfileError, match="rotate none was not measured at 4 bits"):
         made.best(4, rotate="none")
     with pytest.raises(ProfileError, match="2 bits were not measured, only 8"):
@@ -71,10 +71,10 @@ def test_losses_of_streaming_heads_are_scaled_to_what_several_lose() -> None:
     [
         ({"heads": {}}, "are of 8, 4, 3, 2, streaming, got"),
         ({"settings": {}}, "are of 8, 4, 3 and 2 bits"),
-        ({"settings": {5: (Setting("none", False, 0.1),)}}, "are of 8, 4, 3 and 2 bits"),
-        ({"settings": {8: (Setting("keys", False, 0.1),)}}, "unknown setting"),
-        ({"settings": {8: (Setting("none", False, float("nan")),)}}, "unknown setting"),
-        ({"settings": {8: (Setting("none", False, "0.1"),)}}, "unknown setting"),
+        ({"settings": {5: (WholeCacheLoss("none", False, 0.1),)}}, "are of 8, 4, 3 and 2 bits"),
+        ({"settings": {8: (WholeCacheLoss("keys", False, 0.1),)}}, "unknown setting"),
+        ({"settings": {8: (WholeCacheLoss("none", False, float("nan")),)}}, "unknown setting"),
+        ({"settings": {8: (WholeCacheLoss("none", False, "0.1"),)}}, "unknown setting"),
         ({"sink": "4"}, "are numbers of tokens"),
         ({"combinations": (Combination("all", 0.1, float("nan")),)}, "losses of several heads"),
         ({"combinations": (Combination("all", 0.1, 0.1, 9),)}, "losses of several heads"),

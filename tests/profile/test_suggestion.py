@@ -11,7 +11,7 @@ from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.profile.importers.reform import HEADS
 from kvsurgery.profile.published import ancestors, normal, published
-from kvsurgery.profile.suggestion import Subject, suggestions
+from kvsurgery.profile.suggestion import ModelIdentity, suggestions
 
 LLAMA = {
     "model_type": "llama",
@@ -22,12 +22,12 @@ LLAMA = {
 }
 
 
-def subject(folder, name, card="", **config):
+def identity(folder, name, card="", **config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
     if card:
         (folder / "README.md").write_text(card)
-    return Subject.read(folder, name)
+    return ModelIdentity.read(folder, name)
 
 
 def fits(model):
@@ -62,7 +62,7 @@ class TestPublished:
 
 class TestFit:
     def test_the_measured_model_itself(self, tmp_path):
-        found = fits(subject(tmp_path / "a", "./models/Llama-3.1-8B-Instruct"))
+        found = fits(identity(tmp_path / "a", "./models/Llama-3.1-8B-Instruct"))
         assert found["duo", "meta-llama/Llama-3.1-8B-Instruct"] == "measured"
         assert found["rlkv", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"] == "related"
         assert found["lu-kv", "meta-llama/Llama-3.1-8B"] == "related"
@@ -71,7 +71,7 @@ class TestFit:
         assert found["duo", "togethercomputer/Llama-2-7B-32K-Instruct"] == "no"
 
     def test_the_best_come_first(self, tmp_path):
-        order = [one.fit for one in suggestions(subject(tmp_path / "a", "Llama-3.1-8B-Instruct"))]
+        order = [one.fit for one in suggestions(identity(tmp_path / "a", "Llama-3.1-8B-Instruct"))]
         assert order == sorted(order, key=["measured", "related", "shape", "no"].index)
         assert len(order) == len(published())
 
@@ -88,7 +88,7 @@ class TestFit:
     def test_a_fine_tune_by_its_card(self, tmp_path, card):
         [one] = [
             one
-            for one in suggestions(subject(tmp_path / "a", "./mine", card))
+            for one in suggestions(identity(tmp_path / "a", "./mine", card))
             if (one.published.format, one.published.model) == ("wg-kv", "meta-llama/Llama-3.1-8B-Instruct")
         ]
         assert (one.fit, one.reason) == (
@@ -97,28 +97,28 @@ class TestFit:
         )
 
     def test_a_name_in_the_config(self, tmp_path):
-        model = subject(tmp_path / "a", "./mine", _name_or_path="meta-llama/Llama-3.1-8B-Instruct")
+        model = identity(tmp_path / "a", "./mine", _name_or_path="meta-llama/Llama-3.1-8B-Instruct")
         assert fits(model)["duo", "meta-llama/Llama-3.1-8B-Instruct"] == "measured"
-        assert "_name_or_path" not in subject(tmp_path / "a", "./mine", _name_or_path=[]).names
+        assert "_name_or_path" not in identity(tmp_path / "a", "./mine", _name_or_path=[]).names
 
     def test_the_base_of_what_was_measured(self, tmp_path):
-        reasons = {one.reason for one in suggestions(subject(tmp_path / "a", "meta-llama/Llama-3.1-8B"))}
+        reasons = {one.reason for one in suggestions(identity(tmp_path / "a", "meta-llama/Llama-3.1-8B"))}
         assert "measured on meta-llama/Llama-3.1-8B-Instruct, which was made from this model" in reasons
 
     @pytest.mark.parametrize(
         "card", ["base_model: a/b", "---\nbase_model:\n---\n", "---\nbase_model: [\n", "\0", "---\n"]
     )
     def test_a_card_that_says_nothing(self, tmp_path, card):
-        assert subject(tmp_path / "a", "./mine", card).ancestors == set()
+        assert identity(tmp_path / "a", "./mine", card).ancestors == set()
 
     def test_other_dimensions_and_families_say_why(self, tmp_path):
-        reasons = {one.reason for one in suggestions(subject(tmp_path / "a", "x", num_hidden_layers=33))}
+        reasons = {one.reason for one in suggestions(identity(tmp_path / "a", "x", num_hidden_layers=33))}
         assert "meta-llama/Llama-3.1-8B has 32 layers, 32 query heads, 8 KV heads of 128" in reasons
-        found = suggestions(subject(tmp_path / "a", "x"))
+        found = suggestions(identity(tmp_path / "a", "x"))
         assert any("is a mistral model, and this is a llama model" in one.reason for one in found)
 
     def test_no_model(self, tmp_path):
         with pytest.raises(CheckpointError):
-            Subject.read(tmp_path / "nothing", "x")
+            ModelIdentity.read(tmp_path / "nothing", "x")
         with pytest.raises(UnsupportedModel, match="model_type"):
-            subject(tmp_path / "a", "x", model_type="mamba")
+            identity(tmp_path / "a", "x", model_type="mamba")

@@ -12,10 +12,11 @@ import torch
 from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
 from tests.helpers.families import tokens
 from tests.helpers.losses import losses
+from tests.helpers.slow_cache import SlowCache
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 from tests.templates.test_exactness import logits
 from tests.templates.test_kv_cache import module_of
-from tests.templates.test_quantized import GREEDY, PROMPT, SlowCache
+from tests.templates.test_quantized import GREEDY, PROMPT
 
 RESIDUAL = 4
 

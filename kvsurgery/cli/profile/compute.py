@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
 
-    Measured = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
+    Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
 
 PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
@@ -188,11 +188,11 @@ def compute(
         if method == KV_BITS and tp > 1:
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)
-        subject = mesh.load(source, revision, dtype=dtype, sharded=alike)
+        measured = mesh.load(source, revision, dtype=dtype, sharded=alike)
         measure = {"duo": _duo, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}.get(method, _headkv)
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                profile, history = measure(subject, method, mesh, advance, options)
+                profile, history = measure(measured, method, mesh, advance, options)
         except KeyboardInterrupt:
             kept = options["checkpoint"] is not None
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
@@ -239,22 +239,22 @@ def _check_files(options: dict[str, Any]) -> None:
         check_picture(options["curve"])
 
 
-def _duo(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _duo(measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from kvsurgery.measure.prompts import Passages
     from kvsurgery.measure.training import GateOptions, KeptState, Progress, train_gates
 
     gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
-    contexts = _contexts(subject, options)
+    contexts = _contexts(measured, options)
     if gates.loss == "lm":
-        prompts = Passages(contexts, contexts.read(options["text"], subject.text))
+        prompts = Passages(contexts, contexts.read(options["text"], measured.text))
     else:
-        prompts = _passkeys(subject, options)
+        prompts = _passkeys(measured, options)
 
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
     return train_gates(
-        subject,
+        measured,
         prompts,
         gates,
         data=prompts.facts,
@@ -265,16 +265,18 @@ def _duo(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[...,
 
 
 def _attention(
-    subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measured:
+    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measurement:
     from kvsurgery.measure.attention import attention_profile
 
-    prompts = _passkeys(subject, options)
+    prompts = _passkeys(measured, options)
     shared = {"data": prompts.facts, "progress": advance, "mesh": mesh}
-    return attention_profile(subject, prompts, options["samples"], **shared), None
+    return attention_profile(measured, prompts, options["samples"], **shared), None
 
 
-def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _headkv(
+    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measurement:
     from kvsurgery import console
     from kvsurgery.measure.needle_trial import choose_needles
     from kvsurgery.measure.retrieval import Trials, retrieval_scores
@@ -282,16 +284,16 @@ def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[.
     from kvsurgery.text.lengths import DEPTHS, default_lengths
     from kvsurgery.text.needle_sets import AUTO, read_set
 
-    lengths = options["lengths"] or default_lengths(subject.max_context)
-    haystack = Haystack.read(options["text"], subject.text, max(lengths), options["seed"])
+    lengths = options["lengths"] or default_lengths(measured.max_context)
+    haystack = Haystack.read(options["text"], measured.text, max(lengths), options["seed"])
     shared = {"depths": options["depths"] or DEPTHS, "seed": options["seed"], "mesh": mesh}
     choice = None
     if options["needles"] == AUTO:
-        choice = choose_needles(subject, haystack, method, lengths, **shared)
+        choice = choose_needles(measured, haystack, method, lengths, **shared)
         if mesh.processes.rank == 0:
             console.stderr.print(str(choice), markup=False)
     profile = retrieval_scores(
-        subject,
+        measured,
         haystack,
         read_set(choice.name if choice else options["needles"]),
         Trials(lengths, options["depths"] or DEPTHS, seed=options["seed"]),
@@ -303,7 +305,9 @@ def _headkv(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[.
     return profile, None
 
 
-def _reform(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _reform(
+    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measurement:
     from dataclasses import replace
 
     from kvsurgery.measure.reform import PAPER, embedding_ranking
@@ -311,13 +315,13 @@ def _reform(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[.
     from kvsurgery.text.haystack import Haystack
 
     several = TEXTS if options["text"] is None else 1
-    haystack = Haystack.read(options["text"], subject.text, several * options["context"], options["seed"])
+    haystack = Haystack.read(options["text"], measured.text, several * options["context"], options["seed"])
     drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
     profile = embedding_ranking(
-        subject,
+        measured,
         {
-            "pattern": key_value_samples(subject.text, haystack, **drawn),
-            "multihop": multihop_samples(subject.text, haystack, **drawn),
+            "pattern": key_value_samples(measured.text, haystack, **drawn),
+            "multihop": multihop_samples(measured.text, haystack, **drawn),
         },
         recurrence=replace(PAPER, chunk=options["chunk"]) if options["chunk"] else PAPER,
         data={"text": haystack.name, "seed": options["seed"]},
@@ -327,26 +331,28 @@ def _reform(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[.
     return profile, None
 
 
-def _kv_bits(subject: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measured:
+def _kv_bits(
+    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measurement:
     from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
     from kvsurgery.text.haystack import Haystack, first_tokens
 
     names = {"passages": "samples", "context": "context", "sink": "sink", "recent": "recent"}
     sizes = TrialSizes(**{name: options[option] for name, option in names.items()})
     sizes.check()
-    text = Haystack.read(options["text"], subject.text, sizes.passages * sizes.length, options["seed"])
-    first, data = first_tokens(subject.text), {"text": text.name}
-    return cache_losses(subject, text.tokens, sizes, first=first, data=data, progress=advance, mesh=mesh), None
+    text = Haystack.read(options["text"], measured.text, sizes.passages * sizes.length, options["seed"])
+    first, data = first_tokens(measured.text), {"text": text.name}
+    return cache_losses(measured, text.tokens, sizes, first=first, data=data, progress=advance, mesh=mesh), None
 
 
-def _contexts(subject: MeasuredModel, options: dict) -> Contexts:
+def _contexts(measured: MeasuredModel, options: dict) -> Contexts:
     from kvsurgery.measure.prompts import Contexts
 
-    return Contexts.of(subject, options["min_context"], options["max_context"], options["seed"])
+    return Contexts.of(measured, options["min_context"], options["max_context"], options["seed"])
 
 
-def _passkeys(subject: MeasuredModel, options: dict) -> Passkeys:
+def _passkeys(measured: MeasuredModel, options: dict) -> Passkeys:
     from kvsurgery.measure.passkeys import Passkeys
 
     drawn = {"count": options["passkeys"], "size": options["passkey_tokens"]}
-    return Passkeys.of(subject, _contexts(subject, options), options["text"], **drawn)
+    return Passkeys.of(measured, _contexts(measured, options), options["text"], **drawn)

@@ -14,7 +14,7 @@ from kvsurgery.cli.running import revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.measure.cost import Cost
-    from kvsurgery.profile.suggestion import Subject, Suggestion
+    from kvsurgery.profile.suggestion import ModelIdentity, Suggestion
 
 
 @click.command()
@@ -37,25 +37,25 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     kvsurgery profile suggest ./llama3-finetuned --all
     """
     from kvsurgery import console
-    from kvsurgery.profile.suggestion import Subject, suggestions
+    from kvsurgery.profile.suggestion import ModelIdentity, suggestions
 
     with _folder(source, revision) as folder:
-        subject = Subject.read(folder, source)
+        model = ModelIdentity.read(folder, source)
         costs = _costs(folder)
-    found = suggestions(subject)
+    found = suggestions(model)
     if as_json:
         facts = {
             "model": source,
-            "family": subject.family,
-            "made_from": sorted(subject.ancestors),
+            "family": model.family,
+            "made_from": sorted(model.ancestors),
             "profiles": [one.to_json(source) for one in found],
             "measuring_estimate": [cost.to_json() for cost in costs],
         }
         click.echo(json.dumps(facts, indent=2))
         return
-    made_from = f"; made from {', '.join(sorted(subject.ancestors))}" if subject.ancestors else ""
-    console.stdout.print(f"{source}: {subject.family}, {subject.dimensions}{made_from}", markup=False)
-    _print(subject, found, everything)
+    made_from = f"; made from {', '.join(sorted(model.ancestors))}" if model.ancestors else ""
+    console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}", markup=False)
+    _print(model, found, everything)
     _print_costs(costs)
 
 
@@ -89,7 +89,7 @@ def _costs(folder: Path) -> list[Cost]:
     return costs(Checkpoint.open(folder))
 
 
-def _print(subject: Subject, found: list[Suggestion], everything: bool) -> None:
+def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> None:
     """The profiles that fit with their commands, then why others do not."""
     from kvsurgery import console
     from kvsurgery.profile.suggestion import FITS
@@ -104,16 +104,16 @@ def _print(subject: Subject, found: list[Suggestion], everything: bool) -> None:
         elif those:
             say(f"\n{title}:")
             for one in those:
-                _print_one(one, subject, say)
+                _print_one(one, model, say)
     if all(one.fit == "no" for one in found):
         say("\nNo published profile fits; measure one.")
 
 
-def _print_one(one: Suggestion, subject: Subject, say: Callable[[str], None]) -> None:
+def _print_one(one: Suggestion, model: ModelIdentity, say: Callable[[str], None]) -> None:
     """A profile, why it fits or does not, and how it is imported."""
     note = f" ({one.published.note})" if one.published.note else ""
     say(f"  {one.published.format}: {one.reason}{note}")
-    for command in one.published.commands(subject.name) if one.fit != "no" else ():
+    for command in one.published.commands(model.name) if one.fit != "no" else ():
         say(f"    {command}")
 
 

@@ -12,15 +12,7 @@ from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import (
-    OPTIONED,
-    check_source,
-    four_options,
-    in_folder,
-    named_files,
-    read_rows,
-    right_answers,
-)
+from kvsurgery.evaluate.rows import OPTIONED, four_options, named_files, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 
@@ -56,9 +48,8 @@ class InfiniteBenchTask:
             TextError: a task is unknown, or files are missing.
             KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
         """
-        named_files(self.source, [*ASKED], self.tasks, "InfiniteBench")
+        self._files()
         self._templates()
-        check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows.
@@ -67,12 +58,11 @@ class InfiniteBenchTask:
             TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
                 no room.
         """
-        self.check()
-        templates, longest = self._templates(), min(self.longest or reader.max_context, reader.max_context)
-        for task in named_files(self.source, [*ASKED], self.tasks, "InfiniteBench"):
+        files, templates, longest = self._files(), self._templates(), reader.room(self.longest)
+        for task, source in files.items():
             if task not in templates:
                 raise TextError(f"{self.prompts} has no prompt for {task}")
-            source, metric = in_folder(self.source, task), ASKED[task]["metric"]
+            metric = ASKED[task]["metric"]
             tokens = min(ASKED[task]["limit"], longest // SHARE)
             rows = read_rows(source, FIELDS, config="default", split=task)
             for number, row in enumerate(islice(rows, limit)):
@@ -87,12 +77,12 @@ class InfiniteBenchTask:
                     limit=tokens,
                 )
 
+    def _files(self) -> dict[str, str]:
+        return named_files(self.source, [*ASKED], self.tasks, "InfiniteBench")
+
     def _templates(self) -> dict[str, str]:
-        """Prompts by task, of a file if there is one."""
-        if self.prompts is None:
-            return {task: asked["prompt"] for task, asked in ASKED.items()}
         others = ("input", "question", *OPTIONS, "prefix", "func", "func_call")
-        return read_prompts(self.prompts, "context", others, "InfiniteBench's templates")
+        return read_prompts(self.prompts, ASKED, "context", others, "InfiniteBench's templates")
 
 
 def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:

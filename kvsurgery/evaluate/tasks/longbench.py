@@ -103,7 +103,7 @@ class LongBenchTask:
             raise TextError(f"{self.source}: row {number + 1} of {dataset} needs `answers`, and classes `all_classes`")
         if metric.endswith("_zh"):
             chinese_words("")  # before a model has answered
-        room = min(self.longest or reader.max_context, reader.max_context) - limit
+        room = reader.room(self.longest) - limit
         bucket = next((name for below, name in BUCKETS if row["length"] < below), "8k+")
         return Sample(
             task=f"longbench-e/{dataset}" if self.extended else f"longbench/{dataset}",
@@ -123,9 +123,7 @@ def _prompts(path: str | None) -> dict[str, str]:
     Raises:
         TextError: it is no JSON object of texts, or they have other fields than a row fills in.
     """
-    if path is None:
-        return {dataset: asked["prompt"] for dataset, asked in DATASETS.items()}
-    return read_prompts(path, "context", ("input",), "LongBench's dataset2prompt.json")
+    return read_prompts(path, DATASETS, "context", ("input",), "LongBench's dataset2prompt.json")
 
 
 TASK = LongBenchTask

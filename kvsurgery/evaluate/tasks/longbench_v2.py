@@ -71,7 +71,7 @@ class LongBenchV2Task:
             TextError: a file is missing, holds no rows, or one of another layout; the prompt has no room.
         """
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
-        room = min(self.longest or reader.max_context, reader.max_context) - ANSWER
+        room = reader.room(self.longest) - ANSWER
         for number, row in enumerate(islice(read_rows(source, FIELDS, config="default", split="train"), limit), 1):
             if row["answer"] not in (*"ABCD",):
                 raise TextError(f"{source}, row {number}: `answer` must be A, B, C or D, got {row['answer']!r}")

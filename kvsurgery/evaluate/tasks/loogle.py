@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import check_source, in_folder, named_files, read_rows
+from kvsurgery.evaluate.rows import named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 
@@ -43,9 +43,8 @@ class LoogleTask:
             TextError: a task is unknown, or files are missing.
             KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
         """
-        named_files(self.source, [*ASKED], self.tasks, "LooGLE")
+        self._files()
         self._templates()
-        check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows and of their questions.
@@ -54,15 +53,15 @@ class LoogleTask:
             TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
                 no room.
         """
-        self.check()
-        for task in named_files(self.source, [*ASKED], self.tasks, "LooGLE"):
-            yield from islice(self._samples(reader, task), limit)
+        files, templates = self._files(), self._templates()
+        for task, source in files.items():
+            if task not in templates:
+                raise TextError(f"{self.prompts} has no prompt for {task}")
+            yield from islice(self._samples(reader, task, source, templates[task]), limit)
 
-    def _samples(self, reader: Reader, task: str) -> Iterator[Sample]:
-        templates, asked, source = self._templates(), ASKED[task], in_folder(self.source, task)
-        if task not in templates:
-            raise TextError(f"{self.prompts} has no prompt for {task}")
-        room = min(self.longest or reader.max_context, reader.max_context) - asked["limit"]
+    def _samples(self, reader: Reader, task: str, source: str, template: str) -> Iterator[Sample]:
+        asked = ASKED[task]
+        room = reader.room(self.longest) - asked["limit"]
         for number, row in enumerate(read_rows(source, {}, config=asked.get("config", task), split="test")):
             place = f"{source}, row {number + 1}"
             # files call the document `input`, the Hub calls it `context`
@@ -71,7 +70,7 @@ class LoogleTask:
                 raise TextError(f"{place}: `input` must be text")
             for turn, pair in enumerate(_pairs(row, place)):
                 masks, answers = _right(pair.get("A"), asked["metric"], place)
-                prompt = templates[task].format(input=document, Q=pair.get("Q", ""))
+                prompt = template.format(input=document, Q=pair.get("Q", ""))
                 yield Sample(
                     task=f"loogle/{task}",
                     name=f"{number}/{turn}",
@@ -84,11 +83,11 @@ class LoogleTask:
                     facts={"type": pair["type"]} if "type" in pair else {},
                 )
 
+    def _files(self) -> dict[str, str]:
+        return named_files(self.source, [*ASKED], self.tasks, "LooGLE")
+
     def _templates(self) -> dict[str, str]:
-        """Prompts by task, of a file if there is one."""
-        if self.prompts is None:
-            return {task: asked["prompt"] for task, asked in ASKED.items()}
-        return read_prompts(self.prompts, "input", ("Q",), "LooGLE's task2prompt.json")
+        return read_prompts(self.prompts, ASKED, "input", ("Q",), "LooGLE's task2prompt.json")
 
 
 def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import shortened
-from kvsurgery.evaluate.rows import in_folder, named_files, read_rows
+from kvsurgery.evaluate.rows import named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import setting
 from kvsurgery.files import check_readable
@@ -52,7 +52,7 @@ class RepoEvalTask:
         Raises:
             TextError: a file is missing, holds no rows, or one of another layout; a prompt has no room.
         """
-        room = min(self.longest or reader.max_context, reader.max_context) - ANSWER
+        room = reader.room(self.longest) - ANSWER
         for name, path in self._files().items():
             rows = read_rows(path, {"prompt": str}, config=name, split="test")
             for number, row in enumerate(islice(rows, limit)):
@@ -82,9 +82,7 @@ class RepoEvalTask:
         if not path.is_dir():
             check_readable(path)
             return {_short(path.stem): self.source}
-        return {
-            _short(name): in_folder(self.source, name) for name in named_files(self.source, FILES, None, "RepoEval")
-        }
+        return {_short(name): path for name, path in named_files(self.source, FILES, None, "RepoEval").items()}
 
 
 def _short(name: str) -> str:

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import (
-    OPTIONED,
-    check_source,
-    four_options,
-    in_folder,
-    named_files,
-    read_rows,
-    right_answers,
-)
+from kvsurgery.evaluate.rows import OPTIONED, four_options, named_files, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
@@ -59,7 +51,6 @@ class SCBenchTask:
             KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
         """
         self._files()
-        check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows and of their questions.
@@ -68,19 +59,18 @@ class SCBenchTask:
             TextError: a file is missing, holds no rows, or one of another layout; a question leaves no room for its
                 context.
         """
-        self.check()
-        for name in self._files():
-            yield from self._samples(reader, name, limit)
+        for name, source in self._files().items():
+            yield from self._samples(reader, name, source, limit)
 
-    def _files(self) -> list[str]:
+    def _files(self) -> dict[str, str]:
         chosen = self.tasks and [PREFIX + task.removeprefix(PREFIX) for task in self.tasks]
         return named_files(self.source, FILES, chosen, "SCBench")
 
-    def _samples(self, reader: Reader, name: str, limit: int | None) -> Iterator[Sample]:
+    def _samples(self, reader: Reader, name: str, source: str, limit: int | None) -> Iterator[Sample]:
         """Of one file; a task with questions of two kinds ends when both are at the limit."""
-        task, source = name.removeprefix(PREFIX), in_folder(self.source, name)
+        task = name.removeprefix(PREFIX)
         made = dict.fromkeys([""] if "metric" in ASKED[task] else ASKED[task], 0)
-        longest = min(self.longest or reader.max_context, reader.max_context)
+        longest = reader.room(self.longest)
         for number, row in enumerate(read_rows(source, {}, config=name, split="test")):
             place = f"{source}, row {number + 1}"
             questions = _questions(task, row, place)

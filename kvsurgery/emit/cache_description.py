@@ -1,0 +1,56 @@
+"""How a checkpoint's cache is quantized, and what its budgeted heads hold, in words: for the card and the commands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
+
+
+def describe_bits(quantization: Mapping[str, Any]) -> str:
+    """Widths and scheme of a quantized cache, in words, from its entry in a config."""
+    groups = [f"groups of {quantization['group_size']}"] if quantization["group_size"] else []
+    steps = ("rotate", "values", "values rotated"), ("rotate", "both", "keys and values rotated")
+    done = [
+        words + where
+        for name, value, words in (*steps, ("clip", True, "ranges clipped"))
+        if (where := _where(quantization, name, value)) is not None
+    ]
+    return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *done])})"
+
+
+def describe_widths(bits: int | Sequence[int | None]) -> str:
+    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, the model's dtype in 2"."""
+    if isinstance(bits, int):
+        return f"{bits} bits"
+    counts = Counter(bits)
+    [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
+    plain = [f"the model's dtype in {counts[None]}"] if None in counts else []
+    words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
+    return ", ".join(words + plain)
+
+
+def _widest_first(bits: Iterable[int | None]) -> list[int]:
+    return sorted({width for width in bits if width is not None}, reverse=True)
+
+
+def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
+    """At which widths a field has a value: empty for all of them, None for none."""
+    bits, values = quantization["bits"], quantization[name]
+    if isinstance(bits, int) or not isinstance(values, Sequence) or isinstance(values, str):
+        return "" if values == value else None
+    there = _widest_first(width for width, each in zip(bits, values, strict=True) if each == value)
+    if there in ([], _widest_first(bits)):
+        return "" if there else None
+    return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
+
+
+def describe_hold(window: int, hold: int, select: str) -> str:
+    """How much budgeted heads keep whose budgets hold, and by what they select, in words."""
+    chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
+    return (
+        f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
+        f"{window + hold} tokens"
+    )

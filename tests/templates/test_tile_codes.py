@@ -1,0 +1,102 @@
+"""Codes of a tile: what rounding, clipping and rotations lose, and their bytes."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_layout import TILE
+from kvsurgery.templates.kv_rotation import rotated, rotation
+from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
+from tests.helpers.families import largest
+
+
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    group_size=st.sampled_from([None, 16, 32]),
+    head_dim=st.sampled_from([32, 64, 96]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60)
+def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype, seed):
+    quantization = Quantization(bits, scheme, group_size, clip=False)
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.rand(head_dim, generator=generator) * 5
+    states = (torch.randn(2, 2, 3, TILE, head_dim, generator=generator) * spread).to(dtype)
+    tiles = quantize(*states, quantization)
+    assert [part.shape for part in tiles] == [part.shape for part in empty_tiles(states[0], 3, quantization)]
+    assert tiles.nbytes == 2 * 3 * quantization.tile_bytes(head_dim, dtype.itemsize)
+    rounding = 4 * torch.finfo(dtype).eps
+    for exact, found, per_channel in zip(states, dequantize(tiles, bits), (scheme == "kivi", False), strict=True):
+        dim = -2 if per_channel else -1
+        size = group_size or exact.shape[dim]
+        grouped = exact.double().unflatten(dim, (-1, size))
+        steps = (grouped.amax(dim) - grouped.amin(dim)) / (2**bits - 1)
+        bound = (steps / 2).unsqueeze(dim).expand_as(grouped).flatten(
+            dim - 1, dim
+        ) + rounding * exact.double().abs().amax()
+        assert ((found.double() - exact.double()).abs() <= bound).all()
+
+
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    head_dim=st.integers(1, 20).map(lambda eighth: 8 * eighth),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=30)
+def test_clipping_never_adds_to_the_squared_error_of_a_group(bits, scheme, head_dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(2, 2, TILE, head_dim, generator=generator).pow(3)
+    errors = []
+    for clip in (False, True):
+        found = dequantize(quantize(*states, Quantization(bits, scheme, clip=clip)), bits)
+        sums = (1 if scheme == "kivi" else 2, 2)
+        triples = zip(found, states, sums, strict=True)
+        errors.append([(new - old).square().sum(dim) for new, old, dim in triples])
+    for whole, clipped in zip(*errors, strict=True):
+        assert (clipped <= whole * (1 + 1e-3) + 1e-9).all()
+    if bits == 2 and head_dim >= 16:
+        assert sum(part.sum() for part in errors[1]) < 0.95 * sum(part.sum() for part in errors[0])
+
+
+@given(head_dim=st.integers(1, 130).map(lambda half: 2 * half), heads=st.integers(0, 3), seed=st.integers(0, 100))
+@settings(max_examples=50)
+def test_rotations_are_orthonormal_and_even(head_dim, heads, seed):
+    matrix = rotation(head_dim, torch.float64, torch.device("cpu"))
+    assert (matrix @ matrix.T - torch.eye(head_dim)).abs().max() <= 1e-12
+    if head_dim % 16 == 0:  # an odd part of m has elements up to 2 ** 0.5 times the mean
+        assert matrix.abs().max() <= (2 / head_dim) ** 0.5 + 1e-12
+    states = torch.randn(2, 3, 5, head_dim, generator=torch.Generator().manual_seed(seed))
+    turned = rotated(states, heads)
+    assert largest(rotated(turned, heads, back=True) - states, states) <= 1e-5
+    assert turned[:, heads:].equal(states[:, heads:])
+    assert largest(turned.square().sum(-1) - states.square().sum(-1), states.square().sum(-1)) <= 1e-5
+
+
+def test_the_rotation_of_a_power_of_two_is_a_hadamard_matrix():
+    assert rotation(64, torch.float32, torch.device("cpu")).abs().unique().tolist() == [0.125]
+
+
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    head_dim=st.integers(1, 16).map(lambda sixteenth: 16 * sixteenth),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=30)
+def test_integers_in_the_range_of_codes_come_back(bits, head_dim, scheme, seed):
+    states = torch.randint(2**bits, (2, 1, 3, TILE, head_dim), generator=torch.Generator().manual_seed(seed)).float()
+    states[..., 0, :], states[..., 1, :], states[..., 0], states[..., 1] = 0, 2**bits - 1, 0, 2**bits - 1
+    tiles = quantize(*states, Quantization(bits, scheme))
+    assert tiles.key_codes.shape[-1] == head_dim * bits // 8
+    for exact, found in zip(states, dequantize(tiles, bits), strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
+
+
+def test_bytes_of_a_tile():
+    """Against 64 KiB in 16 bit, at 128 channels."""
+    ratios = [64 * 1024 / Quantization(bits).tile_bytes(128) for bits in (8, 4, 3, 2)]
+    assert [round(ratio, 2) for ratio in ratios] == [1.94, 3.76, 4.92, 7.11]
