@@ -6,7 +6,7 @@
 All requests arrive at once. Each has a random prompt and generates a set number of tokens. The KV budget holds a few
 sequences of the original model (`--sequences`). With an `--at-once` that fits the budget all models have the same load,
 which shows what the split costs. Each engine has a process of its own; they run one after the other, `--turns` times,
-and the median turn counts. Figures of a CPU are ratios within one run.
+and the median turn counts; seconds of CPU are compared within each turn. Figures of a CPU are ratios within one run.
 """
 
 from __future__ import annotations
@@ -221,7 +221,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ratios": {
             name: {
                 "requests_per_second": result.requests_per_second / dense.requests_per_second,
-                "requests_per_cpu_second": dense.cpu_seconds / result.cpu_seconds,
+                "requests_per_cpu_second": statistics.median(
+                    stock.cpu_seconds / turn.cpu_seconds
+                    for stock, turn in zip(turns["dense"], turns[name], strict=True)
+                ),
                 "concurrency": result.running / dense.running,
             }
             for name, result in medians.items()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,77 +57,109 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((count, width), (width, 1))
 
 
-@dataclass
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees: `sink` and `recent` tokens. Also the tokens of a block, the queries of a KV head and the
+    dtype of a bias."""
+
+    sink: int
+    recent: int
+    size: int
+    group: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Piece:
     """New tokens of some requests, as many of each, and the keys they see.
 
     Attributes:
-        tokens: [requests, new], indices of the new tokens in the batch.
-        keys: [requests, keys], where the keys lie.
+        tokens: the new tokens in the batch, request by request; a slice where they are adjacent.
+        rows: [requests, 1], the requests' rows in block tables.
+        columns: [requests, keys], the column of each key's block in those rows.
+        offsets: [requests, keys], the slot of each key in its block.
         bias: [requests, 1, group * new, keys], 0 where a query of a group sees a key and -inf where not; None where
             all are seen.
     """
 
-    tokens: torch.Tensor
-    keys: Places
+    tokens: slice | torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    offsets: torch.Tensor
     bias: torch.Tensor | None
+
+
+@lru_cache(maxsize=2)
+def plan(starts: tuple[int, ...], lengths: tuple[int, ...], mask: Mask) -> tuple[Piece, ...]:
+    """The keys that the new tokens of a batch attend to, as positions, without the blocks of a cache group.
+
+    All cache groups need the same plan in a step, so the last plans are kept. A long prompt becomes several pieces of
+    one length, so that none gathers much more than its window.
+
+    Args:
+        starts: first new token of each request in the batch, and the end.
+        lengths: tokens of each request, new ones included.
+    """
+    alike: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for row, (length, (start, end)) in enumerate(zip(lengths, pairwise(starts), strict=True)):
+        for first in range(start, end, QUERIES):
+            alike[min(QUERIES, end - first)].append((row, first, length - (end - first)))
+    pieces = []
+    for new, members in alike.items():
+        step = max(1, GATHERED // (mask.sink + mask.recent + new))
+        pieces += [_piece(members[start : start + step], new, mask) for start in range(0, len(members), step)]
+    return tuple(pieces)
+
+
+def _piece(members: list[tuple[int, int, int]], new: int, mask: Mask) -> Piece:
+    """The piece of `new` tokens of each member: its row, the first of the tokens, and tokens that came before."""
+    rows, firsts, pasts = torch.tensor(members).T
+    window = (pasts - mask.recent + 1).clamp(min=mask.sink)  # first key of the window that is not a sink
+    last = pasts + new - 1
+    columns = torch.arange(mask.sink + max(0, int((last - window).max()) + 1))
+    keys = torch.where(columns < mask.sink, columns, columns - mask.sink + window[:, None])
+    queries = (pasts[:, None] + torch.arange(new))[:, :, None]
+    visible = (keys[:, None] <= queries) & ((keys[:, None] < mask.sink) | (queries - keys[:, None] < mask.recent))
+    bias = None
+    if not visible.all():
+        bias = torch.zeros(visible.shape, dtype=mask.dtype).masked_fill_(~visible, float("-inf"))
+        bias = bias.repeat(1, mask.group, 1)[:, None]
+    keys = torch.minimum(keys, last[:, None])  # a slot after a request's last token is not its own
+    tokens = (firsts[:, None] + torch.arange(new)).flatten()
+    span = slice(int(tokens[0]), int(tokens[0]) + len(tokens))  # indexing by a slice copies nothing
+    adjacent = torch.equal(tokens, torch.arange(span.start, span.stop))
+    return Piece(span if adjacent else tokens, rows[:, None], keys // mask.size, keys % mask.size, bias)
 
 
 @dataclass
 class Step:
-    """A batch: indices of the tokens that have a slot, [tokens], the slots, [1, tokens], and what attends to what."""
+    """A batch for a cache group: the number of tokens, their slots, [tokens, 1], and the slots of each piece's keys."""
 
-    written: torch.Tensor
+    tokens: int
     slots: Places
-    pieces: list[Piece]
+    pieces: list[tuple[Piece, Places]]
 
 
 class StreamingBuilder(AttentionMetadataBuilder[Step]):
-    """Plans what a step gathers, once for the layers of a cache group with as many heads."""
+    """Finds the blocks of a step, once for the layers of a cache group with as many heads."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.size, self.sink, self.recent = kv_cache_spec.block_size, layer.sink, layer.recent
-        self.group = layer.num_heads // layer.num_kv_heads
-        self.dtype = vllm_config.model_config.dtype
+        group = layer.num_heads // layer.num_kv_heads
+        dtype = vllm_config.model_config.dtype
+        self.mask = Mask(layer.sink, layer.recent, kv_cache_spec.block_size, group, dtype)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        """The plan of a batch. A long prompt becomes several pieces, so that none gathers much more than its window."""
-        starts = common_attn_metadata.query_start_loc.tolist()
-        lengths = common_attn_metadata.seq_lens.tolist()
-        alike: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for row in range(common_attn_metadata.num_reqs):
-            past = lengths[row] - (starts[row + 1] - starts[row])
-            for first in range(starts[row], starts[row + 1], QUERIES):
-                new = min(QUERIES, starts[row + 1] - first)
-                alike[new].append((row, first, past + first - starts[row]))
-        pieces = []
-        for new, members in alike.items():
-            step = max(1, GATHERED // (self.sink + self.recent + new))
-            for start in range(0, len(members), step):
-                rows, firsts, pasts = torch.tensor(members[start : start + step]).T
-                pieces.append(self._piece(common_attn_metadata.block_table_tensor[rows], firsts, pasts, new))
-        mapping = common_attn_metadata.slot_mapping
-        written = (mapping >= 0).nonzero().flatten()  # padding has no slot
-        slots = mapping[written][None]
-        return Step(written, Places(slots // self.size, slots % self.size), pieces)
-
-    def _piece(self, tables: torch.Tensor, firsts: torch.Tensor, pasts: torch.Tensor, new: int) -> Piece:
-        """The plan for `new` tokens of each request: tables [requests, blocks], the rest [requests]."""
-        window = (pasts - self.recent + 1).clamp(min=self.sink)  # first key of the window that is not a sink
-        last = pasts + new - 1
-        columns = torch.arange(self.sink + max(0, int((last - window).max()) + 1))
-        keys = torch.where(columns < self.sink, columns, columns - self.sink + window[:, None])
-        queries = (pasts[:, None] + torch.arange(new))[:, :, None]
-        visible = (keys[:, None] <= queries) & ((keys[:, None] < self.sink) | (queries - keys[:, None] < self.recent))
-        bias = None
-        if not visible.all():
-            bias = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, float("-inf"))
-            bias = bias.repeat(1, self.group, 1)[:, None]
-        keys = torch.minimum(keys, last[:, None])  # a slot after a request's last token is not its own
-        blocks = tables.long().gather(1, keys // self.size)
-        return Piece(firsts[:, None] + torch.arange(new), Places(blocks, keys % self.size), bias)
+        """The plan of a batch, in slots of this cache group."""
+        starts = tuple(common_attn_metadata.query_start_loc.tolist())
+        table = common_attn_metadata.block_table_tensor.long()
+        pieces = [
+            (piece, Places(table[piece.rows, piece.columns], piece.offsets))
+            for piece in plan(starts, tuple(common_attn_metadata.seq_lens.tolist()), self.mask)
+        ]
+        slots = common_attn_metadata.slot_mapping[: starts[-1], None]  # tokens after these are padding
+        return Step(starts[-1], Places(slots // self.mask.size, slots % self.mask.size), pieces)
 
 
 class StreamingImpl(CPUAttentionBackendImpl):
@@ -147,18 +181,17 @@ class StreamingImpl(CPUAttentionBackendImpl):
         and write their attention, query [tokens, query_heads, head_dim], to an output of that shape."""
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
-        rows, written = rows_of(kv_cache), attn_metadata.written
-        states = torch.cat((key[written], value[written]), -1).transpose(0, 1)
+        rows, count = rows_of(kv_cache), attn_metadata.tokens
+        states = torch.cat((key[:count], value[:count]), -1)
         rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), states.flatten(0, 1))
-        for piece in attn_metadata.pieces:
-            requests, new = piece.tokens.shape
-            shape = (requests, new, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+        for piece, keys in attn_metadata.pieces:
+            requests = len(piece.rows)
+            shape = (requests, -1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
             # the queries of a group one after the other, since they share keys
-            states = query[piece.tokens].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
-            held = rows.index_select(0, piece.keys.rows(kv_cache)).view(requests, self.num_kv_heads, -1, rows.shape[1])
-            attended = self._attend(states, *held.split(self.head_size, -1), piece.bias)
-            attended = attended.unflatten(2, (self.num_queries_per_kv, new))
-            output[piece.tokens] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            states = query[piece.tokens].view(shape).permute(0, 2, 3, 1, 4)
+            held = rows.index_select(0, keys.rows(kv_cache)).view(requests, self.num_kv_heads, -1, rows.shape[1])
+            attended = self._attend(states.flatten(2, 3), *held.split(self.head_size, -1), piece.bias)
+            output[piece.tokens] = attended.view(states.shape).permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:])
         return output
 
     def _attend(
