@@ -20,6 +20,7 @@ LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
 KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
 OPTIONED = ("chosen_option", "broken_function")  # metrics of rows with four options
+OPTIONS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
 NUMERIC = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
 
 Fields = Mapping[str, type]  # str, int or list (of texts) by name
@@ -119,6 +120,16 @@ def four_options(row: Mapping[str, Any], place: str) -> list[str]:
     if not isinstance(options, list) or len(options) != 4 or not all(isinstance(option, str) for option in options):
         raise TextError(f"{place}: `options` must be four texts")
     return options
+
+
+def option_fields(row: Mapping[str, Any], metric: str, place: str) -> dict[str, str]:
+    """The fields of a prompt that are called `OPTIONS`; empty where the metric is for rows without options.
+
+    Raises:
+        TextError: as `four_options`.
+    """
+    options = four_options(row, place) if metric in OPTIONED else [""] * len(OPTIONS)
+    return dict(zip(OPTIONS, options, strict=True))
 
 
 def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str, ...]:
