@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import TextError
+from kvsurgery.errors import TextError, short
 from kvsurgery.files import check_readable
 from kvsurgery.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
@@ -220,9 +220,4 @@ def _check(row: Any, fields: Fields, place: str) -> None:
         value = row[name]
         texts = kind is not list or (isinstance(value, list) and all(isinstance(each, str) for each in value))
         if not isinstance(value, kind) or isinstance(value, bool) or not texts:
-            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {short(value)}")
