@@ -54,3 +54,9 @@ class Interrupted(KVSurgeryError):
 
     def __init__(self, hint: str = "the same command goes on from here") -> None:
         super().__init__(f"interrupted; {hint}")
+
+
+def short(value: object) -> str:
+    """A value as an error shows it, in at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import TextError
+from kvsurgery.errors import TextError, short
 from kvsurgery.files import check_readable
 from kvsurgery.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
@@ -20,6 +20,7 @@ LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
 KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
 OPTIONED = ("chosen_option", "broken_function")  # metrics of rows with four options
+OPTIONS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
 NUMERIC = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
 
 Fields = Mapping[str, type]  # str, int or list (of texts) by name
@@ -121,6 +122,16 @@ def four_options(row: Mapping[str, Any], place: str) -> list[str]:
     return options
 
 
+def option_fields(row: Mapping[str, Any], metric: str, place: str) -> dict[str, str]:
+    """The fields of a prompt that are called `OPTIONS`; empty where the metric is for rows without options.
+
+    Raises:
+        TextError: as `four_options`.
+    """
+    options = four_options(row, place) if metric in OPTIONED else [""] * len(OPTIONS)
+    return dict(zip(OPTIONS, options, strict=True))
+
+
 def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str, ...]:
     """What is right, as texts: a row's `answer` is a text, a number or a list of them. Of options, text and letter.
 
@@ -209,9 +220,4 @@ def _check(row: Any, fields: Fields, place: str) -> None:
         value = row[name]
         texts = kind is not list or (isinstance(value, list) and all(isinstance(each, str) for each in value))
         if not isinstance(value, kind) or isinstance(value, bool) or not texts:
-            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {short(value)}")

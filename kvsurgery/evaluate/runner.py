@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from kvsurgery.evaluate.records import (
     write_settings,
 )
 from kvsurgery.evaluate.results import CONVERTED, Results
-from kvsurgery.evaluate.sample import Reader, Sample, Task, batched
+from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, taken
 from kvsurgery.evaluate.standing import Progress, Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial
@@ -231,6 +232,24 @@ class Evaluation:
             )
 
 
+@contextmanager
+def started_evaluation(
+    folder: str | Path,
+    checkpoint: str | Path,
+    tasks: Mapping[str, Task],
+    options: Options,
+    device: str | None,
+    progress: Progress | None,
+    note: Callable[[str], None],
+) -> Generator[Evaluation]:
+    """`Evaluation.open` in the processes that were started, on a device; Ctrl-C becomes `Interrupted`."""
+    with started_processes(device) as processes:
+        try:
+            yield Evaluation.open(folder, checkpoint, tasks, options, processes, progress, note)
+        except KeyboardInterrupt:
+            raise Interrupted() from None
+
+
 def evaluate(
     models: Mapping[str, str | Path],
     tasks: Mapping[str, Task],
@@ -258,41 +277,17 @@ def evaluate(
         KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    with started_processes(device) as processes:
-        try:
-            first = next(iter(models.values()))
-            evaluation = Evaluation.open(folder, first, tasks, options, processes, progress, note)
-            steps = Steps(progress, len(evaluation.samples), len(models))
-            for place, (name, checkpoint) in enumerate(models.items()):
-                evaluation.answer(name, checkpoint, steps.of(place, name))
-        except KeyboardInterrupt:
-            raise Interrupted() from None
-        with processes.first():
+    first = next(iter(models.values()))
+    with started_evaluation(folder, first, tasks, options, device, progress, note) as evaluation:
+        steps = Steps(progress, len(evaluation.samples), len(models))
+        for place, (name, checkpoint) in enumerate(models.items()):
+            evaluation.answer(name, checkpoint, steps.of(place, name))
+        with evaluation.processes.first():
             results = evaluation.results({name: name for name in models}, command)
             if CONVERTED in models:
                 size = evaluation.samples, evaluation.reader.max_context, options.dtype
                 results = with_kv_bytes(results, models[CONVERTED], *size)
-            if processes.rank == 0:
+            if evaluation.processes.rank == 0:
                 results.save(evaluation.folder)
                 write_judged(evaluation.folder, evaluation.samples, models, note)
         return results
-
-
-def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
-    """The samples of all tasks; of each `Sample.task`, the first ones up to a limit.
-
-    Raises:
-        KVSurgeryError: there is no task, one has no samples, or two samples have one name.
-    """
-    if not tasks:
-        raise KVSurgeryError("there is no task to run; name some, such as needle")
-    seen: set[tuple[str, str]] = set()
-    for name, task in tasks.items():
-        before = len(seen)
-        for sample in task.samples(reader, limit):
-            if sample.key in seen:
-                raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
-            seen.add(sample.key)
-            yield sample
-        if len(seen) == before:
-            raise KVSurgeryError(f"{name} has no samples; check its options and files")

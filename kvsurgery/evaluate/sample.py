@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from kvsurgery.errors import KVSurgeryError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -153,3 +155,23 @@ class Task(Protocol):
         Raises:
             TextError: a text, or what is asked about it, cannot be used.
         """
+
+
+def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
+    """The samples of all tasks; of each `Sample.task`, the first ones up to a limit.
+
+    Raises:
+        KVSurgeryError: there is no task, one has no samples, or two samples have one name.
+    """
+    if not tasks:
+        raise KVSurgeryError("there is no task to run; name some, such as needle")
+    seen: set[tuple[str, str]] = set()
+    for name, task in tasks.items():
+        before = len(seen)
+        for sample in task.samples(reader, limit):
+            if sample.key in seen:
+                raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
+            seen.add(sample.key)
+            yield sample
+        if len(seen) == before:
+            raise KVSurgeryError(f"{name} has no samples; check its options and files")

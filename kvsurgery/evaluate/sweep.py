@@ -13,14 +13,13 @@ from typing import Any
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.output import check_space
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.errors import Interrupted, OutputError, PolicyError
+from kvsurgery.errors import OutputError, PolicyError
 from kvsurgery.evaluate.held import LongestSample
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.evaluate.runner import Evaluation, Options
+from kvsurgery.evaluate.runner import Evaluation, Options, started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.standing import Progress, Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
-from kvsurgery.processes import started_processes
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
@@ -151,20 +150,16 @@ def sweep(
     for setting in settings:
         if isinstance(setting, Candidate):
             distinct.setdefault(setting.answers, setting)
-    with started_processes(device) as processes:
-        try:
-            evaluation = Evaluation.open(folder, source, tasks, options, processes, progress, note=note)
-            [some, *_] = distinct.values()
-            with processes.first():
-                if any(map(evaluation.missing, distinct)):
-                    check_space(evaluation.folder, some.prepared.checkpoint.size)
-            steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
-            evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
-            for place, setting in enumerate(distinct.values(), 1):
-                telling = {axis: setting.options[axis] for axis in varied(axes)}
-                _answer(evaluation, setting, steps.of(place, named(telling)))
-        except KeyboardInterrupt:
-            raise Interrupted() from None
+    with started_evaluation(folder, source, tasks, options, device, progress, note) as evaluation:
+        processes, [some, *_] = evaluation.processes, distinct.values()
+        with processes.first():
+            if any(map(evaluation.missing, distinct)):
+                check_space(evaluation.folder, some.prepared.checkpoint.size)
+        steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
+        evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
+        for place, setting in enumerate(distinct.values(), 1):
+            telling = {axis: setting.options[axis] for axis in varied(axes)}
+            _answer(evaluation, setting, steps.of(place, named(telling)))
         with processes.first():
             original = evaluation.results({ORIGINAL: ORIGINAL}, command)
             longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvsurgery.errors import TextError, UnsupportedModel
+from kvsurgery.errors import TextError, UnsupportedModel, short
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
 
@@ -66,9 +66,9 @@ class Needle:
         places = self.needle.count(self.real_needle)
         if places != 1:
             found = "not a part" if not places else f"{places} times a part"
-            raise TextError(f"`real_needle` {_short(self.real_needle)} is {found} of `needle`; it must be once")
+            raise TextError(f"`real_needle` {short(self.real_needle)} is {found} of `needle`; it must be once")
         if self.kind not in (None, *KINDS):
-            raise TextError(f"`kind` is {' or '.join(KINDS)}, got {_short(self.kind)}")
+            raise TextError(f"`kind` is {' or '.join(KINDS)}, got {short(self.kind)}")
 
 
 def read_needles(path: str | Path) -> tuple[Needle, ...]:
@@ -111,10 +111,10 @@ def _parse(line: str) -> Needle:
         if key not in fields:
             raise TextError(f"`{key}` is missing")
         if not isinstance(fields[key], str):
-            raise TextError(f"`{key}` must be text, got {_short(fields[key])}")
+            raise TextError(f"`{key}` must be text, got {short(fields[key])}")
     cue = fields.get("cue", "")
     if not isinstance(cue, str):
-        raise TextError(f"`cue` must be text, got {_short(cue)}")
+        raise TextError(f"`cue` must be text, got {short(cue)}")
     return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"), cue=cue.strip())
 
 
@@ -205,11 +205,11 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = token_ids(tokenizer, text)
     if not ids or tokenizer.unk_token_id in ids:
         raise TextError(
-            f"the tokenizer does not know all words of {_short(text)}; give needles in words that it knows (`needles`)"
+            f"the tokenizer does not know all words of {short(text)}; give needles in words that it knows (`needles`)"
         )
     special = set(ids).intersection(special_ids(tokenizer))
     if special:
-        raise TextError(f"{_short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
+        raise TextError(f"{short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
 
 
 def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -242,8 +242,3 @@ def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
             break
     ids, spans = zip(*own, strict=True)
     return list(ids), list(spans)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,6 @@
 """Budgets that hold: whatever comes, in whatever parts, heads keep what a slow reference says, in constant bytes."""
 
 import copy
-import pickle
 from functools import cache
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -21,8 +19,9 @@ from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_torch import Scoring
+from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
-from tests.helpers.families import largest, stock, tokens
+from tests.helpers.families import largest, tokens
 from tests.helpers.hold_reference import HoldReference
 
 WINDOW, HOLD = 3, 5
@@ -42,20 +41,13 @@ SECTIONS = {
 @cache
 def models(family: str, kind: str = "16 bit") -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock model, and the same weights with budgets that hold; the first layer of Gemma 2 has its own window."""
-    changes = {"sliding_window": 6, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
-    original = stock(family, num_hidden_layers=2, **changes)
     layers = [{"blocks": [[1, 3]], "budgets": BUDGETS[0]}, {"blocks": [[0, 4]], "budgets": BUDGETS[1]}]
     if family == "gemma2":
         layers = [{"blocks": [[0, 4]], "sink": 0, "recent": 6, "native": True}, layers[0]]
-    config = copy.deepcopy(original.config)
-    head_dim = original.model.layers[0].self_attn.head_dim
-    config.kv_surgery = {"version": 2, "head_dim": head_dim, "selection": SELECTION, "layers": layers} | SECTIONS[kind]
-    model = CLASSES[family](config).eval()
-    model.load_state_dict(original.state_dict())
-    return original, model
+    return stock_and_emitted(family, 6, **({"selection": SELECTION, "layers": layers} | SECTIONS[kind]))
 
 
-class HoldMachine(RuleBasedStateMachine):
+class HoldMachine(CacheOperations):
     """`rows` are references, one of each row of the cache; `confirmed` columns are never taken back while recording."""
 
     family: str
@@ -103,26 +95,8 @@ class HoldMachine(RuleBasedStateMachine):
             self.safe = size  # recorded from the start: the first input stays
         self.seen += size
 
-    @rule(data=st.data())
-    def reorder(self, data):
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=len(self.rows), max_size=len(self.rows)))
-        self.cache.reorder_cache(torch.tensor(rows))
-        self.keep(rows)
-
-    @rule(data=st.data())
-    def select_rows(self, data):
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
-        self.cache.batch_select_indices(torch.tensor(rows))
-        self.keep(rows)
-
     def keep(self, rows: list[int]):
         self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
-
-    @rule()
-    def record(self):
-        self.cache.activate_past_recording()
-        self.safe = max(self.safe, self.seen) if self.recording else self.seen
-        self.recording = True
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data())
@@ -157,12 +131,6 @@ class HoldMachine(RuleBasedStateMachine):
         for row in self.rows:
             row.crop(length, before)
         self.seen = self.safe = length
-
-    @rule(pickled=st.booleans())
-    def copy(self, pickled):
-        copied = pickle.loads(pickle.dumps(self.cache)) if pickled else copy.deepcopy(self.cache)
-        self.cache.reset()
-        self.cache = copied
 
     @invariant()
     def allocates_what_it_predicts(self):

@@ -1,7 +1,5 @@
 """Any sequence of cache operations, step by step against a dense reference of each row's own tokens."""
 
-import copy
-import pickle
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +8,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -21,8 +18,9 @@ from hypothesis.stateful import (
 from kvsurgery.templates import kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS
-from tests.helpers.families import largest, stock, tokens
+from tests.helpers.families import largest, tokens
 from tests.helpers.reference import reference_logits
 
 SINK = 2
@@ -50,21 +48,14 @@ STORED = {
 def models(family: str, stored: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock model, and the same weights under the emitted code."""
     storage = STORED[stored]
-    changes = {"sliding_window": storage.window, "attn_logit_softcapping": 4.0} if family == "gemma2" else {}
-    original = stock(family, num_hidden_layers=2, **changes)
     layers = [{"blocks": [[full, 4 - full]], "sink": SINK, "recent": storage.recent} for full in FULL[family]]
     if family == "gemma2":
         layers[0] |= {"sink": 0, "recent": storage.window, "native": True}
-    config = copy.deepcopy(original.config)
-    config.kv_surgery = {"version": 2, "head_dim": original.model.layers[0].self_attn.head_dim, "layers": layers}
-    if storage.quantization:
-        config.kv_surgery["quantization"] = storage.quantization
-    emitted = CLASSES[family](config).eval()
-    emitted.load_state_dict(original.state_dict())
-    return original, emitted
+    quantized = {"quantization": storage.quantization} if storage.quantization else {}
+    return stock_and_emitted(family, storage.window, layers=layers, **quantized)
 
 
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(CacheOperations):
     """`rows` are the real tokens of each row, `pads` its left padding, in columns that may be yet to come."""
 
     family: str
@@ -133,29 +124,11 @@ class CacheMachine(RuleBasedStateMachine):
     def keep(self, rows: list[int]):
         self.rows, self.pads = [self.rows[row] for row in rows], [self.pads[row] for row in rows]
 
-    @rule(data=st.data())
-    def reorder(self, data):
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=len(self.rows), max_size=len(self.rows)))
-        self.cache.reorder_cache(torch.tensor(rows))
-        self.keep(rows)
-
-    @rule(data=st.data())
-    def select(self, data):
-        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
-        self.cache.batch_select_indices(torch.tensor(rows))
-        self.keep(rows)
-
     @precondition(lambda self: len(self.rows) <= 2)
     @rule()
     def repeat(self):
         self.cache.batch_repeat_interleave(2)
         self.keep([row for row in range(len(self.rows)) for _ in range(2)])
-
-    @rule()
-    def record(self):
-        self.cache.activate_past_recording()
-        self.safe = max(self.safe, self.seen) if self.recording else self.seen
-        self.recording = True
 
     @rule(data=st.data(), says_how_many_stay=st.booleans())
     def crop(self, data, says_how_many_stay):
@@ -196,12 +169,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.seen, self.safe, self.recording = 0, 0, False
         pads = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
         self.start(pads, data.draw(st.booleans()), data.draw(st.booleans()))
-
-    @rule(pickled=st.booleans())
-    def copy(self, pickled):
-        copied = pickle.loads(pickle.dumps(self.cache)) if pickled else copy.deepcopy(self.cache)
-        self.cache.reset()
-        self.cache = copied
 
     @invariant()
     def allocates_what_it_predicts(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,10 +190,11 @@ def compute(
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)
         measured = mesh.load(source, revision, dtype=dtype, sharded=alike)
-        measure = {"duo": _duo, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}.get(method, _headkv)
+        measures = {"duo": _duo, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}
+        measure = measures.get(method, partial(_headkv, method))
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                profile, history = measure(measured, method, mesh, advance, options)
+                profile, history = measure(measured, mesh, advance, options)
         except KeyboardInterrupt:
             kept = options["checkpoint"] is not None
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
@@ -239,7 +241,7 @@ def _check_files(options: dict[str, Any]) -> None:
         check_picture(options["curve"])
 
 
-def _duo(measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
+def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from kvsurgery.measure.prompts import Passages
     from kvsurgery.measure.training import GateOptions, KeptState, Progress, train_gates
 
@@ -264,9 +266,7 @@ def _duo(measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[...
     )
 
 
-def _attention(
-    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measurement:
+def _attention(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from kvsurgery.measure.attention import attention_profile
 
     prompts = _passkeys(measured, options)
@@ -275,7 +275,7 @@ def _attention(
 
 
 def _headkv(
-    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
+    method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
 ) -> Measurement:
     from kvsurgery import console
     from kvsurgery.measure.needle_trial import choose_needles
@@ -305,9 +305,7 @@ def _headkv(
     return profile, None
 
 
-def _reform(
-    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measurement:
+def _reform(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from dataclasses import replace
 
     from kvsurgery.measure.reform import PAPER, embedding_ranking
@@ -331,9 +329,7 @@ def _reform(
     return profile, None
 
 
-def _kv_bits(
-    measured: MeasuredModel, method: str, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measurement:
+def _kv_bits(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
     from kvsurgery.text.haystack import Haystack, first_tokens
 

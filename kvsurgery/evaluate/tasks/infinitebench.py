@@ -12,13 +12,12 @@ from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import OPTIONED, four_options, named_files, read_rows, right_answers
+from kvsurgery.evaluate.rows import OPTIONS, named_files, option_fields, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 
 ASKED = tomllib.loads(Path(__file__).with_name("infinitebench.toml").read_text(encoding="utf-8"))
 FIELDS = {"context": str, "input": str}
-OPTIONS = tuple(f"OPTION_{letter}" for letter in "ABCD")
 SHARE = 4  # of the context that an answer may have: one in so many; that of math_calc has 30,000 tokens
 
 
@@ -87,9 +86,7 @@ class InfiniteBenchTask:
 
 def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:
     """What a prompt is filled in with."""
-    fields = dict.fromkeys((*OPTIONS, "prefix", "func", "func_call"), "")
-    if ASKED[task]["metric"] in OPTIONED:
-        fields |= zip(OPTIONS, four_options(row, place), strict=True)
+    fields = dict.fromkeys(("prefix", "func", "func_call"), "") | option_fields(row, ASKED[task]["metric"], place)
     if task == "math_find":
         fields["prefix"] = f"What is {_found('The .+(?= of)', row, place).lower()} in this list?"
     if task == "code_run":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import OPTIONED, four_options, named_files, read_rows, right_answers
+from kvsurgery.evaluate.rows import named_files, option_fields, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 ASKED = tomllib.loads(Path(__file__).with_name("scbench.toml").read_text(encoding="utf-8"))
 PREFIX = "scbench_"  # of the names of files and configurations
 FILES = [PREFIX + task for task in ASKED]
-OPTIONS = tuple(f"OPTION_{letter}" for letter in "ABCD")
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ class Question:
                 raise TextError(f"{place}: `task` must be one of {', '.join(PREFIX + kind for kind in asked)}")
             asked = asked[kind]
         metric = asked["metric"]
-        options = four_options(turn, place) if metric in OPTIONED else [""] * len(OPTIONS)
-        fields = dict(zip(OPTIONS, options, strict=True))
+        fields = option_fields(turn, metric, place)
         text = asked.get("question", "\n\n{question}").format(question=turn["input"], **fields)
         return cls(kind, text, metric, asked["limit"], right_answers(turn, metric, place))
 
