@@ -26,8 +26,8 @@ from kvsurgery.report.colours import DARK, LIGHT
 ORIGINAL = "original"
 OURS = "kvsurgery"
 # colours and marks of our series, and of the others', in turn
-INKS = {True: ("converted", "series-2", "series-3", "ink"), False: ("series-1", "series-4", "bad", "muted")}
-MARKS = {True: "oDs^", False: "x+1234v"}
+INKS = {True: ("converted", "series-2", "series-3", "muted", "ink"), False: ("series-1", "series-4", "bad", "muted")}
+MARKS = {True: "oDs^P", False: "x+1234v"}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tests.helpers.families import stock
 from tests.helpers.losses import losses
 from tests.helpers.vocabularies import tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH, NEW = 300, 20
 
 
@@ -102,3 +103,12 @@ def test_the_table_and_the_figure(tmp_path: Path) -> None:
     ]
     cache_report.draw(found, DARK, tmp_path / "cache.svg")
     assert DARK["converted"] in (tmp_path / "cache.svg").read_text()
+
+
+def test_the_documented_tables_are_the_committed_results() -> None:
+    """The README has some rows of the table in docs/results.md."""
+    table = cache_report.table(json.loads((ROOT / "benchmarks" / "results" / "which-cache.json").read_text()))
+    assert "\n".join(table) in (ROOT / "docs" / "results.md").read_text()
+    shown = (ROOT / "README.md").read_text().partition(table[0])[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(shown) > 4
+    assert set(shown) <= set(table)
