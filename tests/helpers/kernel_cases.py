@@ -48,7 +48,6 @@ DECODE = [
     Decode([FULL, (1, 90, 70)], 7, 64, [300, 0, 91], 11, softcap=30.0),
     Decode([FULL, (4, 8, 8)], 2, 64, [0, 0], 4),
     Decode([(4, 128, 128)] * 3, 3, 80, [132, 133, 128, 4, 3], 9),
-    Decode([(1, 20, 20)] * 50, 1, 16, [40, 0, 3, 1, 30, 12], 6),  # many rows
 ]
 
 
@@ -100,7 +99,6 @@ PACKED = [
     Packed(Quantization(3, "per-token"), 1, [FULL], 2, 64, [450], 4, softcap=20.0),
     Packed(Quantization(3, "per-token", 16), 1, [], 1, 48, [450], 4),
     Packed(Quantization(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
-    Packed(Quantization(4, residual=0), 1, [(1, 20, 20)] * 48, 1, 16, [300, 140, 3], 6),  # many rows
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
 ]
