@@ -87,6 +87,7 @@ INPUTS = [
     ((*EVAL, "--tasks", "infinitebench", "--infinitebench-tasks", "nothing"), "InfiniteBench has no nothing"),
     ((*EVAL, "--tasks", "scbench", "--scbench", "taken"), "taken has no file of SCBench that is called scbench_kv"),
     ((*EVAL, "--tasks", "loogle", "--loogle-prompts", "p.json"), "cannot read p.json"),
+    ((*EVAL, "--tasks", "infinitebench", "--infinitebench-prompts", "p.json"), "cannot read p.json"),
     ((*EVAL, "--tasks", "repoeval"), "--repoeval must name a file or folder"),
     ((*EVAL, "--tasks", "mt_bench", "--mt-bench", "./nowhere"), "cannot read nowhere: No such file"),
 ]

@@ -47,8 +47,8 @@ class InfiniteBenchTask:
             TextError: a task is unknown, or files are missing.
             KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
         """
-        self._files()
         self._templates()
+        self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows.
