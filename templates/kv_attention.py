@@ -98,7 +98,7 @@ def attention(
     if layer is not None and own is not layout:
         layer.hold(own, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    path = kv_torch if s_aux is not None else _path(query, key, value, dropout)  # kernels know no learned sinks
+    path = _path(query, key, value, s_aux, dropout)
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
@@ -128,9 +128,12 @@ def attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> ModuleType:
+def _path(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s_aux: torch.Tensor | None, dropout: float
+) -> ModuleType:
     """Where attention is computed: kernels on CUDA, without gradients and dropout; plain torch otherwise."""
-    if kv_cuda is None or not query.is_cuda or dropout or _tracked(query, key, value):
+    tracked = _tracked(query, key, value, *(() if s_aux is None else (s_aux,)))
+    if kv_cuda is None or not query.is_cuda or dropout or tracked:
         return kv_torch
     fits = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
     return kv_cuda if fits and kv_cuda.has_tensor_cores(query.device) else kv_torch

@@ -74,11 +74,11 @@ def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = Fals
         return prefill_with_lse(query, keys, values, Span(past, _padding(skipped, query)), scoring)
     if torch.is_tensor(skipped) or skipped:
         return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring)
-    if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16):
+    if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16) and scoring.sinks is None:
         states = (part.transpose(1, 2) for part in (query, keys, values))
         softcap = {"softcap": scoring.softcap} if scoring.softcap else {}
         return flash_attn_func(*states, softmax_scale=scoring.scale, causal=True, **softcap).transpose(1, 2)
-    if scoring.softcap is not None or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
+    if scoring.explicit or query.dtype == torch.float32:  # there, SDPA has a mask of all pairs
         return prefill(query, keys, values, Span(past), scoring)
     mask = causal_lower_right(query.shape[2], keys.shape[2]) if past else None
     return F.scaled_dot_product_attention(

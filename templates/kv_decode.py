@@ -12,6 +12,7 @@ from .kv_kernels import (
     _padded,
     _score_factors,
     _scores,
+    _sink_score,
     _slots,
     _strides,
     _tiles,
@@ -196,13 +197,15 @@ def _decode_kernel(
         segment += 1
 
 
-@triton.jit(do_not_specialize=["rows", "programs"])
+@triton.jit(do_not_specialize=["rows", "heads", "programs"])
 def _combine_kernel(
     partial_ptr,  # [programs + SEGMENTS * rows, G, D]
     lse_ptr,  # [programs + SEGMENTS * rows, G]
     end_ptr,  # [SEGMENTS * rows]
+    logit_ptr,  # [heads * G] of learned sinks, or None
     out_ptr,  # [rows, G, D]
     rows,
+    heads,
     programs,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -216,6 +219,9 @@ def _combine_kernel(
     d = tl.arange(0, DP)
     top = LOWEST
     total = 0.0
+    if logit_ptr is not None:
+        top = _sink_score(logit_ptr + row % heads * G + member)
+        total = 1.0
     acc = tl.zeros([DP], tl.float32)
     for number in tl.static_range(SEGMENTS):
         segment = row + number * rows
@@ -312,7 +318,9 @@ def decode(
         )
         _combine_kernel[(rows, group)](
             **parts,
+            logit_ptr=scoring.sinks,
             out_ptr=out,
+            heads=heads,
             programs=programs,
             D=head_dim,
             DP=padded,

@@ -49,6 +49,12 @@ def _capped(scores, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _sink_score(logit):
+    """The score in base 2 of a learned sink: online softmax begins with it, at a weight of 1 and no value."""
+    return tl.load(logit).to(tl.float32) / LN_2
+
+
+@triton.jit
 def _accumulate(scores, v, top, total, acc):
     """A step of online softmax: scores [M, N] of values v [N, D]."""
     higher = tl.maximum(top, tl.max(scores, 1))

@@ -12,6 +12,7 @@ from .kv_kernels import (
     _padded,
     _score_factors,
     _scores,
+    _sink_score,
     _strides,
     tl,
     triton,
@@ -54,6 +55,7 @@ def _prefill_kernel(
     sink_k_ptr,  # [batch, heads, sink, D]
     sink_v_ptr,
     padding_ptr,  # [batch]
+    logit_ptr,  # [heads * G] of learned sinks, or None
     out_ptr,  # [batch, heads * G, tokens, D]
     lse_ptr,  # [batch, heads * G, tokens]
     q_batch,
@@ -130,6 +132,9 @@ def _prefill_kernel(
     begin = tl.maximum(low - recent + 1, sink)
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
+    if logit_ptr is not None:
+        top = _sink_score(logit_ptr + of_head)
+        total += 1.0
     acc = tl.zeros([M, DP], tl.float32)
     for tile in range(0, sink_tiles + (tl.maximum(stop - begin, 0) + N - 1) // N):
         start, end, window = begin + (tile - sink_tiles) * N, stop, recent
@@ -208,6 +213,7 @@ def prefill(
             **arguments,
             **_score_factors(scoring),
             padding_ptr=span.padding,
+            logit_ptr=scoring.sinks,
             lse_ptr=lse,
             heads=heads,
             tokens=tokens,
@@ -239,8 +245,10 @@ def prefill_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`prefill` of full heads, and the log-sum-exp of the scores, by which results over several blocks are merged.
 
+    Learned sinks are left out: they come once, after all blocks.
+
     Returns:
         As `prefill`; and float32 [batch, query_heads, tokens], -inf where a query saw nothing.
     """
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    return prefill(query, keys, values, span, scoring, lse=lse), lse
+    return prefill(query, keys, values, span, scoring._replace(sinks=None), lse=lse), lse

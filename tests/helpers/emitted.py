@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.emit.modeling import modeling_code
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from tests.helpers.families import stock
+from tests.helpers.families import FAMILIES, stock
 
 
 def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
@@ -24,7 +24,7 @@ def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
     return getattr(module, family.classes["AutoModelForCausalLM"])
 
 
-CLASSES = {family: emitted_class(family) for family in ("llama", "gemma2")}
+CLASSES = {family: emitted_class(family) for family in ("llama", "gemma2", "gpt_oss")}
 # a scale for every element loses nothing
 LOSSLESS = {
     "bits": 8,
@@ -48,7 +48,8 @@ WINDOWS = {"layers": [{"blocks": [[1, 3]], "sink": 3, "recent": 257}, {"blocks":
 
 def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     """A random model with none to three full heads a layer and the family's own sliding ones; `section` overrides."""
-    original = stock(family, num_hidden_layers=depth)
+    kinds = {"layer_types": FAMILIES[family]["layer_types"][:depth]} if "layer_types" in FAMILIES[family] else {}
+    original = stock(family, num_hidden_layers=depth, **kinds)
     config = original.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     config.kv_surgery = {

@@ -21,6 +21,17 @@ from tests.helpers.kernel_reference import append_reference, decode_reference, f
 FULL = (EVERY, 1, 1)  # sink, ring, recent
 
 
+def _suffix(case: Decode | Packed | Prefill) -> str:
+    """How a case scores, in a test's name."""
+    return ("" if case.softcap is None else "-capped") + ("-sunk" if case.learned else "")
+
+
+def _scoring(case: Decode | Packed | Prefill, heads: int, device: str, dtype: torch.dtype) -> Scoring:
+    """How a case with this many KV heads scores."""
+    sinks = torch.randn(heads * case.group).mul(3).to(device, dtype) if case.learned else None
+    return Scoring(case.head_dim**-0.5, case.softcap, sinks=sinks)
+
+
 class Decode(NamedTuple):
     """One decode step: heads of some kinds (sink, ring, recent), rows of some lengths."""
 
@@ -30,10 +41,11 @@ class Decode(NamedTuple):
     lengths: list[int]
     programs: int
     softcap: float | None = None
+    learned: bool = False  # sinks that are logits
 
     def __str__(self) -> str:
         heads = "+".join("full" if kind == FULL else f"{kind[0]}.{kind[1]}.{kind[2]}" for kind in self.kinds)
-        cap = "" if self.softcap is None else "-capped"
+        cap = _suffix(self)
         return f"{heads}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
 
 
@@ -48,6 +60,7 @@ DECODE = [
     Decode([FULL, (1, 90, 70)], 7, 64, [300, 0, 91], 11, softcap=30.0),
     Decode([FULL, (4, 8, 8)], 2, 64, [0, 0], 4),
     Decode([(4, 128, 128)] * 3, 3, 80, [132, 133, 128, 4, 3], 9),
+    Decode([FULL, (4, 60, 60)], 8, 64, [300, 0, 5], 11, learned=True),
 ]
 
 
@@ -71,10 +84,11 @@ class Packed(NamedTuple):
     programs: int
     softcap: float | None = None
     window: tuple[int, int] | None = None
+    learned: bool = False
 
     def __str__(self) -> str:
         kinds = f"{self.heads}{_named(self.quantization)}+{len(self.others)}"
-        cap = "" if self.softcap is None else "-capped"
+        cap = _suffix(self)
         cap += "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
         return f"{kinds}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
 
@@ -101,6 +115,7 @@ PACKED = [
     Packed(Quantization(4), 2, [FULL], 4, 64, [1500, 700, 3], 7, window=(5, 520)),
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
+    Packed(Quantization(4), 2, [FULL], 8, 64, [450, 3], 7, learned=True),
 ]
 
 
@@ -115,11 +130,12 @@ class Prefill(NamedTuple):
     recent: int | None = None
     padding: list[int] | None = None
     softcap: float | None = None
+    learned: bool = False
 
     def __str__(self) -> str:
         kind = "full" if self.recent is None else f"{self.sink}.{self.recent}"
         padding = "" if self.padding is None else f"-pad{'.'.join(map(str, self.padding))}"
-        cap = "" if self.softcap is None else "-capped"
+        cap = _suffix(self)
         return f"{kind}-g{self.group}-d{self.head_dim}-past{self.past}-t{self.tokens}{padding}{cap}"
 
 
@@ -139,6 +155,8 @@ PREFILL = [
     Prefill(500, 130, 1, 64, sink=4, recent=65, softcap=20.0),
     Prefill(500, 60, 7, 64, sink=16, recent=256, padding=[0, 490, 250]),
     Prefill(3, 40, 4, 64, sink=8, recent=16, padding=[1, 20]),  # sinks that come with the queries
+    Prefill(0, 100, 8, 64, padding=[3, 0, 100], learned=True),
+    Prefill(500, 60, 8, 64, sink=4, recent=128, softcap=20.0, learned=True),
 ]
 
 
@@ -160,7 +178,7 @@ def check_decode(case: Decode, dtype: torch.dtype, device: str) -> None:
     lengths = torch.tensor(case.lengths)[:, None].expand(-1, heads)
     table = HeadTable(keys.to(dtype), values.to(dtype), offsets, sinks, rings, recents, lengths)
     query, table, lengths = query.to(device, dtype), moved(table, device), lengths.to(device)
-    scoring = Scoring(case.head_dim**-0.5, case.softcap)
+    scoring = _scoring(case, heads, device, dtype)
     check_decoded(decode(query, table, lengths, scoring, case.programs), query, table, lengths, scoring)
 
 
@@ -205,7 +223,7 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
     stored = tiles, first_tiles, packed, counts if case.window else None, quantization
     table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored), device)
-    query, lengths, scoring = query.to(device), lengths.to(device), Scoring(head_dim**-0.5, case.softcap)
+    query, lengths, scoring = query.to(device), lengths.to(device), _scoring(case, len(kinds), device, dtype)
     out = decode(query, table, lengths, scoring, case.programs)
     check_decoded(out, query, table, lengths, scoring)
 
@@ -376,7 +394,7 @@ def check_prefill(case: Prefill, dtype: torch.dtype, device: str) -> None:
     values = torch.randn(batch, columns, heads, case.head_dim).transpose(1, 2)
     states = [part.to(device, dtype) for part in (query, keys, values)]
     padding = None if case.padding is None else torch.tensor(case.padding, device=device)
-    span, scoring = Span(case.past, padding), Scoring(case.head_dim**-0.5, case.softcap)
+    span, scoring = Span(case.past, padding), _scoring(case, heads, device, dtype)
     window = None if case.recent is None else Window(case.sink, case.recent)
 
     pads = case.padding or [0]
@@ -403,13 +421,12 @@ def check_prefill_blocks(padding: list[int] | None, dtype: torch.dtype, device: 
     states = [part.to(device, dtype) for part in (query, keys, values)]
     pads = padding or [0]
     by_position = [_by_position(part, pads, past + tokens + 2) for part in states[1:]]
-    span, scoring = (
-        Span(past, None if padding is None else torch.tensor(padding, device=device)),
-        Scoring(head_dim**-0.5),
-    )
+    span = Span(past, None if padding is None else torch.tensor(padding, device=device))
+    scoring = Scoring(head_dim**-0.5)
+    blockwise = scoring._replace(sinks=torch.zeros(heads * group, device=device))  # sinks come once, after both
     block, after = span._replace(first=None, limit=limit), span._replace(past=past - limit, first=None)
-    old, old_lse = prefill_with_lse(states[0], *(part[:, :, :limit] for part in by_position), block, scoring)
-    out, lse = prefill_with_lse(states[0], *(part[:, :, limit:] for part in by_position), after, scoring)
+    old, old_lse = prefill_with_lse(states[0], *(part[:, :, :limit] for part in by_position), block, blockwise)
+    out, lse = prefill_with_lse(states[0], *(part[:, :, limit:] for part in by_position), after, blockwise)
     whole = torch.logaddexp(old_lse, lse)
     merged = old.float() * (old_lse - whole).exp()[..., None] + out.float() * (lse - whole).exp()[..., None]
     merged = merged.where(whole[..., None] > -torch.inf, 0)

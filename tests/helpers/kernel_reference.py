@@ -43,7 +43,8 @@ def decode_reference(query: torch.Tensor, table: HeadTable, lengths: torch.Tenso
                 here = slice(head * group, (head + 1) * group)
                 states = _visible(table, row, head, length, query.dtype)
                 allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)
-                out[row, here] = softmax(query[row, here], *states, allowed, scoring)
+                sinks = None if scoring.sinks is None else scoring.sinks[here]
+                out[row, here] = softmax(query[row, here], *states, allowed, scoring._replace(sinks=sinks))
     return out
 
 
@@ -97,6 +98,12 @@ def prefill_reference(
 
 
 def softmax(query, keys, values, allowed: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attention of [..., m, head_dim] over [..., n, head_dim] in the inputs' precision; queries see something."""
-    scores = scoring.scores(query @ keys.mT)
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ values
+    """Attention of [..., m, head_dim] over [..., n, head_dim] in the inputs' precision; queries see something.
+
+    Learned sinks, one for each entry of the queries' first dimension, are a column more of the softmax.
+    """
+    scores = scoring.scores(query @ keys.mT).masked_fill(~allowed, float("-inf"))
+    if scoring.sinks is None:
+        return scores.softmax(-1) @ values
+    column = scoring.sinks.to(scores.dtype).view(-1, *[1] * (scores.ndim - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values

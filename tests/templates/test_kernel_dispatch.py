@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_cuda
+from kvsurgery.templates import kv_attention, kv_cuda, kv_torch
 from kvsurgery.templates.kv_layout import ACCUMULATED, SELECTS, VALUE_NORM
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, in_parts
@@ -50,7 +50,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
     return turn_on
 
 
-@pytest.mark.parametrize(("family", "padded"), [("llama", False), ("gemma2", True)], ids=["llama", "gemma2, padded"])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [("llama", False), ("gemma2", True), ("gpt_oss", True)],
+    ids=["llama", "gemma2, padded", "gpt-oss, padded"],
+)
 def test_decode_steps(family: str, padded: bool, kernels) -> None:
     model, ids = emitted(family, 2), tokens(2, 12)
     mask = torch.ones_like(ids)
@@ -79,7 +83,11 @@ def test_a_draft_takes_back_what_kernels_stored(kernels) -> None:
     assert len(calls) >= 2 * 2
 
 
-@pytest.mark.parametrize(("family", "padded"), [("llama", True), ("gemma2", False)], ids=["llama, padded", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [("llama", True), ("gemma2", False), ("gpt_oss", True)],
+    ids=["llama, padded", "gemma2", "gpt-oss, padded"],
+)
 def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
     model, ids, mask = emitted(family, 2), tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     if padded:
@@ -214,3 +222,15 @@ def test_full_heads_get_the_same_whatever_is_fastest(past: int, softcap: float |
     assert len(launched) == 1 + (softcap is not None)
     for output in found:
         assert largest(output.double() - exact.transpose(1, 2), exact) <= 2e-3
+
+
+@pytest.mark.parametrize("past", [0, 37])
+def test_learned_sinks_are_left_to_the_kernel(past: int, monkeypatch) -> None:
+    """SDPA and flash attention have none."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 20, 16, dtype=torch.float16)
+    keys, values = torch.randn(2, 2, 2, past + 20, 16, dtype=torch.float16)
+    scoring = Scoring(0.3, sinks=torch.tensor([-3.0, 0.0, 2.0, 5.0]))
+    exact = kv_torch.causal(query.double(), keys.double(), values.double(), 0, scoring)
+    monkeypatch.setattr(kv_cuda, "flash_attn_func", flash_attention)
+    assert largest(kv_cuda.causal(query, keys, values, 0, scoring).double() - exact, exact) <= 2e-3

@@ -136,8 +136,9 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     states, token = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads, 1, head_dim, dtype=dtype)
     query = torch.zeros(batch, heads * group, head_dim, dtype=dtype)
     table = HeadTable(states, states, each, each, each, each, row)
+    learned = torch.zeros(heads * group, dtype=dtype) if head_dim == 64 else None
     kv_store.append(table, row, token, token)
-    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
+    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
     assert decode.metadata.shared < kv_decode.PROGRAM_BYTES - 1024
@@ -269,7 +270,8 @@ def test_prefill(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, 
     if kind == "streaming":
         window = states[:, :, past - 255 :]
         sinks = states[:, :, :64], states[:, :, :64]
-        prefill(query, window, window, Span(past, padding, past - 255), Scoring(0.1), Window(64, 256, sinks))
+        scoring = Scoring(0.1, sinks=torch.zeros(heads * group, dtype=dtype) if head_dim == 64 else None)
+        prefill(query, window, window, Span(past, padding, past - 255), scoring, Window(64, 256, sinks))
     else:
         span = Span(past, padding, first=None, limit=400 if group == 4 else None)
         prefill_with_lse(query, states, states, span, Scoring(0.1, 30.0))
