@@ -11,8 +11,13 @@ OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as 
 
 # the architectures that were tried; vLLM serves others that `kvsurgery convert` writes as it serves their originals
 ARCHITECTURES = (
+    "ApertusForCausalLM",
+    "Exaone4ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "LlavaForConditionalGeneration",
     "MistralForCausalLM",
@@ -20,6 +25,7 @@ ARCHITECTURES = (
     "Olmo2ForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
