@@ -23,7 +23,10 @@ class KVSurgeryModel:
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
         for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
-            decoder_layer.self_attn.kv_layout = layer
+            if layer.heads:
+                decoder_layer.self_attn.kv_layout = layer
+            else:
+                decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
@@ -144,6 +147,15 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
     if isinstance(cache, KVSurgeryCache) and not cache.announced:
         inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
         cache.begin(options.get("attention_mask"), *inputs.shape[:2])
+
+
+def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
+    cache, states = options["cache_params"], options["hidden_states"]
+    if cache is None or states.shape[1] > 1 or not cache.columns.padding_open:
+        return None
+    is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]
+    return args, {**options, "attention_mask": torch.tensor(is_token, device=states.device)}
 
 
 def convert_weights(class_name: str, stock: str) -> None:
