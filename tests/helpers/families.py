@@ -37,6 +37,8 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+# positions of time, height and width
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 # queries have a factor from position 16 on
 LLAMA_4 = {
     "rope_type": "yarn",
@@ -84,6 +86,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 16,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **MOE,
+        **HYBRID,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "rope_parameters": MROPE, **HYBRID},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 16,
+        "rope_parameters": MROPE,
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
         **MOE,
