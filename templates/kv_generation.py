@@ -234,6 +234,13 @@ def check_cache(cache) -> None:
 
 
 def check_not_packed(position_ids: torch.Tensor) -> None:
-    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens]."""
+    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens].
+
+    With positions of time, height and width, [3, rows, tokens], only those of text tell: the first of four.
+    """
+    if position_ids.ndim == 3:
+        if len(position_ids) != 4:
+            return
+        position_ids = position_ids[0]
     if (position_ids.diff(dim=-1) != 1).any():
         raise ValueError("packed sequences are not supported; pass one sequence a row, padded, with an attention mask")

@@ -31,7 +31,7 @@ GLM = {"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_facto
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
 INTERLEAVED = ["sliding_attention", "full_attention"] * 2
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -91,7 +91,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MOE,
         **HYBRID,
     },
-    "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "rope_parameters": MROPE, **HYBRID},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "attention_bias": True,
+        "rope_parameters": MROPE,
+        **HYBRID,
+    },
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe_text",
         "head_dim": 16,
@@ -121,6 +127,17 @@ MISTRAL_3 = {
     "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 4},
     "spatial_merge_size": 1,
 }
+QWEN = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 1,
+    "num_position_embeddings": 16,
+    "out_hidden_size": SMALL["hidden_size"],
+}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
         "mistral",
@@ -139,6 +156,18 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**TOWER, "model_type": "siglip_vision_model", "patch_size": 4},
             "vision_feature_select_strategy": "full",
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5-images": (
+        "qwen3_5",
+        {"model_type": "qwen3_5", "image_token_id": IMAGE, "vision_config": {**QWEN, "model_type": "qwen3_5_vision"}},
+    ),
+    "qwen3_5_moe-images": (
+        "qwen3_5_moe",
+        {
+            "model_type": "qwen3_5_moe",
+            "image_token_id": IMAGE,
+            "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"},
         },
     ),
 }
