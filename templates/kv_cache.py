@@ -6,7 +6,7 @@ appends them and attends.
 """
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -19,6 +19,12 @@ from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
+
+
+NO_WAY_BACK = (
+    "layers with linear attention have one state of all tokens, so that none can be taken back: this model neither has "
+    "a draft nor is one"
+)
 
 
 class HeadTable(NamedTuple):
@@ -313,6 +319,13 @@ class KVLayerCache(HandingLayer):
             group.align(self.pads)
 
 
+def linear_layer() -> Any:
+    """The stock cache of a layer with linear attention: the states of its convolution and its recurrence."""
+    from transformers.cache_utils import LinearAttentionLayer  # transformers 4 has none
+
+    return LinearAttentionLayer()
+
+
 class KVSurgeryCache(Cache):
     """The cache of a converted model: `generate` makes one, and returns it as `past_key_values` for the next turn.
 
@@ -322,7 +335,7 @@ class KVSurgeryCache(Cache):
         quantization: how full and budgeted heads are stored, in place of what the config says.
     """
 
-    layers: list[KVLayerCache]
+    layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
 
     def __init__(self, config, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
@@ -330,7 +343,10 @@ class KVSurgeryCache(Cache):
             layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
         self.graph = None  # of decode steps, if whoever runs them has one
-        super().__init__(layers=[KVLayerCache(layer, self.columns) for layer in layout.layers])
+        layers = [KVLayerCache(layer, self.columns) if layer.heads else linear_layer() for layer in layout.layers]
+        self.attention = [layer for layer in layers if isinstance(layer, KVLayerCache)]
+        self.linear = [layer for layer in layers if not isinstance(layer, KVLayerCache)]
+        super().__init__(layers=layers)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "graph": None}  # a graph is of this storage, not of a copy's
@@ -376,10 +392,16 @@ class KVSurgeryCache(Cache):
 
     def allocated_bytes(self) -> int:
         """Bytes of keys and values that are allocated, as `KVLayout.kv_bytes` predicts."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.attention)
 
     def activate_past_recording(self) -> None:
-        """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`."""
+        """Keep enough of streaming heads that tokens appended from here on can be taken back by `crop`.
+
+        Raises:
+            ValueError: layers with linear attention have one state of all tokens.
+        """
+        if self.linear:
+            raise ValueError(NO_WAY_BACK)
         self.columns.record_past = True
         self.confirm(self.get_seq_length())
 
@@ -387,31 +409,38 @@ class KVSurgeryCache(Cache):
         """Take tokens back: a negative number says how many, a positive one how many stay (transformers 4).
 
         Raises:
-            ValueError: streaming heads have dropped what the earlier state needs, or tiles have taken it.
+            ValueError: streaming heads have dropped what the earlier state needs, or tiles have taken it; or layers
+                have linear attention.
         """
         seen, tokens = self.get_seq_length(), int(tokens)  # transformers 5 may count in a tensor
         length = tokens if tokens > 0 else max(seen + tokens, 0)
-        for layer in self.layers:
+        if self.linear and length < seen:
+            raise ValueError(NO_WAY_BACK)
+        for layer in self.attention:
             layer.check_crop(length)
-        for layer in self.layers:
+        for layer in self.attention:
             layer.crop(length)
         self.columns.crop(min(seen, length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""
-        return max(layer.seen for layer in self.layers)
+        return max(layer.seen for layer in self.attention)
 
     def reset(self) -> None:
         super().reset()
+        for layer in self.linear:  # after a reset, they keep their number of rows
+            layer.__init__()
         self.columns.clear()
         self.graph = None
 
     def _take_rows(self, index: torch.Tensor) -> None:
         rows = Rows(index)
         self.columns.pads = rows.of(self.columns.pads)
-        for layer in self.layers:
+        for layer in self.attention:
             if layer.is_initialized:
                 layer.take_rows(rows)
+        for layer in self.linear:
+            layer.reorder_cache(index)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._take_rows(beam_idx)
@@ -424,4 +453,4 @@ class KVSurgeryCache(Cache):
 
     @property
     def _rows(self) -> int:
-        return next((len(layer.full.keys) for layer in self.layers if layer.is_initialized), 0)
+        return next((len(layer.full.keys) for layer in self.attention if layer.is_initialized), 0)

@@ -23,7 +23,10 @@ class KVSurgeryModel:
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
         for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
-            decoder_layer.self_attn.kv_layout = layer
+            if layer.heads:
+                decoder_layer.self_attn.kv_layout = layer
+            else:
+                decoder_layer.linear_attn.register_forward_pre_hook(mask_padding, with_kwargs=True)
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
@@ -146,6 +149,15 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
         cache.begin(options.get("attention_mask"), *inputs.shape[:2])
 
 
+def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
+    cache, states = options["cache_params"], options["hidden_states"]
+    if cache is None or states.shape[1] > 1 or not cache.columns.padding_open:
+        return None
+    is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]
+    return args, {**options, "attention_mask": torch.tensor(is_token, device=states.device)}
+
+
 def convert_weights(class_name: str, stock: str) -> None:
     """Load weights into a class of this checkpoint as into the stock one, a class or a `model_type`.
 
@@ -222,6 +234,13 @@ def check_cache(cache) -> None:
 
 
 def check_not_packed(position_ids: torch.Tensor) -> None:
-    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens]."""
+    """Raise ValueError when several sequences are packed into a row, told apart by their positions [rows, tokens].
+
+    With positions of time, height and width, [3, rows, tokens], only those of text tell: the first of four.
+    """
+    if position_ids.ndim == 3:
+        if len(position_ids) != 4:
+            return
+        position_ids = position_ids[0]
     if (position_ids.diff(dim=-1) != 1).any():
         raise ValueError("packed sequences are not supported; pass one sequence a row, padded, with an attention mask")

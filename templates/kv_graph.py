@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
-from .kv_layout import text_config
+from .kv_layout import LINEAR, text_config
 
 try:
     from . import kv_cuda
@@ -127,6 +127,8 @@ def fits(model: torch.nn.Module, given: dict) -> bool:
     if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
     if split_over_devices(model) or waits_for_the_device(text_config(config)):
+        return False
+    if LINEAR in (getattr(text_config(config), "layer_types", None) or ()):  # the stock cache may move its states
         return False
     if given.get("return_dict") is False or not getattr(config, "return_dict", True):
         return False

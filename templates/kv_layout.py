@@ -11,6 +11,7 @@ QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
 # what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
 KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
+LINEAR = "linear_attention"  # what `layer_types` of a config calls layers that have a state and no KV cache
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
 CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
@@ -173,6 +174,8 @@ class LayerLayout:
     tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow; with
     `selection.hold`, never more than these and a block of so many.
 
+    A layer without blocks has no KV cache: its attention is linear.
+
     `order` has the original model's KV head at each place; a converted checkpoint does not say, and there it is empty.
     """
 
@@ -204,6 +207,8 @@ class LayerLayout:
     def section(self) -> dict:
         """The layer's entry in the `kv_surgery` section."""
         entry = {"blocks": [list(block) for block in self.blocks]}
+        if not self.heads:
+            return entry
         if self.selection:
             return {**entry, "budgets": list(self.budgets)}
         entry |= {"sink": self.sink, "recent": self.recent}
@@ -357,9 +362,11 @@ class KVLayout:
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
             raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
         heads = setting(text, "num_key_value_heads") or setting(text, "num_attention_heads")
+        kinds = setting(text, "layer_types") or []
         for index, layer in enumerate(layers):
-            if layer.heads != heads:
-                raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {heads}")
+            own = 0 if kinds[index : index + 1] == [LINEAR] else heads
+            if layer.heads != own:
+                raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {own}")
         if len({(len(layer.blocks), size) for layer in layers for size in map(sum, layer.blocks)}) > 1:
             raise ValueError("kv_surgery has blocks of heads of different sizes")
         return cls(layers, head_dim)
@@ -367,7 +374,7 @@ class KVLayout:
     @property
     def processes(self) -> tuple[int, ...]:
         """Over how many processes the heads can be split."""
-        blocks = len(self.layers[0].blocks)
+        blocks = max(len(layer.blocks) for layer in self.layers)
         return tuple(count for count in range(1, blocks + 1) if blocks % count == 0)
 
     def parts(self, processes: int) -> "list[KVLayout]":
@@ -488,6 +495,8 @@ class KVLayout:
 def _layer(entry: dict, selection: Selection | None, quantization: Quantization | None) -> LayerLayout:
     """One layer's entry."""
     blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
+    if not blocks:
+        return LayerLayout((), 0, 1)
     if "budgets" in entry:
         budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
         if len(budgets) != others or selection is None:

@@ -3,10 +3,12 @@
 A patch says what the family's config assumes for keys left out, which layers have a sliding window of their own, which
 config traits surgery does not cover, and the role of every tensor. In `[permute]` a tensor's shape is spelt with the
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
-`["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head. `*` in a name stands
-for a number, `**` for anything. `[parallel]` says where transformers' tensor parallelism does not split the heads,
-`[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says whether layer
-types have RoPE of their own, `[modeling]` is what the emitted code says of the family.
+`["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
+each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything. In `[windows]`,
+`kind` is what `layer_types` calls layers without full attention. `[parallel]` says where transformers' tensor
+parallelism does not split the heads, `[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be
+measured. `[rope]` says whether layer types have RoPE of their own, `[modeling]` is what the emitted code says of the
+family.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -25,7 +27,7 @@ from kvsurgery.checkpoint.role import Role
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.resources import PATCHES
-from kvsurgery.templates.kv_layout import text_config
+from kvsurgery.templates.kv_layout import LINEAR, text_config
 
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
@@ -109,6 +111,11 @@ class Family:
         return family._with_text(text_config(config)) if family.text else family
 
     @property
+    def has_linear_layers(self) -> bool:
+        """Whether the layers without full attention have linear attention."""
+        return self.window is not None and self.window.get("kind") == LINEAR
+
+    @property
     def module(self) -> str:
         """Name of the emitted modeling module."""
         return f"modeling_kvsurgery_{self.name}"
@@ -153,7 +160,8 @@ class Family:
         return True
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window in tokens; None is full attention.
+        """Per layer, the model's own sliding window in tokens; None is full attention, and 0 linear attention, which
+        has no KV cache.
 
         A window that spans every position the model has counts as full attention.
 
@@ -166,10 +174,12 @@ class Family:
             return (None,) * layers
         enabled = "enabled_by" not in self.window or self._value(config, self.window["enabled_by"])
         size = self._value(config, "sliding_window") if enabled else None
+        if self.has_linear_layers:
+            size = 0
         sliding = self._sliding_layers(config, self.window, layers, size)
         if not any(sliding):
             return (None,) * layers
-        if type(size) is not int or size < 1:
+        if type(size) is not int or (size < 1 and not self.has_linear_layers):
             raise UnsupportedModel(f"config.json has sliding layers, but sliding_window is {size!r}")
         if size >= self._number(config, "max_position_embeddings"):
             return (None,) * layers
@@ -226,10 +236,10 @@ class Family:
         if types is None and size is not None and window.get("layer_types") == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
-            known = ("full_attention", "sliding_attention")
+            known = ("full_attention", window.get("kind", "sliding_attention"))
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
-            return [item == "sliding_attention" for item in types]
+            return [item != "full_attention" for item in types]
         if size is None:
             return [False] * layers
         first = self._value(config, window["from_layer"]) if "from_layer" in window else 0

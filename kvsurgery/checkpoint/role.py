@@ -12,8 +12,8 @@ class Role:
     Attributes:
         layer: its layer, None outside the layers.
         part: its name inside the layer or the model.
-        shape: symbols (`hidden`, `query_heads`, or letters of heads) of a tensor with heads; empty where any shape will
-            do.
+        shape: symbols (`hidden`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads; empty
+            where any shape will do.
         required: whether every layer must have it.
     """
 

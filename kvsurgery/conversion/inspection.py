@@ -13,7 +13,7 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.conversion.plan import plan_moves
+from kvsurgery.conversion.plan import heads_by_layer, plan_moves
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.emit.card import kv_table, rank_table
@@ -171,10 +171,9 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     """Why a stock checkpoint cannot be converted, whatever the policy."""
     try:
         family = Family.of(checkpoint.config)
-        model = family.dimensions(checkpoint.config)
         if None not in family.windows(checkpoint.config):
             return "every layer has a sliding window of its own; there is nothing to convert"
-        plan_moves(checkpoint, family, [range(model.kv_heads)] * model.layers)
+        plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
     except UnsupportedModel as error:
         return str(error)
     return None

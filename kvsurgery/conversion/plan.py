@@ -2,7 +2,7 @@
 
 Whole GQA groups move together: the query heads follow their KV head, so a layer needs one order. Query rows, biases and
 full-width norms move in blocks of group x head_dim rows, key and value rows in blocks of head_dim, and o_proj's input
-columns in blocks of group x head_dim.
+columns in blocks of group x head_dim. Where a query head has a gate, the gate's rows follow the head's, and both move.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
@@ -107,8 +107,8 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
     """
     model, hidden = family.dimensions(checkpoint.config), family.hidden(checkpoint.config)
-    heads = list(range(model.kv_heads))
-    if len(orders) != model.layers or any(sorted(order) != heads for order in orders):
+    heads = heads_by_layer(family, checkpoint.config)
+    if [sorted(order) for order in orders] != [[*places] for places in heads]:
         raise PolicyError(f"the policy does not order the heads of this model, which has {model}")
     moves: dict[str, Move] = {}
     parts: set[tuple[int | None, str]] = set()
@@ -120,14 +120,22 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
         parts.add((role.layer, role.part))
         if role.layer is None or role.axis is None or beyond:
             moves[tensor.name] = unmoved(tensor)
+        elif not heads[role.layer]:
+            raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has linear attention")
         else:
             _check_shape(tensor, role, model, hidden)
             moves[tensor.name] = _permute(tensor, role.axis, role.shape[role.axis], model, tuple(orders[role.layer]))
     for layer in range(model.layers):
         for part in family.permute:
-            if (layer, part) not in parts:
+            if heads[layer] and (layer, part) not in parts:
                 raise CheckpointError(f"layer {layer} has no {part}; is the checkpoint complete?")
     return moves
+
+
+def heads_by_layer(family: Family, config: Mapping[str, Any]) -> list[range]:
+    """The KV heads of each layer in the source's order; linear attention has none."""
+    heads = family.dimensions(config).kv_heads
+    return [range(0 if window == 0 else heads) for window in family.windows(config)]
 
 
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:
@@ -135,7 +143,11 @@ def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int
         raise UnsupportedModel(
             f"{tensor.name!r} is {tensor.dtype}; surgery takes {', '.join(ATTENTION_DTYPES)} weights"
         )
-    lengths = {"hidden": hidden, "query_heads": model.query_heads}
+    lengths = {
+        "hidden": hidden,
+        "query_heads": model.query_heads,
+        "gated_queries": 2 * model.query_heads * model.head_dim,
+    }
     expected = tuple(
         lengths.get(symbol) or sum(_heads(letter, model) for letter in symbol) * model.head_dim for symbol in role.shape
     )
@@ -150,12 +162,11 @@ def _heads(letter: str, model: ModelDimensions) -> int:
 def _permute(tensor: Tensor, axis: int, letters: str, model: ModelDimensions, order: tuple[int, ...]) -> Move:
     if order == tuple(range(model.kv_heads)):
         return unmoved(tensor)
-    # bytes of one head: head_dim rows, or head_dim elements of every row; or a row for each
-    head = tensor.size // math.prod(tensor.shape[: axis + 1])
-    if letters == "query_heads":
+    # bytes of one head: head_dim rows, or head_dim elements of every row; or a row for each; or its gate's rows too
+    rows = {"query_heads": 1, "gated_queries": 2 * model.head_dim}.get(letters)
+    head = tensor.size // math.prod(tensor.shape[: axis + 1]) * (rows or model.head_dim)
+    if rows:
         letters = "q"
-    else:
-        head *= model.head_dim
     blocks = [head * _heads(letter, model) // model.kv_heads for letter in letters]
     if axis == 1:
         return Move((Run(0, 0, tensor.size),), ColumnShuffle(blocks[0], order))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvsurgery.checkpoint.family import Family, load_family, supported
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.conversion.plan import plan_moves
+from kvsurgery.conversion.plan import heads_by_layer, plan_moves
 from kvsurgery.errors import KVSurgeryError, UnsupportedModel
 
 LAYER = re.compile(r".*?\blayers\.\d+\.")
@@ -85,8 +85,7 @@ def _has(family: Family, name: str) -> bool:
 def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
     """Why the checkpoint's shapes are not those of the family; None where they are."""
     try:
-        model = family.dimensions(checkpoint.config)
-        plan_moves(checkpoint, family, [range(model.kv_heads)] * model.layers)
+        plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
     except KVSurgeryError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import CheckpointError
 from kvsurgery.policy.policy import Policy
-from kvsurgery.templates.kv_layout import text_config
+from kvsurgery.templates.kv_layout import LINEAR, text_config
 
 # a cache implementation in a generation config would push the emitted cache aside
 CACHE_OPTIONS = ("cache_implementation", "cache_config")
@@ -38,6 +38,8 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     text["num_hidden_layers"] = model.layers
     text["num_attention_heads"] = model.query_heads
     text["num_key_value_heads"] = model.kv_heads
+    if family.has_linear_layers:
+        text["layer_types"] = [LINEAR if window == 0 else "full_attention" for window in family.windows(config)]
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
     section = policy.layout.section
     layers = section.pop("layers")

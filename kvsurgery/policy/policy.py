@@ -121,7 +121,7 @@ def decide(
 
     Args:
         profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
-        windows: per layer, the model's own sliding window in tokens, or None for full attention.
+        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
             them not full, halves to the even count; blocks are ordered by `arrange`.
         budgets: scores that budgets follow, in place of those that choose the full heads.
@@ -273,13 +273,15 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
 
 
 def with_native(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> tuple[LayerLayout, ...]:
-    """The layers, but for those with a sliding window of the model's own, which stay as they are."""
+    """The layers, but for those with linear attention or a window of the model's own, which stay as they are."""
     return tuple(
         layer if window is None else _native(layer, window) for layer, window in zip(layers, windows, strict=True)
     )
 
 
 def _native(layer: LayerLayout, window: int) -> LayerLayout:
+    if window == 0:
+        return LayerLayout((), 0, 1)
     blocks = tuple((0, full + others) for full, others in layer.blocks)
     return LayerLayout(blocks, 0, window, native=True, order=tuple(range(layer.heads)))
 

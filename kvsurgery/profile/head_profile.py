@@ -231,5 +231,5 @@ def _optional_int(text: str | None) -> int | None:
 
 
 def _are_windows(windows: tuple[int | None, ...], layers: int) -> bool:
-    """Whether there is one for each layer, a number of tokens or None."""
-    return len(windows) == layers and all(size is None or (type(size) is int and size > 0) for size in windows)
+    """Whether there is one for each layer, a number of tokens, 0 for linear attention, or None."""
+    return len(windows) == layers and all(size is None or (type(size) is int and size >= 0) for size in windows)

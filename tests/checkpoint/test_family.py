@@ -15,6 +15,7 @@ from tests.helpers.families import EVERY, FAMILIES
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
 # families whose config may give layers a window; two are asked for more, below
 SLIDING = [name for name in TYPES if Family.of({"model_type": name}).window is not None]
+SLIDING = [name for name in SLIDING if not Family.of({"model_type": name}).has_linear_layers]
 SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe")]
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
 
@@ -30,14 +31,15 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
     window = getattr(config, "sliding_window", None)
     layers = range(config.num_hidden_layers)
     if getattr(config, "layer_types", None) and model_type != "qwen3_moe":
-        windows = [window if config.layer_types[layer] == "sliding_attention" else None for layer in layers]
+        sizes = {"sliding_attention": window, "linear_attention": 0}
+        windows = [sizes.get(config.layer_types[layer]) for layer in layers]
     else:
         windows = [window for _ in layers]
     return tuple(None if size is None or size >= config.max_position_embeddings else size for size in windows)
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3"]))
+    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -43,17 +43,17 @@ def test_facts_are_those_of_the_loaded_model(checkpoint, family):
     folder = checkpoint(family)
     facts = inspect(folder)
     config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    attention = model.model.layers[0].self_attn
+    layers = [getattr(layer, "self_attn", None) for layer in model.model.layers]  # None: linear attention
+    attention = next(filter(None, layers))
     assert facts["dimensions"] == {
         "layers": len(model.model.layers),
         "query_heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": attention.head_dim,
     }
-    layers = [layer.self_attn for layer in model.model.layers]
     slides = [getattr(layer, "is_sliding", True) for layer in layers]  # of EXAONE, every layer has the window's size
     assert facts["windows"] == [
-        getattr(layer, "sliding_window", None) if sliding else None
+        0 if layer is None else getattr(layer, "sliding_window", None) if sliding else None
         for layer, sliding in zip(layers, slides, strict=True)
     ]
     stored = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}

@@ -8,13 +8,14 @@ from graphlib import TopologicalSorter
 import pytest
 
 from kvsurgery import __version__
-from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.family import Family, load_family, supported
 from kvsurgery.emit.modeling import code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
 
 
 def family(name: str) -> Family:
-    return Family.of({"model_type": name, "text_config": {"model_type": "mistral"}})
+    inner = load_family(name).text[-1:]
+    return Family.of({"model_type": name, **({"text_config": {"model_type": inner[0]}} if inner else {})})
 
 
 def relative_imports(code: bytes) -> set[str]:

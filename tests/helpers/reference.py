@@ -81,7 +81,8 @@ def reference_logits(
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation = NAME
     for layer, heads in zip(decoder.layers, full, strict=True):
-        layer.self_attn.reference = (heads, sink, recent)
+        if heads:
+            layer.self_attn.reference = (heads, sink, recent)
     try:
         with torch.no_grad():
             return model(tokens, attention_mask=mask, use_cache=False, **images).logits

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from tests.helpers.families import IMAGE, WITH_IMAGES, largest, tokens
+from tests.helpers.families import IMAGE, REFORM, WITH_IMAGES, largest, tokens
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, reform_profile
 
 families = pytest.mark.parametrize("family", WITH_IMAGES)
-# REFORM does not cover the text model of the other
-gathering = pytest.mark.parametrize("family", [name for name in WITH_IMAGES if name != "mistral3-ministral"])
+# REFORM does not cover the text models of the others
+gathering = pytest.mark.parametrize("family", [name for name, (text, _) in WITH_IMAGES.items() if text in REFORM])
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "suppress_tokens": [0, 2, IMAGE]}
 SIZED = ("pixtral", "mistral3", "mistral3-ministral")
 SIZES = [[16, 8], [8, 12], [12, 16]]  # of images, in pixels, in families where they may differ; patches have 4 x 4
@@ -33,16 +33,17 @@ def prompt(family, rows=3, tail=8):
     ]
     width = max(map(len, parts))
     ids = torch.stack([torch.cat([part.new_zeros(width - len(part)), part]) for part in parts])
+    if family.startswith("qwen3_5"):  # it takes the patches of all images, one after the other
+        patches, grids = pixels.reshape(rows * 16, 3 * 4 * 4), torch.tensor([[1, 4, 4]]).expand(rows, -1)
+        images = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE).int()}
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), **(images or {"pixel_values": pixels})}
 
 
 def alone(inputs, row):
     """One row of a batch, without its padding."""
-    columns = inputs["attention_mask"][row].bool()
-    return {
-        name: value[row : row + 1, columns] if name in ("input_ids", "attention_mask") else value[row : row + 1]
-        for name, value in inputs.items()
-    }
+    mask = inputs["attention_mask"]
+    own = {name: value.unflatten(0, (len(mask), -1))[row] for name, value in inputs.items()}
+    return {name: part[:, mask[row].bool()] if inputs[name].shape == mask.shape else part for name, part in own.items()}
 
 
 def logits(model, inputs, **options):
@@ -109,14 +110,17 @@ def test_rows_of_a_batch_equal_their_unpadded_selves(mixed, family):
 def test_the_cache_is_this_checkpoints_and_goes_on_in_a_second_turn(mixed, family):
     model, inputs = mixed(family).model, alone(prompt(family), 0)
     first = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    cache, attention = first.past_key_values, model.get_decoder().layers[0].self_attn
+    cache, layers = first.past_key_values, model.get_decoder().layers
+    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
     assert type(cache).__name__ == "KVSurgeryCache"
     heads = model.config.text_config.num_key_value_heads
     slots = attention.kv_layout.full * first.sequences.shape[1] + attention.kv_layout.streaming * (SINK + RECENT)
     assert 0 < attention.kv_layout.full < heads
-    assert cache.layers[0].nbytes == slots * 2 * attention.head_dim * 4
+    assert cache.attention[0].nbytes == slots * 2 * attention.head_dim * 4
     ids = torch.cat([first.sequences, tokens(1, 7, vocabulary=IMAGE)], 1)
     images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in images:
+        images["mm_token_type_ids"] = (ids == IMAGE).int()
     assert model.generate(ids, **GREEDY, past_key_values=cache).equal(model.generate(ids, **images, **GREEDY))
 
 

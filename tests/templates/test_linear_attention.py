@@ -1,0 +1,131 @@
+"""Models of which only some layers have KV heads: the others have linear attention, and states in the same cache."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvsurgery.templates.kv_graph import fits
+from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
+from tests.helpers.surgery import convert_folder
+from tests.templates.test_exactness import chunked, logits
+from tests.templates.test_generation import GREEDY, batch
+
+pytestmark = pytest.mark.skipif(not WITH_STATES, reason="no such family in this version of transformers")
+families = pytest.mark.parametrize("family", WITH_STATES)
+
+
+@families
+def test_only_attention_has_heads(mixed, family):
+    converted = mixed(family)
+    linear = [kind == "linear_attention" for kind in converted.stock.get_decoder().config.layer_types]
+    assert any(linear)
+    assert [layer.heads for layer in converted.policy.layers] == [0 if one else 4 for one in linear]
+    assert converted.policy.eligible == 4 * linear.count(False)
+
+
+@families
+def test_bytes_are_those_of_keys_and_values(mixed, family):
+    converted = mixed(family)
+    layout = KVLayout.from_config(converted.model.config)
+    with torch.no_grad():
+        cache = converted.model(tokens(2, 40)).past_key_values
+    assert cache.allocated_bytes() == layout.kv_bytes(2, 40, itemsize=4)
+    stock = DynamicCache(config=converted.stock.config)
+    with torch.no_grad():
+        converted.stock(tokens(2, 40), past_key_values=stock)
+    keys = [layer.keys for layer in stock.layers if hasattr(layer, "keys")]
+    assert layout.dense_bytes(2, 40, itemsize=4) == 2 * sum(part.nbytes for part in keys)
+
+
+@families
+@pytest.mark.parametrize("options", [{"rest": "budgeted", "budget": 6, "full_heads": 3}, {"tp": 2}], ids=str)
+def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
+    model, ids = convert_folder(checkpoint(family), tmp_path / "out", **options).model, tokens(2, 45)
+    output = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    assert output.sequences.equal(model.generate(ids, **GREEDY, prefill_chunk_size=7))
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+
+
+@families
+def test_single_tokens_of_padding_leave_states_alone(mixed, family):
+    model, ids = mixed(family).model, tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = logits(model, ids[1:, 5:])
+    found, _ = chunked(model, ids, 1, mask, positions)
+    assert largest(found[1:, 5:] - expected, expected) <= rounding(family)
+
+
+@families
+def test_nothing_can_be_taken_back(mixed, family):
+    model = mixed(family).model
+    cache = model.generate(tokens(1, 20), **GREEDY, return_dict_in_generate=True).past_key_values
+    seen = cache.get_seq_length()
+    cache.crop(seen)
+    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+        cache.crop(seen - 1)
+    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+        cache.activate_past_recording()
+    assert cache.get_seq_length() == seen
+
+
+@families
+def test_such_a_model_is_no_draft(mixed, family):
+    with pytest.raises(ValueError, match="linear attention have one state of all tokens"):
+        mixed("llama").model.generate(tokens(1, 20), **GREEDY, assistant_model=mixed(family).load())
+
+
+@families
+def test_a_cache_starts_again_with_other_rows(mixed, family):
+    model = mixed(family).model
+    cache = model.generate(tokens(1, 20), **GREEDY, return_dict_in_generate=True).past_key_values
+    cache.reset()
+    assert model.generate(**batch(), **GREEDY, past_key_values=cache).equal(model.generate(**batch(), **GREEDY))
+
+
+@families
+def test_copies_of_a_cache_go_on_apart(mixed, family):
+    model, ids = mixed(family).model, tokens(1, 20)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    for seed in (1, 2):
+        more = torch.cat([ids, tokens(1, 9, seed=seed)], 1)
+        found = model.generate(more, **GREEDY, past_key_values=copy.deepcopy(cache))
+        assert found.equal(model.generate(more, **GREEDY, use_cache=False))
+    assert cache.get_seq_length() == 20
+
+
+@families
+def test_decode_steps_are_not_captured(mixed, family, monkeypatch):
+    monkeypatch.setattr("kvsurgery.templates.kv_graph.capturable", lambda ids: True)
+    monkeypatch.setattr("kvsurgery.templates.kv_graph.waits_for_the_device", lambda config: False)
+    with torch.no_grad():
+        fit = [fits(mixed(name).model, {"input_ids": tokens(1, 1)}) for name in ("llama", family)]
+    assert fit == [True, False]
+
+
+@families
+@pytest.mark.parametrize("blocks", [[], [[2, 2]]], ids=["none", "some"])
+def test_heads_that_contradict_the_layers(mixed, family, blocks):
+    config = copy.deepcopy(mixed(family).model.config)
+    kinds = config.get_text_config().layer_types
+    index = kinds.index("linear_attention" if blocks else "full_attention")
+    config.kv_surgery["layers"][index] = {"blocks": blocks, "sink": 0, "recent": 1}
+    heads = (4, 0) if blocks else (0, 4)
+    with pytest.raises(ValueError, match=f"gives layer {index} {heads[0]} KV heads, the model has {heads[1]}"):
+        KVLayout.from_config(config)
+
+
+def test_without_layer_types_every_fourth_layer_has_heads(tmp_path):
+    source = make("qwen3_next", tmp_path / "source", layer_types=None, num_hidden_layers=5)
+    config = json.loads((source / "config.json").read_text())
+    del config["layer_types"]
+    (source / "config.json").write_text(json.dumps(config))
+    converted = convert_folder(source, tmp_path / "out")
+    assert [layer.heads for layer in converted.policy.layers] == [0, 0, 0, 4, 0]
+    assert converted.model.config.layer_types.index("full_attention") == 3
