@@ -9,8 +9,8 @@ from kvsurgery.conversion.convert import Report
 from kvsurgery.conversion.convert import convert as write
 from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.request import Request
-from kvsurgery.profile.cache_losses import load_scores
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
 
 
@@ -29,7 +29,7 @@ def convert(
     Args:
         source: a folder, or a Hub id, which is downloaded; None: the model that the profile was measured on.
         out: the folder to fill.
-        profile: a head profile or its file, in place of those that the recipe names.
+        profile: a head profile, its file or its address on the Hub, in place of those that the recipe names.
         recipe: everything else that decides the conversion.
         revision: branch, tag or commit of a Hub id.
         jobs: threads.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.files import write_whole
+from kvsurgery.repo_id import is_address
 from kvsurgery.templates.kv_layout import Quantization, Selection
 from kvsurgery.typed_toml import check_types, read_table, to_toml
 
@@ -105,7 +106,7 @@ class Recipe:
     """What decides a conversion: with a checkpoint and the profiles, the same recipe gives the same bytes.
 
     Attributes:
-        profiles: files of head profiles: one with scores, a reform profile, or both.
+        profiles: files of head profiles, or their addresses on the Hub: one with scores, a reform profile, or both.
 
         sparsity: share of the KV heads in full-attention layers that are not full. Default 0.5 with GQA, 0.75 without
             (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the other heads have budgets.
@@ -333,10 +334,11 @@ class Recipe:
         write_whole(Path(path), recipe.to_toml())
 
     def _with_files(self, change: Callable[[str], str]) -> Recipe:
-        """The recipe with other names of its files."""
+        """The recipe with other names of its local files."""
         others = {name: getattr(self, name) for name in ("budgets_from", "kv_measured")}
-        changed = {name: file and change(file) for name, file in others.items()}
-        return replace(self, profiles=tuple(map(change, self.profiles)), **changed)
+        changed = {name: file if file is None or is_address(file) else change(file) for name, file in others.items()}
+        profiles = tuple(file if is_address(file) else change(file) for file in self.profiles)
+        return replace(self, profiles=profiles, **changed)
 
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Recipe)}

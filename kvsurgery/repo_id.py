@@ -18,6 +18,11 @@ def is_repo_id(source: str) -> bool:
     return re.fullmatch(rf"{NAME}(/{NAME})?", source) is not None
 
 
+def is_address(source: str) -> bool:
+    """Whether a source is an address of a file, and not a path."""
+    return re.match(r"(hf|https?)://", source) is not None
+
+
 @dataclass(frozen=True)
 class HubFile:
     """A file of a model repository on the Hub; `revision` is a branch, tag or commit, None the default branch."""
@@ -33,7 +38,7 @@ class HubFile:
         Raises:
             HubError: it is neither, or names something else than a file of a model repository.
         """
-        if not re.match(r"(hf|https?)://", source):
+        if not is_address(source):
             return None
         if source.startswith("hf:"):
             match = re.fullmatch(rf"hf://({NAME}/{NAME})(?:@([^/@]+))?/([^@]+?)/*(?:@([^@]+))?", source)
@@ -50,3 +55,8 @@ class HubFile:
                 f"https://{host}/owner/repo/blob/revision/path"
             )
         return cls(match[1], unquote(match[3]), unquote(match[2]))
+
+    @property
+    def address(self) -> str:
+        """What `parse` takes."""
+        return f"hf://{self.repo_id}/{self.path}" + (f"@{self.revision}" if self.revision else "")

@@ -39,8 +39,8 @@ from peers.held import held_bytes
 from kvsurgery import __version__, console
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.profile.cache_losses import load_scores
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
 

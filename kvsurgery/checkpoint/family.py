@@ -280,6 +280,10 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     """Why there is no patch, after the name of a family; `config` is that of the text model."""
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
+    if str(config.get("model_type")).startswith("llama4"):
+        return (
+            "has chunked attention, a token sees only the tokens of its own chunk; the emitted cache has no such layers"
+        )
     return f"is not supported; supported: {', '.join(supported())}"
 
 

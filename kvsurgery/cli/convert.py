@@ -88,6 +88,7 @@ def convert(
 
     \b
     kvsurgery convert ./llama3 --profile duo.safetensors --out ./llama3-duo
+    kvsurgery convert ./llama3 --profile hf://owner/profiles/duo.safetensors@v1.0 --out ./llama3-duo
     kvsurgery convert meta-llama/Llama-3.1-70B --stream --profile duo.safetensors --out ./llama3-duo
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv

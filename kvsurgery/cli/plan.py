@@ -28,7 +28,12 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, 
         "revision": checkpoint.revision,
         "family": plan.family,
         "model": asdict(plan.dimensions),
-        "profile": {"base_model": profile.base_model, "method": profile.method, "hash": profile.hash},
+        "profile": {
+            "base_model": profile.base_model,
+            "method": profile.method,
+            "hash": profile.hash,
+            "file": profile.provenance.get("file"),
+        },
         "policy": {**policy.options, "hash": policy.hash},
         "kv_heads": {
             "eligible": policy.eligible,

@@ -57,9 +57,9 @@ profile_option = click.option(
     "--profile",
     "profile_paths",
     multiple=True,
-    type=click.Path(path_type=Path),
-    help="The head profile. For long prompts add a reform profile, or give only that.  [required, here or "
-    "in the recipe]",
+    metavar="PROFILE",
+    help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
+    "only that.  [required, here or in the recipe]",
 )
 
 
@@ -110,7 +110,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "recent": (int, "Latest tokens that a streaming head keeps."),
         "budgets_from": (
             click.Path(),
-            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares.  [default: (--profile)]",
+            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares; as --profile, a file or an "
+            "address on the Hub.  [default: (--profile)]",
         ),
         "budget": (
             int,
@@ -220,7 +221,7 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
         values["reform"] = replace(recipe.reform, **sizes)
     values |= _demand(options, recipe.fit)
     if paths := options.get("profile_paths"):
-        values["profiles"] = tuple(map(str, paths))
+        values["profiles"] = tuple(paths)
     try:
         recipe = recipe.changed(**values)
     except PolicyError as error:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
-from kvsurgery.profile.cache_losses import load_scores
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
 from kvsurgery.repo_id import is_repo_id
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -20,11 +20,6 @@ class FetchedFile:
 
     path: Path
     source: HubFile
-
-    @property
-    def origin(self) -> dict[str, str | None]:
-        """What provenance says of it."""
-        return asdict(self.source)
 
 
 def fetch_file(file: HubFile, most: int, *, inside: str | None = None, beside: str | None = None) -> FetchedFile:

@@ -15,7 +15,7 @@ import torch
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure import blockwise
-from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
@@ -83,13 +83,14 @@ def attention_mass(
     spans = list(_recalled(targets, passkeys))
     mass = torch.zeros(measured.dimensions.layers, measured.dimensions.query_heads, dtype=torch.float64, device=device)
 
-    def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    def attend(stock, module, query, key, value, attention_mask, **options):
         window, own = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
+        scoring = scoring_of(query, options)
         for row, first, last, source in spans if window is None else ():
             # the last queries over all keys up to their own, for one passkey at a time
-            weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scaling, softcap)
+            weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scoring)
             mass[module.layer_idx, own] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
-        output = blockwise.own(query, key, value, scaling, softcap, window)
+        output = blockwise.own(query, key, value, scoring, window)
         return output.transpose(1, 2).contiguous(), None
 
     positions = torch.arange(tokens.shape[1], device=device)[None]

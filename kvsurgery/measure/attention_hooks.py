@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
+
+from kvsurgery.templates.kv_torch import Scoring
 
 NAME = "kvsurgery_interception"
 
@@ -50,28 +53,29 @@ def no_mask(*args, **kwargs) -> None:
     """A mask function that makes none."""
 
 
-def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, scaling: float | None = None, softcap: float | None = None
-) -> torch.Tensor:
+def scoring_of(query: torch.Tensor, options: Mapping[str, Any]) -> Scoring:
+    """How a layer turns products of queries and keys into weights, by the options of its attention function."""
+    return Scoring.of(query, options.get("scaling"), options.get("softcap"), 0.0, options.get("s_aux"))
+
+
+def attention_weights(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Softmax weights of the last queries over all keys up to their own.
 
     Args:
         query: [batch, query_heads, tokens, head_dim], of the last `tokens` positions; keep them few.
         key: [batch, kv_heads, n, head_dim].
-        scaling: factor of the scores; default head_dim ** -0.5.
-        softcap: bound c of scores, c * tanh(score / c).
 
     Returns:
-        float32 [batch, query_heads, tokens, n].
+        float32 [batch, query_heads, tokens, n]; a learned sink takes its share, so that they add up to less than 1.
     """
     batch, kv_heads, n, head_dim = key.shape
     tokens = query.shape[2]
     folded = query.reshape(batch, kv_heads, -1, head_dim)
-    scores = (folded @ key.mT).float() * (head_dim**-0.5 if scaling is None else scaling)
-    scores = scores.view(batch, -1, tokens, n)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = scoring.scores((folded @ key.mT).float()).view(batch, -1, tokens, n)
     if tokens > 1:
         later = torch.ones(tokens, n, dtype=torch.bool, device=key.device).triu(n - tokens + 1)
         scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1)
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    sinks = scoring.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

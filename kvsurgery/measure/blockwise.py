@@ -14,26 +14,22 @@ from torch.utils.checkpoint import checkpoint
 
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import LayerLayout
+from kvsurgery.templates.kv_torch import Scoring
 
 
-def causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, softcap: float | None
-) -> torch.Tensor:
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Full attention: query i sees key j <= i.
 
     Args:
         query: [batch, query_heads, tokens, head_dim].
         key, value: [batch, kv_heads, tokens, head_dim].
-        scaling: factor of the scores; default head_dim ** -0.5.
-        softcap: bound c of scores, c * tanh(score / c).
 
     Returns:
         [batch, query_heads, tokens, head_dim].
     """
-    scoring = kv_torch.Scoring.of(query, scaling, softcap)
     # on CUDA, fused attention with grouped heads is for 16 bit only
     fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
-    if softcap is None and fused:
+    if fused and not scoring.explicit:
         return kv_torch.causal(query, key, value, 0, scoring)
 
     def block(rows: slice) -> torch.Tensor:
@@ -47,17 +43,15 @@ def streaming(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
+    scoring: Scoring,
     sink: int,
     recent: int,
 ) -> torch.Tensor:
     """Streaming attention: query i sees key j <= i where j < sink or i - j < recent. Shapes as in `causal`."""
     tokens = query.shape[2]
     if tokens <= sink + recent:  # nothing has left the window yet
-        return causal(query, key, value, scaling, softcap)
+        return causal(query, key, value, scoring)
     layout = LayerLayout(((0, key.shape[1]),), sink, recent)
-    scoring = kv_torch.Scoring.of(query, scaling, softcap)
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_torch.BLOCK
@@ -71,15 +65,10 @@ def streaming(
 
 
 def own(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, window: int | None
 ) -> torch.Tensor:
     """What a layer does by itself: full attention, or that over its own sliding window. Shapes as in `causal`."""
-    states = query, key, value, scaling, softcap
+    states = query, key, value, scoring
     return causal(*states) if window is None else streaming(*states, 0, window)
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsurgery.measure import blockwise
-from kvsurgery.measure.attention_hooks import intercepted
+from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_rotation import rotated
@@ -143,15 +143,18 @@ class CacheTrial:
 
     def _record(self, stock, module, query, key, value, attention_mask, *, changes: torch.Tensor | None, **options):
         """The attention of a prompt, whose keys and values are kept."""
-        layer, scoring = module.layer_idx, (options.get("scaling"), options.get("softcap"))
+        layer, scoring = module.layer_idx, scoring_of(query, options)
         self.states[layer] = key, value
-        output = blockwise.own(query, key, value, *scoring, self.windows[layer])
+        output = blockwise.own(query, key, value, scoring, self.windows[layer])
         if changes is None:
             return output.transpose(1, 2), None
         for kind, how in enumerate(self.caches):
             if isinstance(how, Window) and len(heads := (changes[layer] == kind).nonzero()[:, 0]):
                 states = [part.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2) for part in (query, key, value)]
-                streaming = blockwise.streaming(*states, *scoring, how.sink, how.recent)
+                own = scoring
+                if scoring.sinks is not None:
+                    own = scoring._replace(sinks=scoring.sinks.unflatten(0, (key.shape[1], -1))[heads].flatten())
+                streaming = blockwise.streaming(*states, own, how.sink, how.recent)
                 output.unflatten(1, (key.shape[1], -1))[:, heads] = streaming.unflatten(1, (len(heads), -1))
         return output.transpose(1, 2), None
 
@@ -162,9 +165,13 @@ class CacheTrial:
         states = [torch.cat([past, new], 2) for past, new in zip(self._past(layer, kinds), (key, value), strict=True)]
         # each KV head a row of its own, since each has its own mask
         alone = [part.reshape(rows * heads, -1, *part.shape[2:]) for part in (query, *states)]
-        scoring = kv_torch.Scoring.of(query, options.get("scaling"), options.get("softcap"))
-        output = kv_torch.attend(*alone, self._visible(layer, kinds, query.shape[2]), scoring)
-        return output.view(query.shape).transpose(1, 2), None
+        visible, scoring = self._visible(layer, kinds, query.shape[2]), scoring_of(query, options)
+        if scoring.sinks is None:
+            output = kv_torch.attend(*alone, visible, scoring).view(query.shape)
+        else:  # a number for each query head, which lie together again
+            output, lse = kv_torch.attend_with_lse(*alone, visible, scoring)
+            output = scoring.sunk(output.view(query.shape), lse.view(query.shape[:3]))
+        return output.transpose(1, 2), None
 
     def _past(self, layer: int, kinds: torch.Tensor) -> Stored:
         """Keys and values [rows, kv_heads, prompt, head_dim] of heads whose caches are `kinds` [rows, kv_heads]."""

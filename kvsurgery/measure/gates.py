@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
-from kvsurgery.measure.attention_hooks import intercepted
+from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 
@@ -82,9 +82,9 @@ def mixed_attention(
     """
     place = {layer: place for place, layer in enumerate(gated_layers(measured))}
 
-    def attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]
-        states = query, key, value, scaling, softcap
+        states = query, key, value, scoring_of(query, options)
         output = blockwise.own(*states, window)
         if gates is not None and window is None:
             own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]

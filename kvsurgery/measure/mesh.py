@@ -146,6 +146,8 @@ class Mesh:
         @wraps(attend)
         def function(stock, module, query, key, value, *rest, **options):
             states = (self._exchanged(states, 2, 1) for states in (query, key, value))
+            if (sinks := options.get("s_aux")) is not None:
+                options["s_aux"] = sinks.chunk(self.sp)[self._part]
             output, weights = attend(stock, module, *states, *rest, **options)
             return self._exchanged(output, 2, 1), weights
 

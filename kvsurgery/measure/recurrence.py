@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.templates import kv_encode, kv_layout, kv_torch
 from kvsurgery.templates.kv_reform import Reform
@@ -158,16 +158,15 @@ class RecurrentPass(kv_encode.ChunkEncoder):
         self.states = states
 
 
-def _attend(stock, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+def _attend(stock, module, query, key, value, attention_mask, **options):
     layer, key, value = key  # of a `Handle`
-    scoring = kv_torch.Scoring.of(query, scaling, softcap)
-    return layer.attend(query, key, value, kv_torch, scoring).transpose(1, 2), None
+    return layer.attend(query, key, value, kv_torch, scoring_of(query, options)).transpose(1, 2), None
 
 
 def _attention(query, seen, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:
     """What `LayerStates.attention` is."""
     first = queries.start - chunk.start
-    weights = attention_weights(query[:, :, first:], seen, scoring.scale, scoring.softcap)[0, :, : len(queries)]
+    weights = attention_weights(query[:, :, first:], seen, scoring)[0, :, : len(queries)]
     if window is not None:
         columns = torch.arange(seen.shape[2], device=seen.device)
         own = seen.shape[2] - len(chunk) + first + torch.arange(len(queries), device=seen.device)

@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.attention_hooks import attention_weights, intercepted
+from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
@@ -212,7 +212,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
 
     def attend(stock, module, query, key, value, attention_mask, **options):
         # fp32, since scores of 16 bits would tie
-        weights = attention_weights(query.float(), key.float(), options.get("scaling"), options.get("softcap"))
+        weights = attention_weights(query.float(), key.float(), scoring_of(query, options))
         # a sliding layer's cache holds its newest keys only, as many as it sees
         first = len(tokens) + len(said) - key.shape[2]
         layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first)

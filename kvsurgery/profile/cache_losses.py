@@ -245,15 +245,6 @@ def is_losses(path: Path) -> bool:
     return tensor_file.is_kind(path, KIND)
 
 
-def load_scores(path: str | Path) -> HeadProfile:
-    """Read head scores: a head profile, or a file of measured losses.
-
-    Raises:
-        ProfileError: as `HeadProfile.load` and `CacheLosses.load`.
-    """
-    return CacheLosses.load(path).head_profile if is_losses(Path(path)) else HeadProfile.load(path)
-
-
 def check_output(path: Path) -> None:
     """Raise OutputError where a file of losses cannot be written, before they are measured."""
     tensor_file.check_output(path, CacheLosses.load, KIND)

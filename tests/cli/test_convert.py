@@ -162,6 +162,7 @@ class TestWhatItSays:
             "base_model": "llama",
             "method": "duo",
             "hash": HeadProfile.load(PROFILE).hash,
+            "file": None,
         }
         assert facts["bytes"] == sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
         assert facts["seconds"] > 0

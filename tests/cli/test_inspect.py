@@ -119,6 +119,8 @@ def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
         ({"model_type": "bert"}, "bert"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "one latent for all heads (MLA)"),
+        ({"model_type": "llama4_text"}, "has chunked attention, a token sees only the tokens of its own chunk"),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "has chunked attention"),
         (
             {
                 "model_type": "gpt_oss",
@@ -130,7 +132,7 @@ def test_without_provenance_it_says_that_there_is_no_way_back(mixed, tmp_path):
         ),
         ({"num_hidden_layers": 3}, "beyond the 3 layers"),
     ],
-    ids=["family", "quantized", "latent", "mxfp4", "layers"],
+    ids=["family", "quantized", "latent", "chunked", "chunked text", "mxfp4", "layers"],
 )
 def test_what_cannot_be_converted_is_no_error_but_says_why(broken, keys, reason):
     folder = broken(**keys)

@@ -30,7 +30,7 @@ def measure(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
         options = GateOptions(**OPTIONS, loss=loss)
         profile, history = train_gates(measured, prompts, options, data=DATA, mesh=mesh)
         found |= {f"{loss} scores": profile.scores, f"{loss} history": history}
-    return found if mesh.tp < mesh.processes.world else found | rank_heads(measured, mesh)
+    return found if mesh.tp < mesh.processes.world or measured.no_reform else found | rank_heads(measured, mesh)
 
 
 def resume(measured: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:

@@ -23,11 +23,13 @@ CASES = {
         ("phi3", 2, 1),
         ("llama-tied-mha", 1, 2),
         ("gemma2", 1, 2),
+        ("gpt_oss", 1, 2),
         (FOLDER / "model", 1, 1),
         (FOLDER / "model", 2, 1),
     ],
     4: [("qwen3", 1, 2), ("llama", 2, 2), ("llama", 2, 1)],
 }
+TYPES = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}
 
 
 @pytest.mark.slow
@@ -36,7 +38,9 @@ def test_processes_measure_what_one_does(count, tmp_path):
     """Sharded weights, prompts dealt to all, gradients summed; embeddings that are tied to the head."""
     cases = [case for case in CASES[count] if case[1] in (1, count) or process.MESHES]
     cases = [case for case in cases if isinstance(case[0], str) or process.ODD]
-    folders = {name: make(name, tmp_path / name, **WIDE) for name, *_ in cases if isinstance(name, str)}
+    folders = {
+        name: make(name, tmp_path / name, **WIDE, **TYPES.get(name, {})) for name, *_ in cases if isinstance(name, str)
+    }
     given = [(folders.get(name, name), tp, sp) for name, tp, sp in cases]
     ranks = start(count, measuring.work, tmp_path, given, tmp_path)
     for number, (name, tp, sp) in enumerate(cases):

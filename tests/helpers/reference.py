@@ -21,6 +21,14 @@ def visible(tokens: int, padding: int, sink: int | None, recent: int) -> torch.T
     return result
 
 
+def softmax(scores: torch.Tensor, s_aux: torch.Tensor | None) -> torch.Tensor:
+    """Weights of scores [batch, query_heads, tokens, keys]; a learned sink is one more column, without a value."""
+    if s_aux is None:
+        return scores.softmax(-1)
+    sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
 def dense_attention(
     module,
     query,
@@ -52,12 +60,7 @@ def dense_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~torch.stack(rows), float("-inf"))
-    if s_aux is not None:  # one more column, without a value
-        sinks = s_aux.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+    return (softmax(scores, s_aux) @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, dense_attention)

@@ -8,6 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsurgery.measure.ablation import ablation_scores, restricted, target_loss
+from tests.helpers.families import largest, stock
+from tests.helpers.reference import reference_logits
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 SINK, RECENT = 2, 3
@@ -81,6 +83,14 @@ def test_restricted_heads_see_sink_and_recent_only(model, heads):
     expected = torch.stack([logits_by_hand(model, row, heads) for row in TOKENS])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits, model(TOKENS).logits, atol=1e-2)
+
+
+def test_learned_sinks_stay():
+    model, heads = stock("gpt_oss"), torch.zeros(4, 4, dtype=torch.bool)
+    heads[1::2, ::2] = True  # every other layer has a window of its own
+    expected = reference_logits(model, (~heads).tolist(), SINK, RECENT, TOKENS)
+    with restricted(model, heads, sink=SINK, recent=RECENT), torch.no_grad():
+        assert largest(model(TOKENS).logits - expected, expected) < 1e-5
 
 
 def test_decoding_with_a_cache_agrees(model):

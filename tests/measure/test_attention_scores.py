@@ -9,7 +9,7 @@ from kvsurgery.measure.attention import attention_mass, attention_profile
 from kvsurgery.measure.attention_hooks import intercepted
 from tests.helpers.families import stock, tokens
 from tests.helpers.measured_models import measured_model
-from tests.helpers.reference import visible
+from tests.helpers.reference import softmax, visible
 
 TOKENS = tokens(2, 40)
 PASSKEYS = torch.zeros_like(TOKENS)
@@ -25,14 +25,14 @@ def mass_by_hand(measured):
     """float64 [layers, kv_heads]."""
     result = np.zeros((measured.dimensions.layers, measured.dimensions.kv_heads))
 
-    def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, **options):
+    def attend(stock, module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **options):
         group, window = query.shape[1] // key.shape[1], measured.windows[module.layer_idx]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.mT * scaling
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         seen = visible(query.shape[2], 0, None if window is None else 0, window or 1)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        weights = softmax(scores.masked_fill(~seen, float("-inf")), s_aux)
         if window is None:
             masses = []
             for row, at in TARGETS.nonzero().tolist():
@@ -46,7 +46,7 @@ def mass_by_hand(measured):
     return result
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss"])
 def test_mass_by_hand(family):
     measured = measured_model(stock(family))
     expected = mass_by_hand(measured)

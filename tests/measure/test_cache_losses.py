@@ -36,7 +36,7 @@ def log_probabilities(model, ids, cache=None):
 
 
 class TestTrial:
-    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
     @pytest.mark.parametrize(
         "how",
         [
@@ -47,7 +47,7 @@ class TestTrial:
         ids=["per token", "8 bits", "rotated"],
     )
     def test_is_what_the_emitted_model_computes(self, family: str, how: Quantization) -> None:
-        if family == "gemma2" and how.bits == 8:
+        if family != "llama" and how.bits == 8:
             how = replace(how, bits=3)
         if family == "llama":  # heads of 6
             how = replace(how, bits=8)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.errors import ProfileError
+from kvsurgery.checkpoint.family import load_family
+from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.ablation import ablation_scores
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import Recurrence, RecurrentPass
@@ -261,6 +262,11 @@ class TestRanking:
         small = {"max_position_embeddings": 511} if "recurrence" in options else {}
         with pytest.raises(ProfileError, match=message):
             embedding_ranking(measured(**small), samples, **options)
+
+    def test_a_family_that_reform_does_not_cover(self):
+        refused = measured_model(stock("gpt_oss"), no_reform=load_family("gpt_oss").no_reform)
+        with pytest.raises(UnsupportedModel, match="REFORM does not cover gpt-oss: its learned sinks were not tried"):
+            embedding_ranking(refused, {"pattern": [sample()]})
 
     def test_beyond_the_model_s_length_in_chunks(self):
         made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=Recurrence(100, 400, 9, 9))

@@ -36,7 +36,7 @@ def spelling():
 @pytest.fixture(scope="module")
 def random_model():
     def make(family, **overrides):
-        model = stock(family, attn_implementation="eager" if "gemma2" in family else "sdpa", **overrides)
+        model = stock(family, attn_implementation="eager" if family in ("gemma2", "gpt_oss") else "sdpa", **overrides)
         model.generation_config.eos_token_id = None
         return measured_model(model, spelling())
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss, is_losses, load_scores
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss, is_losses
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from tests.helpers.losses import MODEL, losses
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_budget import attention_received
 from kvsurgery.templates.kv_torch import Scoring
-from tests.helpers.command import refused
-from tests.helpers.families import largest, make, tokens
+from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder
 
 
@@ -68,14 +67,6 @@ def test_a_selection_sees_the_weights_that_are_left():
     allowed = torch.ones(4, 12, dtype=torch.bool).tril(8)
     expected = weights(query, key, sinks, 0.3, allowed).unflatten(1, (2, 2)).mean((2, 3))
     assert largest(found - expected, expected) < 1e-5
-
-
-def test_measuring_is_refused_in_one_line(tmp_path):
-    make("gpt_oss", tmp_path / "model")
-    for method in ("duo", "headkv-r", "reform"):
-        line = refused("profile", "compute", tmp_path / "model", "--method", method, "-o", tmp_path / "p.safetensors")
-        assert "the heads of gpt-oss cannot be measured: attention is measured without its learned sinks" in line
-    assert not (tmp_path / "p.safetensors").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -9,8 +9,8 @@ import click
 
 
 @click.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", metavar="PROFILE")
+@click.argument("b", metavar="PROFILE")
 @click.option(
     "--group-reduce",
     type=click.Choice(["mean", "max"]),
@@ -20,7 +20,7 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the difference of every head.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write A, B and B - A as a PNG as well.")
-def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
+def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:
     """Compare two profiles of one model.
 
     The rank correlation says whether both order the heads alike. The overlap is the share of KV heads that `convert`
@@ -36,7 +36,7 @@ def compare(a: Path, b: Path, group_reduce: Literal["mean", "max"], as_json: boo
     from kvsurgery.profile import comparison, heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
-    from kvsurgery.profile.cache_losses import load_scores
+    from kvsurgery.profile.loading import load_scores
 
     profiles = load_scores(a), load_scores(b)
     found = comparison.compare(*profiles, group_reduce)

@@ -59,37 +59,24 @@ def _save(
         sources: paths, or files of the Hub.
         names: `inside` and `beside`, as `hub.fetch_file` takes them.
     """
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile.head_profile import check_output
+    from kvsurgery.profile.loading import local_file
     from kvsurgery.profile.measured import Measured
 
     check_output(options["out"])
     model = Measured.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
-        path, origin = _fetched(source, names)
+        path, remote = local_file(source, **names)
         files.append(path)
-        origins += origin
+        origins += [asdict(remote)] if remote else []
     profile = read(files, replace(model, name=options["base_model"] or model.name))
     if origins:
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
     save(profile, options["out"])
-
-
-def _fetched(source: str, names: dict[str, str]) -> tuple[Path, list[dict[str, str | None]]]:
-    """A local path, and of a file of the Hub also where it is from."""
-    from kvsurgery.profile.importers.files import LARGEST_FILE
-    from kvsurgery.repo_id import HubFile
-
-    remote = HubFile.parse(source)
-    if remote is None:
-        return Path(source), []
-    from kvsurgery import hub
-
-    fetched = hub.fetch_file(remote, LARGEST_FILE, **names)
-    return fetched.path, [fetched.origin]
 
 
 @import_group.command()

@@ -9,7 +9,7 @@ import click
 
 
 @click.command()
-@click.argument("paths", metavar="PROFILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="PROFILE...", nargs=-1, required=True)
 @click.option(
     "--how",
     type=click.Choice(["mean", "max", "rank-product"]),
@@ -28,7 +28,7 @@ import click
 @click.option("--base-model", help="Model name to record.  [default: (what all profiles name)]")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")
 def merge(
-    paths: tuple[Path, ...],
+    paths: tuple[str, ...],
     how: Literal["mean", "max", "rank-product"],
     group_reduce: Literal["mean", "max"],
     base_model: str | None,
@@ -48,9 +48,9 @@ def merge(
     """
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile import merging
-    from kvsurgery.profile.cache_losses import load_scores
+    from kvsurgery.profile.loading import load_scores
 
-    if any(path.absolute() == out.absolute() for path in paths):
+    if any(Path(path).absolute() == out.absolute() for path in paths):
         raise click.UsageError(f"{out} is one of the profiles to merge; give another output file")
     profiles = [load_scores(path) for path in paths]
     save(merging.merge(profiles, how, base_model=base_model, group_reduce=group_reduce), out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.embedding_heads import EmbeddingHead
     from kvsurgery.profile.head_profile import HeadProfile
 
@@ -16,7 +17,7 @@ BEST = 5
 
 
 @click.command()
-@click.argument("path", metavar="PROFILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PROFILE")
 @click.option(
     "--model",
     "source",
@@ -25,7 +26,7 @@ BEST = 5
 )
 @click.option("--json", "as_json", is_flag=True, help="Print facts and scores as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the heat map as a PNG as well.")
-def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> None:
+def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> None:
     """Show a head profile as a heat map.
 
     Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
@@ -41,13 +42,13 @@ def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> No
     from kvsurgery.profile import heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
-    from kvsurgery.profile.cache_losses import is_losses
-    from kvsurgery.profile.head_profile import HeadProfile
+    from kvsurgery.profile.cache_losses import CacheLosses
+    from kvsurgery.profile.loading import load
 
-    if is_losses(path):
-        _show_losses(path, as_json)
+    file = load(path)
+    if isinstance(file, CacheLosses):
+        _show_losses(file, as_json)
         return
-    file = HeadProfile.load(path)
     loaded = file if source is None else _with_windows(file, source)
     if plot is not None:
         picture.plot(loaded, plot)
@@ -63,14 +64,12 @@ def show(path: Path, source: str | None, as_json: bool, plot: Path | None) -> No
         _print_embedding_heads(loaded)
 
 
-def _show_losses(path: Path, as_json: bool) -> None:
+def _show_losses(losses: CacheLosses, as_json: bool) -> None:
     """Show what caches lose."""
     import json
 
     from kvsurgery.cli.profile.saving import print_losses
-    from kvsurgery.profile.cache_losses import CacheLosses
 
-    losses = CacheLosses.load(path)
     if as_json:
         click.echo(json.dumps({**losses.facts, "heads": {name: each.tolist() for name, each in losses.heads.items()}}))
     else:

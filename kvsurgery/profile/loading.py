@@ -1,0 +1,55 @@
+"""Reading head profiles and measured losses, from local files or from the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.profile.cache_losses import CacheLosses, is_losses
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.importers.files import LARGEST_FILE
+from kvsurgery.repo_id import HubFile
+
+
+def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
+    """A local path; of a file of the Hub, its place in the Hub's cache, and which it is by commit.
+
+    Args:
+        source: a path, `hf://owner/repo/path[@revision]`, or the URL of a page of the Hub.
+        names: `inside` and `beside`, as `hub.fetch_file` takes them.
+
+    Raises:
+        HubError: it is no file of the Hub, or cannot be had; the line says why and what to do.
+    """
+    remote = HubFile.parse(str(source))
+    if remote is None:
+        return Path(source), None
+    from kvsurgery import hub
+
+    fetched = hub.fetch_file(remote, LARGEST_FILE, **names)
+    return fetched.path, fetched.source
+
+
+def load(source: str | Path) -> HeadProfile | CacheLosses:
+    """Read a head profile or a file of measured losses. Of one from the Hub, `provenance["file"]` is its address.
+
+    Raises:
+        ProfileError: as `HeadProfile.load` and `CacheLosses.load`.
+        HubError: as `local_file`.
+    """
+    path, remote = local_file(source)
+    kind = CacheLosses if is_losses(path) else HeadProfile
+    if remote is None:
+        return kind.load(path)
+    try:
+        found = kind.load(path)
+    except ProfileError as error:
+        raise ProfileError(str(error).replace(str(path), remote.address)) from error
+    return replace(found, provenance={**found.provenance, "file": remote.address})
+
+
+def load_scores(source: str | Path) -> HeadProfile:
+    """The same as head scores; measured losses are scores too."""
+    found = load(source)
+    return found.head_profile if isinstance(found, CacheLosses) else found
