@@ -23,11 +23,14 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 
 # architecture -> module and class that vLLM has registered for it

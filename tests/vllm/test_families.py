@@ -11,7 +11,6 @@ from kvsurgery.vllm import ARCHITECTURES
 from tests.helpers.families import FAMILIES
 from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
 
-
 MODELS = {"qwen2": {"use_sliding_window": False}}  # vLLM itself refuses one of which only some layers have windows
 TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation to bfloat16
 
