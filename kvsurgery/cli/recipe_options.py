@@ -110,8 +110,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "recent": (int, "Latest tokens that a streaming head keeps."),
         "budgets_from": (
             click.Path(),
-            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares; as --profile, a file or an "
-            "address on the Hub.  [default: (--profile)]",
+            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares; as --profile, a file or "
+            "an address on the Hub.  [default: (--profile)]",
         ),
         "budget": (
             int,
