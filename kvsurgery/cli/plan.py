@@ -32,7 +32,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, 
             "base_model": profile.base_model,
             "method": profile.method,
             "hash": profile.hash,
-            "file": profile.provenance.get("file"),
+            "file": profile.address,
         },
         "policy": {**policy.options, "hash": policy.hash},
         "kv_heads": {

@@ -97,7 +97,7 @@ def model_card(
         budgeted=policy.budgeted,
         method=profile.method,
         profile_model=profile.base_model,
-        profile_file=f", file `{file}`" if (file := profile.provenance.get("file")) else "",
+        profile_file=f", file `{profile.address}`" if profile.address else "",
         profile_hash=profile.hash[:16],
         policy_hash=policy.hash[:16],
         # as sha256sum has them

@@ -17,6 +17,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.profile import tensor_file
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
+from kvsurgery.repo_id import is_address
 
 Granularity = Literal["kv", "query"]
 
@@ -140,6 +141,12 @@ class HeadProfile:
         if self.scores is None:
             raise ProfileError(f"the {self.method} profile of {self.base_model} has embedding heads and no scores")
         return self.scores
+
+    @property
+    def address(self) -> str | None:
+        """Address on the Hub that it was read from, by commit."""
+        file = self.provenance.get("file")
+        return file if isinstance(file, str) and is_address(file) and file.isprintable() else None
 
     @property
     def eligible(self) -> np.ndarray:

@@ -288,3 +288,10 @@ class TestBadFile:
         for path in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(ProfileError, match="cannot read head profile"):
                 HeadProfile.load(path)
+
+
+@pytest.mark.parametrize("file", [None, 3, "duo.safetensors", "hf://org/scores/duo.safetensors@1\n# A card"])
+def test_only_an_address_in_one_line_is_one(file):
+    address = "hf://org/scores/duo.safetensors@1"
+    assert profile(provenance={"file": address}).address == address
+    assert profile(provenance={} if file is None else {"file": file}).address is None
