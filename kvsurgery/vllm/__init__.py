@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
     "LlamaForCausalLM",
     "LlavaForConditionalGeneration",
     "MistralForCausalLM",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsurgery.checkpoint.family import Family, supported
+from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm import ARCHITECTURES
 from tests.helpers.families import FAMILIES
 from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
@@ -17,8 +17,7 @@ TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation t
 
 def architectures(model_type: str) -> set[str]:
     """The classes of a family that generate."""
-    classes = Family.of({"model_type": model_type, "text_config": {"model_type": "mistral"}}).classes.values()
-    return {name for name in classes if name.endswith(("CausalLM", "Generation"))}
+    return {name for name in load_family(model_type).classes.values() if name.endswith(("CausalLM", "Generation"))}
 
 
 @pytest.mark.parametrize(
