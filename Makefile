@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 WORKERS ?= auto
 MATRIX ?= 4.57.6 5.17.0
-PYTEST = -m pytest -q -n $(WORKERS) --durations=15
+PYTEST = -m pytest -q -n $(WORKERS) --dist worksteal --durations=15
 
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
