@@ -2,15 +2,20 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.policy.memory import Footprint
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.command import done
 from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
-from tests.helpers.surgery import convert_folder
+from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import chunked, logits
 from tests.templates.test_generation import GREEDY, batch
 
@@ -39,6 +44,32 @@ def test_bytes_are_those_of_keys_and_values(mixed, family):
         converted.stock(tokens(2, 40), past_key_values=stock)
     keys = [layer.keys for layer in stock.layers if hasattr(layer, "keys")]
     assert layout.dense_bytes(2, 40, itemsize=4) == 2 * sum(part.nbytes for part in keys)
+
+
+@families
+def test_bytes_of_states_are_predicted(mixed, family):
+    converted = mixed(family)
+    with torch.no_grad():
+        cache = converted.model(tokens(2, 40)).past_key_values
+    states = [state for layer in cache.linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
+    checkpoint = Checkpoint.open(converted.source)
+    known = Family.of(checkpoint.config)
+    predicted = known.state_bytes(checkpoint.config, itemsize=4)
+    assert 2 * predicted == sum(state.nbytes for state in states)
+    assert Footprint.of(checkpoint, known).states == predicted
+
+
+@families
+def test_commands_tell_of_states_and_leave_their_layers_out(checkpoint, tmp_path, family):
+    folder = checkpoint(family)
+    profile = replace(random_profile(folder), windows=(0, 0, None, None))
+    profile.save(tmp_path / "profile.safetensors")
+    inspected = " ".join(done("inspect", folder).out.split())
+    assert "2 of 4 layers have linear attention, with states of 3.00 KiB a sequence, not counted as KV" in inspected
+    assert "2 of 4 layers have linear attention" in done("profile", "show", tmp_path / "profile.safetensors").out
+    shown = done("convert", folder, "--profile", tmp_path / "profile.safetensors", "--dry-run").out
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[0] for row in rows if len(row) == 3 and row[0].isdecimal()] == ["2", "3"]
 
 
 @families
