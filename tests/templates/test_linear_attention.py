@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
+from kvsurgery.templates.kv_generation import check_not_packed
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
@@ -79,6 +80,33 @@ def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
     output = model.generate(ids, **GREEDY, return_dict_in_generate=True)
     assert output.sequences.equal(model.generate(ids, **GREEDY, prefill_chunk_size=7))
     assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+
+
+@families
+def test_a_cache_that_is_quantized_on_request(checkpoint, mixed, tmp_path, family):
+    converted, ids = convert_folder(checkpoint(family), tmp_path / "out", kv_bits=4), tokens(1, 300)
+    assert converted.model.config.kv_surgery["quantization"]["bits"] == 4
+    assert KVLayout.from_config(converted.model.config).quantization_section["bits"] == 4
+    options = {**GREEDY, "cache_implementation": "quantized"}
+    expected = converted.model.generate(ids, **GREEDY)
+    assert converted.model.generate(ids, **options).equal(expected)
+    output = mixed(family).model.generate(ids, **options, return_dict_in_generate=True)
+    assert any(max(layer.full.packed or [0]) for layer in output.past_key_values.attention)
+
+
+def test_sequences_are_told_apart_by_the_positions_of_text():
+    text, image = torch.arange(6)[None], torch.tensor([[0, 1, 1, 1, 1, 2]])
+    check_not_packed(torch.stack([text, image, image, image]))
+    check_not_packed(torch.stack([image, image, image]))
+    with pytest.raises(ValueError, match="packed sequences are not supported"):
+        check_not_packed(torch.stack([image, text, text, text]))
+
+
+@families
+def test_the_card_tells_of_states(mixed, family):
+    card = (mixed(family).folder / "README.md").read_text()
+    assert "2 of 4 layers have linear attention" in card
+    assert "with left\npadding and beam search work" in card
 
 
 @families
