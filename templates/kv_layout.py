@@ -496,7 +496,7 @@ def _layer(entry: dict, selection: Selection | None, quantization: Quantization 
     """One layer's entry."""
     blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
     if not blocks:
-        return LayerLayout((), 0, 1)
+        return LayerLayout((), 0, 1, quantization=quantization)
     if "budgets" in entry:
         budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
         if len(budgets) != others or selection is None:

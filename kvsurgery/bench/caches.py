@@ -24,10 +24,10 @@ def stored_bytes(thing: Any) -> int:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache holds."""
+    """Bytes of keys and values that a cache holds, without the states of linear attention."""
     if hasattr(cache, "allocated_bytes"):
         return cache.allocated_bytes()
-    return sum(stored_bytes(vars(layer)) for layer in cache.layers)
+    return sum(stored_bytes(vars(layer)) for layer in cache.layers if hasattr(layer, "keys"))
 
 
 def unusable(make: Callable[[], QuantizedCache]) -> str:

@@ -185,6 +185,20 @@ class Family:
             return (None,) * layers
         return tuple(size if slides else None for slides in sliding)
 
+    def state_bytes(self, config: Mapping[str, Any], itemsize: int = 2) -> int:
+        """Bytes of a sequence's states in all layers with linear attention.
+
+        A layer has the last inputs of its convolution, with elements of `itemsize` bytes, and for each value head a
+        float32 matrix, its recurrent state.
+        """
+        if not self.has_linear_layers:
+            return 0
+        config = text_config(config)
+        names = "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"
+        keys, key_dim, values, value_dim, kernel = (self._number(config, f"linear_{name}") for name in names)
+        convolution = (2 * keys * key_dim + values * value_dim) * kernel * itemsize
+        return self.windows(config).count(0) * (convolution + 4 * values * key_dim * value_dim)
+
     def role(self, tensor: str) -> Role:
         """The role of a tensor.
 

@@ -64,8 +64,10 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
     yield "family", facts.model_type
     if facts.dimensions:
         yield "attention", facts.dimensions
-        sliding = Counter(window for window in facts.windows if window is not None)
-        for window, layers in sliding.items():
+        if linear := facts.windows.count(0):
+            states = f"states of {console.size(facts.states)} a sequence, not counted as KV cache"
+            yield "linear", f"{linear} of {facts.dimensions.layers} layers have linear attention, with {states}"
+        for window, layers in Counter(filter(None, facts.windows)).items():
             yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens"
     if facts.context:
         yield "positions", facts.context

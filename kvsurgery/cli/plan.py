@@ -118,6 +118,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
             *[_span(layer["budgets"])] * budgets,
         )
         for index, layer in enumerate(facts["layers"])
+        if layer["full"] + layer["streaming"] + len(layer["budgets"])  # linear attention has no heads
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
     print_kv_bytes(facts["kv_bytes"], facts["ranks"], facts["family"] if facts["replicated"] else None)

@@ -33,7 +33,8 @@ class Surgery:
     """What was done to a converted checkpoint.
 
     Attributes:
-        full_heads: per layer, KV heads that keep every token; None where the model's own window applies.
+        full_heads: per layer, KV heads that keep every token; None where the model's own window applies, or where
+            attention is linear.
         heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
             in the original's order, or in the converted one's where that is not known.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
@@ -81,7 +82,8 @@ class Facts:
         name, revision: folder or Hub id, and the commit of the latter.
         model_type: as config.json has it.
         dimensions: attention dimensions, None where the family is unknown.
-        windows: per layer, the model's own sliding window in tokens, None for full attention.
+        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
+        states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
         context: positions that the model was made for.
         rope: its rotary embedding, as transformers 5 spells it.
         parameters: by dtype; empty where there are no safetensors weights.
@@ -97,6 +99,7 @@ class Facts:
     model_type: str | None
     dimensions: ModelDimensions | None
     windows: tuple[int | None, ...]
+    states: int
     context: int | None
     rope: Mapping[str, Any]
     parameters: Mapping[str, int]
@@ -155,6 +158,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         model_type=config.get("model_type"),
         dimensions=dimensions,
         windows=windows,
+        states=_states(config),
         context=text_config(config).get("max_position_embeddings"),
         rope=_rope(text_config(config)),
         parameters=dict(parameters.most_common()),
@@ -194,6 +198,15 @@ def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tupl
         return None, ()
 
 
+def _states(config: Mapping[str, Any]) -> int:
+    """Bytes of a sequence's states, as far as the family is known."""
+    stock = _stock(config)
+    try:
+        return Family.of(stock).state_bytes(stock)
+    except UnsupportedModel:
+        return 0
+
+
 def _replicated(config: Mapping[str, Any]) -> bool:
     """Whether every process of tensor parallelism has all heads, as far as the family is known."""
     try:
@@ -230,7 +243,7 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     replicated = _replicated(config)
     heads = tuple(layer.kinds for layer in layout.layers)
     surgery = Surgery(
-        full_heads=tuple(None if layer.native else layer.full for layer in layout.layers),
+        full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),
         heads=heads,
         streaming=layout.counts[STREAMING],
         budgeted=layout.counts[BUDGETED],

@@ -90,7 +90,11 @@ def model_card(
         preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
         others=_others(policy) + _quantized(policy),
         code_table=_code_table(code),
-        sections=_long_prompts(policy.reform) + _several_devices(config, auto, replicated) + _serving(config),
+        searches=" and beam search" if _linear_layers(policy) else ", beam search and assisted decoding",
+        sections=_states(policy)
+        + _long_prompts(policy.reform)
+        + _several_devices(config, auto, replicated)
+        + _serving(config),
         eligible=policy.eligible,
         full=policy.full,
         streaming=policy.streaming,
@@ -141,6 +145,23 @@ def _quantized(policy: Policy) -> str:
     return (
         f". The first {section['sink']} and at least the newest {section['residual']} tokens stay in the model's "
         f"dtype; the other tokens are stored in {describe_bits(section)}{excepted}"
+    )
+
+
+def _linear_layers(policy: Policy) -> int:
+    """How many layers have linear attention."""
+    return sum(not layer.heads for layer in policy.layers)
+
+
+def _states(policy: Policy) -> str:
+    """What layers with linear attention have in place of a KV cache, as a section of its own."""
+    count = _linear_layers(policy)
+    if not count:
+        return ""
+    return (
+        f"\n## Linear attention\n\n{count} of {len(policy.layers)} layers have linear attention. They have a state of "
+        "constant size in place of keys and values, which the\nsizes below do not count. It holds all tokens, so that "
+        "none can be taken back: `generate` refuses assisted decoding, as\nwith the original.\n"
     )
 
 

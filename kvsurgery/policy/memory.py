@@ -11,6 +11,7 @@ from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.policy.tensor_parallel import check_blocks
+from kvsurgery.templates.kv_layout import text_config
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
@@ -19,8 +20,8 @@ ROWS = re.compile(
     r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
 )
 COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
-# experts of a token where a config does not say: the most that a supported family has by default
-EXPERTS = 8
+# experts of a token where neither a config nor its family says: the most that another family has by default
+EXPERTS_KEY, EXPERTS = "num_experts_per_tok", 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
 DEQUANTISED = 1 << 24
 
@@ -37,6 +38,7 @@ class Footprint:
         hidden: width of the hidden state.
         inner: elements that the MLP of one token holds at once.
         vocabulary: tokens that have logits.
+        states: bytes of a sequence's states in layers with linear attention.
     """
 
     model: ModelDimensions
@@ -45,6 +47,7 @@ class Footprint:
     hidden: int
     inner: int
     vocabulary: int
+    states: int = 0
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
@@ -79,7 +82,7 @@ class Footprint:
                 if fused:  # and gathered, by way of a copy
                     held = 4 * width + (2 * own if processes > 1 else 0)
                 # experts run together, on copies of their tokens
-                inner = max(inner, _experts(checkpoint) * (hidden + held) if match[1] else held)
+                inner = max(inner, _experts(checkpoint, family) * (hidden + held) if match[1] else held)
         if processes > 1:
             # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
             queries = model.query_heads * model.head_dim if family.replicated else 0
@@ -91,6 +94,7 @@ class Footprint:
             hidden,
             inner,
             vocabulary,
+            family.state_bytes(checkpoint.config, itemsize),
         )
 
     def activation_bytes(self, batch: int, context: int, chunk: int, tiles: bool) -> int:
@@ -101,7 +105,7 @@ class Footprint:
         the result merge in float32, and a block of tiles lies there dequantized. Logits are copied to float32.
 
         Not counted: what does not grow with the model, such as masks on a CPU, and what is not the model's, such as a
-        CUDA context and an allocator's gaps.
+        CUDA context and an allocator's gaps. Nor is what linear attention computes with, beside its states.
 
         Args:
             batch, context: sequences, and tokens of each.
@@ -130,9 +134,9 @@ def _held(tensor: Tensor, family: Family, processes: int) -> int:
     return tensor.size // along * -(-along // processes)
 
 
-def _experts(checkpoint: Checkpoint) -> int:
+def _experts(checkpoint: Checkpoint, family: Family) -> int:
     """Experts that a token goes through."""
-    count = checkpoint.config.get("num_experts_per_tok", EXPERTS)
+    count = text_config(checkpoint.config).get(EXPERTS_KEY, family.defaults.get(EXPERTS_KEY, EXPERTS))
     if type(count) is not int or not 0 < count <= 1 << 20:
-        raise UnsupportedModel(f"config.json: num_experts_per_tok is {count!r}, not a number of experts")
+        raise UnsupportedModel(f"config.json: {EXPERTS_KEY} is {count!r}, not a number of experts")
     return count

@@ -205,10 +205,11 @@ class Prices:
         return int(tiles.sum()) * quantization.tile_bytes(head_dim, itemsize) + int(slots.sum()) * token
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
-        """Bytes that a prefill takes beside the cache, unquantized and quantized, and each budgeted head on top."""
+        """Bytes that a prefill takes beside keys and values: unquantized, quantized, and for each budgeted head."""
         demand, fixed = self.demand, self._in_flight(chunk, 0)
+        states = demand.batch * self.footprint.states
         plain, quantized = (
-            fixed + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
+            fixed + states + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
             for tiles in (False, chunk < demand.prompt)
         )
         return (plain, quantized), self._in_flight(chunk, 1) - fixed

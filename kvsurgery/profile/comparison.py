@@ -182,6 +182,8 @@ def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | 
 
 
 def _attention(window: int | None) -> str:
+    if window == 0:
+        return "linear attention"
     return "full attention" if window is None else f"a sliding window of {window} tokens"
 
 

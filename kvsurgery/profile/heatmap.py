@@ -39,7 +39,8 @@ def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
     scores = profile.head_scores
     top = ceiling(profile.method, scores)
     reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
-    slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with a sliding window"
+    kind = "linear attention" if 0 in (profile.windows or ()) else "a sliding window"
+    slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
     text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}{slides}\n\n")
     text.append(_map([_levels(scores, top)], beside, width, colour))
     text.append(_scale(top, colour))

@@ -41,9 +41,10 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
         full = full_heads(profile, sparsity).sum(axis=1)
         bars.bar(range(layers), full, width=1, color=blue, label=f"{sparsity:.0%}")
+    kind = "linear" if 0 in (profile.windows or ()) else "sliding"
     for layer in np.flatnonzero(~profile.eligible):
         first = layer == profile.eligible.argmin()
-        bars.axvspan(layer - 0.5, layer + 0.5, color=GREY, lw=0, label="sliding" if first else None)
+        bars.axvspan(layer - 0.5, layer + 0.5, color=GREY, lw=0, label=kind if first else None)
     bars.set_ylabel("full KV heads")
     bars.set_yticks([0, profile.model.kv_heads])
     # above the colour bar, whose room it does not need to add to

@@ -61,20 +61,22 @@ def _embedding_facts(profile: HeadProfile) -> dict[str, Any]:
 
 
 def describe(profile: HeadProfile) -> str:
-    """The facts in two lines, or three where layers of the model slide."""
+    """The facts in two lines, and one more each where layers of the model slide, or have linear attention."""
     model = f"{profile.base_model} ({profile.model})\n"
     if profile.scores is None:
         return f"{model}{profile.method} embedding heads: {', '.join(map(str, profile.embedding_heads))}"
     scores = profile.scores
     layers, heads = scores.shape
     at_max = int((scores == scores.max()).sum())
-    sliding = int((~profile.eligible).sum())
+    linear = (profile.windows or ()).count(0)
+    sliding = int((~profile.eligible).sum()) - linear
     windows = f"\n{sliding} of {layers} layers have a sliding window of the model's own: no head of theirs can be full"
+    states = f"\n{linear} of {layers} layers have linear attention: their scores are not read"
     return (
         f"{model}{profile.method} scores of {layers} x {heads} {kind_of_head(profile.granularity)}s: "
         f"{scores.min():.4g} to {scores.max():.4g}, mean {scores.mean(dtype=np.float64):.4g}, "
         f"{at_max} of {scores.size} at the maximum"
-        f"{windows if sliding else ''}"
+        f"{windows if sliding else ''}{states if linear else ''}"
     )
 
 

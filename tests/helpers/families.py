@@ -120,7 +120,8 @@ def available(settings: dict[str, Any]) -> bool:
 FAMILIES = {name: settings for name, settings in FAMILIES.items() if available(settings)}
 
 # models that read images, 8 pixels wide and 12 or 16 high: family of the text model, and what lies beside it
-IMAGE = 100
+IMAGE, START = 100, 99  # tokens of an image, and before it
+TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
 MISTRAL_3 = {
     "model_type": "mistral3",
@@ -160,15 +161,11 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5-images": (
         "qwen3_5",
-        {"model_type": "qwen3_5", "image_token_id": IMAGE, "vision_config": {**QWEN, "model_type": "qwen3_5_vision"}},
+        {"model_type": "qwen3_5", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_vision"}},
     ),
     "qwen3_5_moe-images": (
         "qwen3_5_moe",
-        {
-            "model_type": "qwen3_5_moe",
-            "image_token_id": IMAGE,
-            "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"},
-        },
+        {"model_type": "qwen3_5_moe", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"}},
     ),
 }
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}

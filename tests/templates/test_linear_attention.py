@@ -2,15 +2,21 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.policy.memory import Footprint
+from kvsurgery.templates.kv_generation import check_not_packed
 from kvsurgery.templates.kv_graph import fits
 from kvsurgery.templates.kv_layout import KVLayout
+from tests.helpers.command import done
 from tests.helpers.families import WITH_STATES, largest, make, rounding, tokens
-from tests.helpers.surgery import convert_folder
+from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import chunked, logits
 from tests.templates.test_generation import GREEDY, batch
 
@@ -42,12 +48,65 @@ def test_bytes_are_those_of_keys_and_values(mixed, family):
 
 
 @families
+def test_bytes_of_states_are_predicted(mixed, family):
+    converted = mixed(family)
+    with torch.no_grad():
+        cache = converted.model(tokens(2, 40)).past_key_values
+    states = [state for layer in cache.linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
+    checkpoint = Checkpoint.open(converted.source)
+    known = Family.of(checkpoint.config)
+    predicted = known.state_bytes(checkpoint.config, itemsize=4)
+    assert 2 * predicted == sum(state.nbytes for state in states)
+    assert Footprint.of(checkpoint, known).states == predicted
+
+
+@families
+def test_commands_tell_of_states_and_leave_their_layers_out(checkpoint, tmp_path, family):
+    folder = checkpoint(family)
+    profile = replace(random_profile(folder), windows=(0, 0, None, None))
+    profile.save(tmp_path / "profile.safetensors")
+    inspected = " ".join(done("inspect", folder).out.split())
+    assert "2 of 4 layers have linear attention, with states of 3.00 KiB a sequence, not counted as KV" in inspected
+    assert "2 of 4 layers have linear attention" in done("profile", "show", tmp_path / "profile.safetensors").out
+    shown = done("convert", folder, "--profile", tmp_path / "profile.safetensors", "--dry-run").out
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[0] for row in rows if len(row) == 3 and row[0].isdecimal()] == ["2", "3"]
+
+
+@families
 @pytest.mark.parametrize("options", [{"rest": "budgeted", "budget": 6, "full_heads": 3}, {"tp": 2}], ids=str)
 def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
     model, ids = convert_folder(checkpoint(family), tmp_path / "out", **options).model, tokens(2, 45)
     output = model.generate(ids, **GREEDY, return_dict_in_generate=True)
     assert output.sequences.equal(model.generate(ids, **GREEDY, prefill_chunk_size=7))
     assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+
+
+@families
+def test_a_cache_that_is_quantized_on_request(checkpoint, mixed, tmp_path, family):
+    converted, ids = convert_folder(checkpoint(family), tmp_path / "out", kv_bits=4), tokens(1, 300)
+    assert converted.model.config.kv_surgery["quantization"]["bits"] == 4
+    assert KVLayout.from_config(converted.model.config).quantization_section["bits"] == 4
+    options = {**GREEDY, "cache_implementation": "quantized"}
+    expected = converted.model.generate(ids, **GREEDY)
+    assert converted.model.generate(ids, **options).equal(expected)
+    output = mixed(family).model.generate(ids, **options, return_dict_in_generate=True)
+    assert any(max(layer.full.packed or [0]) for layer in output.past_key_values.attention)
+
+
+def test_sequences_are_told_apart_by_the_positions_of_text():
+    text, image = torch.arange(6)[None], torch.tensor([[0, 1, 1, 1, 1, 2]])
+    check_not_packed(torch.stack([text, image, image, image]))
+    check_not_packed(torch.stack([image, image, image]))
+    with pytest.raises(ValueError, match="packed sequences are not supported"):
+        check_not_packed(torch.stack([image, text, text, text]))
+
+
+@families
+def test_the_card_tells_of_states(mixed, family):
+    card = (mixed(family).folder / "README.md").read_text()
+    assert "2 of 4 layers have linear attention" in card
+    assert "with left\npadding and beam search work" in card
 
 
 @families
