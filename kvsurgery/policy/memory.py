@@ -15,9 +15,10 @@ from kvsurgery.templates.kv_layout import text_config
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
 DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
-# what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen2-MoE's shared expert
+# what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen's shared experts
 ROWS = re.compile(
     r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
+    r"|linear_attn\.(?:in_proj_\w+|out_proj)\.weight"
 )
 COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where neither a config nor its family says: the most that another family has by default
