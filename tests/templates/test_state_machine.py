@@ -19,7 +19,7 @@ from kvsurgery.templates import kv_layout, kv_tiles
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
-from tests.helpers.emitted import CLASSES, LOSSLESS
+from tests.helpers.emitted import LOSSLESS
 from tests.helpers.families import largest, tokens
 from tests.helpers.reference import reference_logits
 
@@ -182,7 +182,7 @@ class CacheMachine(CacheOperations):
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", FULL)
 def test_any_operations_on_a_cache(family, stored, monkeypatch):
     for module in (kv_layout, kv_tiles):
         monkeypatch.setattr(module, "TILE", STORED[stored].tile)
