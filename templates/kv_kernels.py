@@ -51,7 +51,7 @@ def _capped(scores, cap, CAP: tl.constexpr):
 @triton.jit
 def _sink_score(logit):
     """The score in base 2 of a learned sink: online softmax begins with it, at a weight of 1 and no value."""
-    return tl.load(logit).to(tl.float32) / LN_2
+    return tl.load(logit).to(tl.float32) * (1 / LN_2)  # which a division would only approximate
 
 
 @triton.jit
