@@ -43,6 +43,6 @@ def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
 def test_what_vllm_cannot_serve() -> None:
     with pytest.raises(ValueError, match="REFORM"):
         forecast(config(reform={}))
-    with pytest.raises(ValueError, match="GraniteForCausalLM with a KV cache of the original's size"):
-        forecast({**config(), "architectures": ["GraniteForCausalLM"]})
+    with pytest.raises(ValueError, match="Cohere2ForCausalLM with a KV cache of the original's size"):
+        forecast({**config(), "architectures": ["Cohere2ForCausalLM"]})
     assert forecast({**config(), "architectures": ["LlamaForCausalLM"]}) == forecast(config())
