@@ -22,8 +22,8 @@ GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay
 
 
 NO_WAY_BACK = (
-    "layers with linear attention have one state of all tokens, so that none can be taken back: this model neither has "
-    "a draft nor is one"
+    "layers with linear attention have one state of all tokens, from which none can be taken back; generate without "
+    "a draft model, and do not use this model as one"
 )
 
 

@@ -48,8 +48,8 @@ WINDOWS = {"layers": [{"blocks": [[1, 3]], "sink": 3, "recent": 257}, {"blocks":
 
 def emitted(family: str, depth: int = 4, **section) -> torch.nn.Module:
     """A random model with none to three full heads a layer and the family's own sliding ones; `section` overrides."""
-    kinds = {"layer_types": FAMILIES[family]["layer_types"][:depth]} if "layer_types" in FAMILIES[family] else {}
-    original = stock(family, num_hidden_layers=depth, **kinds)
+    own = {"layer_types": FAMILIES[family]["layer_types"][:depth]} if "layer_types" in FAMILIES[family] else {}
+    original = stock(family, num_hidden_layers=depth, **own)
     config = original.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
     config.kv_surgery = {

@@ -45,8 +45,8 @@ class Decode(NamedTuple):
 
     def __str__(self) -> str:
         heads = "+".join("full" if kind == FULL else f"{kind[0]}.{kind[1]}.{kind[2]}" for kind in self.kinds)
-        cap = _suffix(self)
-        return f"{heads}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
+        lengths = ".".join(map(str, self.lengths))
+        return f"{heads}-g{self.group}-d{self.head_dim}-n{lengths}-p{self.programs}{_suffix(self)}"
 
 
 DECODE = [
@@ -88,9 +88,9 @@ class Packed(NamedTuple):
 
     def __str__(self) -> str:
         kinds = f"{self.heads}{_named(self.quantization)}+{len(self.others)}"
-        cap = _suffix(self)
-        cap += "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
-        return f"{kinds}-g{self.group}-d{self.head_dim}-n{'.'.join(map(str, self.lengths))}-p{self.programs}{cap}"
+        lengths = ".".join(map(str, self.lengths))
+        window = "" if self.window is None else f"-w{self.window[0]}.{self.window[1]}"
+        return f"{kinds}-g{self.group}-d{self.head_dim}-n{lengths}-p{self.programs}{_suffix(self)}{window}"
 
 
 PACKED = [
@@ -135,8 +135,7 @@ class Prefill(NamedTuple):
     def __str__(self) -> str:
         kind = "full" if self.recent is None else f"{self.sink}.{self.recent}"
         padding = "" if self.padding is None else f"-pad{'.'.join(map(str, self.padding))}"
-        cap = _suffix(self)
-        return f"{kind}-g{self.group}-d{self.head_dim}-past{self.past}-t{self.tokens}{padding}{cap}"
+        return f"{kind}-g{self.group}-d{self.head_dim}-past{self.past}-t{self.tokens}{padding}{_suffix(self)}"
 
 
 PREFILL = [
