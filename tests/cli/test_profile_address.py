@@ -10,6 +10,7 @@ from kvsurgery.recipe import Recipe
 from tests.helpers.command import tree
 from tests.helpers.families import make
 from tests.helpers.hub_server import serve
+from tests.helpers.losses import losses
 from tests.helpers.surgery import random_profile
 
 ADDRESS = "hf://org/scores/heads/duo.safetensors"
@@ -55,6 +56,21 @@ def test_convert_and_recipe(hub, place):
     recipe = ["convert", place / "llama", "--recipe", "recipes/duo.toml", "--out", "again"]
     done(hub, *recipe, HF_HUB_OFFLINE="1")
     assert tree(Path("again")) == found
+
+
+def test_measured_losses(hub, place):
+    """A conversion decides by them what it decides by the local file."""
+    profile = HeadProfile.load(place / "repo/heads/duo.safetensors")
+    measured = losses(profile.model, profile.base_model, profile.windows)
+    for folder in (Path(), place / "repo/heads"):
+        measured.save(folder / "losses.safetensors")
+    hub.publish("org/scores", place / "repo")
+    options = [place / "llama", "--profile", place / "repo/heads/duo.safetensors", "--kv-bits", 8]
+    done(hub, "convert", *options, "--kv-measured", "losses.safetensors", "--out", "local")
+    done(hub, "convert", *options, "--kv-measured", ADDRESS.replace("duo", "losses"), "--out", "out")
+    local, found = (json.loads(Path(folder, "config.json").read_text()) for folder in ("local", "out"))
+    assert found == local
+    assert found["kv_surgery"]["quantization"]["rotate"] == measured.best(8).rotate
 
 
 def test_budgets_and_other_commands(hub, place):
