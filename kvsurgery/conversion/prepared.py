@@ -15,9 +15,8 @@ from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.policy.reform import with_reform
-from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.loading import local_file
+from kvsurgery.profile.loading import load_losses
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.text.user_turn import user_marker
 
@@ -75,7 +74,7 @@ class PreparedConversion:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
         windows, fitted = family.windows(checkpoint.config), None
-        losses = None if recipe.kv_measured is None else CacheLosses.load(local_file(recipe.kv_measured)[0])
+        losses = None if recipe.kv_measured is None else load_losses(recipe.kv_measured)
         if losses is not None and (dimensions, windows) != (losses.model, losses.windows):
             raise ProfileError(f"{recipe.kv_measured} was measured on {losses.base_model}, not on {checkpoint.name}")
         if recipe.fit is not None:

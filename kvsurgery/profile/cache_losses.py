@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from blake3 import blake3
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile import tensor_file
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
-KIND = tensor_file.Kind(
-    "file of measured cache losses",
-    "kvsurgery.cache-losses",
-    "1",
-    "make one with `kvsurgery profile compute --method kv-bits`",
-)
 STREAMING = "streaming"
 WIDTHS = (8, 4, 3, 2)
 
@@ -60,7 +52,7 @@ class Combination:
 
 
 @dataclass(frozen=True, eq=False)
-class CacheLosses:
+class CacheLosses(TensorFile):
     """What caches lose on one model. A loss is the mean Kullback-Leibler divergence, in nats, of the next token's
     distribution from that with an unquantized cache of every token.
 
@@ -77,6 +69,13 @@ class CacheLosses:
     Raises:
         ProfileError: any of them contradicts the rest.
     """
+
+    KIND = Kind(
+        "file of measured cache losses",
+        "kvsurgery.cache-losses",
+        "1",
+        "make one with `kvsurgery profile compute --method kv-bits`",
+    )
 
     settings: Mapping[int, tuple[WholeCacheLoss, ...]]
     heads: Mapping[str, np.ndarray]
@@ -176,28 +175,9 @@ class CacheLosses:
             before = max(before, measured)
         return losses
 
-    @cached_property
-    def hash(self) -> str:
-        """BLAKE3 of the file that `save` writes."""
-        return blake3(self._serialise()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write the file; equal losses give equal bytes. An older one is replaced, any other file is kept.
-
-        Raises:
-            OutputError: the path is taken by something else or cannot be written.
-        """
-        check_output(Path(path))
-        tensor_file.write(path, self._serialise(), KIND)
-
     @classmethod
-    def load(cls, path: str | Path) -> CacheLosses:
-        """Read and validate a file.
-
-        Raises:
-            ProfileError: it is none, of an unknown version, or inconsistent.
-        """
-        metadata, heads = tensor_file.read(path, KIND)
+    def load(cls, path: str | Path) -> Self:
+        metadata, heads = read(path, cls.KIND)
         try:
             content = json.loads(metadata["content"])
             return cls(
@@ -227,9 +207,8 @@ class CacheLosses:
             "windows": self.windows,
         }
 
-    def _serialise(self) -> bytes:
-        metadata = {**KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}
-        return tensor_file.to_bytes(metadata, self.heads)
+    def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {**self.KIND.metadata, "content": json.dumps(self.facts, sort_keys=True)}, dict(self.heads)
 
 
 def _is_loss(value: object) -> bool:
@@ -238,13 +217,3 @@ def _is_loss(value: object) -> bool:
 
 
 PLAIN = ("sink", "recent", "context", "base_model", "base_revision", "provenance")
-
-
-def is_losses(path: Path) -> bool:
-    """Whether a file says that it holds measured losses."""
-    return tensor_file.is_kind(path, KIND)
-
-
-def check_output(path: Path) -> None:
-    """Raise OutputError where a file of losses cannot be written, before they are measured."""
-    tensor_file.check_output(path, CacheLosses.load, KIND)

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, astuple, dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from blake3 import blake3
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile import tensor_file
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
+from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.repo_id import is_address
 
 Granularity = Literal["kv", "query"]
 
-KIND = tensor_file.Kind(
-    "head profile", "kvsurgery.head-profile", "1", "make one with `kvsurgery profile compute` or `profile import`"
-)
-
 
 @dataclass(frozen=True, eq=False)
-class HeadProfile:
+class HeadProfile(TensorFile):
     """Head scores of one model, higher = needs the whole context more; or, of method "reform", its embedding heads.
 
     Attributes:
@@ -47,6 +41,10 @@ class HeadProfile:
     Raises:
         ProfileError: any of them contradicts the rest.
     """
+
+    KIND = Kind(
+        "head profile", "kvsurgery.head-profile", "1", "make one with `kvsurgery profile compute` or `profile import`"
+    )
 
     scores: np.ndarray | None
     method: str
@@ -159,28 +157,9 @@ class HeadProfile:
     def __hash__(self) -> int:
         return hash(self.hash)
 
-    @cached_property
-    def hash(self) -> str:
-        """BLAKE3 of the file that `save` writes."""
-        return blake3(self._serialise()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile; equal profiles give equal bytes. An older profile is replaced, any other file is kept.
-
-        Raises:
-            OutputError: the path is taken by something else or cannot be written.
-        """
-        check_output(Path(path))
-        tensor_file.write(path, self._serialise(), KIND)
-
     @classmethod
-    def load(cls, path: str | Path) -> HeadProfile:
-        """Read and validate a profile.
-
-        Raises:
-            ProfileError: not a head profile, of an unknown version, or inconsistent.
-        """
-        metadata, tensors = tensor_file.read(path, KIND)
+    def load(cls, path: str | Path) -> Self:
+        metadata, tensors = read(path, cls.KIND)
         reform = metadata.get("method") == REFORM
         if not reform:
             tensors = {name: tensors[name] for name in ("scores",) if name in tensors}
@@ -206,9 +185,9 @@ class HeadProfile:
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
 
-    def _serialise(self) -> bytes:
+    def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         metadata = {
-            **KIND.metadata,
+            **self.KIND.metadata,
             "method": self.method,
             "granularity": self.granularity,
             "base_model": self.base_model,
@@ -225,12 +204,7 @@ class HeadProfile:
         tensors = {} if self.scores is None else {"scores": self.scores}
         if self.ranking is not None:
             tensors = self.ranking.tensors()
-        return tensor_file.to_bytes(metadata, tensors)
-
-
-def check_output(path: Path) -> None:
-    """Raise OutputError where a profile cannot be written: before it is measured, which may take hours."""
-    tensor_file.check_output(path, HeadProfile.load, KIND)
+        return metadata, tensors
 
 
 def _optional_int(text: str | None) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile.cache_losses import CacheLosses, is_losses
+from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import LARGEST_FILE
 from kvsurgery.repo_id import HubFile
@@ -31,15 +31,18 @@ def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
     return fetched.path, fetched.source
 
 
-def load(source: str | Path) -> HeadProfile | CacheLosses:
+def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None = None) -> HeadProfile | CacheLosses:
     """Read a head profile or a file of measured losses. Of one from the Hub, `provenance["file"]` is its address.
+
+    Args:
+        kind: what the file has to be; by default either of them.
 
     Raises:
         ProfileError: as `HeadProfile.load` and `CacheLosses.load`.
         HubError: as `local_file`.
     """
     path, remote = local_file(source)
-    kind = CacheLosses if is_losses(path) else HeadProfile
+    kind = kind or (CacheLosses if CacheLosses.recognizes(path) else HeadProfile)
     if remote is None:
         return kind.load(path)
     try:
@@ -53,3 +56,10 @@ def load_scores(source: str | Path) -> HeadProfile:
     """The same as head scores; measured losses are scores too."""
     found = load(source)
     return found.head_profile if isinstance(found, CacheLosses) else found
+
+
+def load_losses(source: str | Path) -> CacheLosses:
+    """The same of measured losses alone."""
+    found = load(source, CacheLosses)
+    assert isinstance(found, CacheLosses)  # as asked for
+    return found

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from kvsurgery.errors import OutputError, ProfileError
@@ -36,6 +39,75 @@ class Kind:
     def metadata(self) -> dict[str, str]:
         """Entries that every file of the kind has."""
         return {"format": self.format, "version": self.version}
+
+
+class TensorFile(ABC):
+    """What a safetensors file of one kind holds; equal content makes equal bytes."""
+
+    KIND: ClassVar[Kind]
+
+    @abstractmethod
+    def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Metadata, of which None is left out, and float32 tensors."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and validate a file.
+
+        Raises:
+            ProfileError: it is of another kind, of an unknown version, or inconsistent.
+        """
+
+    @cached_property
+    def hash(self) -> str:
+        """BLAKE3 of the file that `save` writes."""
+        return blake3(to_bytes(*self.content())).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all. An older one of its kind is replaced, any other file is kept.
+
+        Raises:
+            OutputError: the path is taken by something else or cannot be written.
+        """
+        path = Path(path)
+        self.check_output(path)
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(to_bytes(*self.content()))
+            os.replace(part, path)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.KIND.name} {path}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+    @classmethod
+    def check_output(cls, path: Path) -> None:
+        """Check that a file can be written, before the measurement that it will hold, which may take hours.
+
+        Raises:
+            OutputError: the path is taken by something else, or its folder cannot be written.
+        """
+        if path.exists():
+            try:
+                cls.load(path)
+            except ProfileError as error:
+                raise OutputError(f"{path} exists and is not a {cls.KIND.name}; give another output file") from error
+        if not os.access(path.parent, os.W_OK):
+            reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
+            raise OutputError(f"cannot write {cls.KIND.name} {path}: {reason}")
+
+    @classmethod
+    def recognizes(cls, path: Path) -> bool:
+        """Whether a file says that it is of this kind."""
+        if not path.is_file():
+            return False
+        try:
+            with safe_open(path, framework="numpy") as file:
+                return (file.metadata() or {}).get("format") == cls.KIND.format
+        except (SafetensorError, OSError):
+            return False
 
 
 def to_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -80,51 +152,3 @@ def read(path: str | Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.nda
         raise ProfileError(f"{path} is not a {kind.name} ({error}); {kind.source}") from error
     except OSError as error:
         raise ProfileError(f"cannot read {kind.name} {path}: {error}") from error
-
-
-def is_kind(path: Path, kind: Kind) -> bool:
-    """Whether a file says that it is of this kind."""
-    if not path.is_file():
-        return False
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") == kind.format
-    except (SafetensorError, OSError):
-        return False
-
-
-def write(path: str | Path, content: bytes, kind: Kind) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {kind.name} {path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
-
-
-def check_output(path: Path, load: Callable[[Path], object], kind: Kind) -> None:
-    """Check that a file can be written, before the measurement that it will hold, which may take hours.
-
-    Args:
-        load: reads a file of this kind, which may be replaced; any other file is kept.
-
-    Raises:
-        OutputError: the path is taken by something else, or its folder cannot be written.
-    """
-    if path.exists():
-        try:
-            load(path)
-        except ProfileError as error:
-            raise OutputError(f"{path} exists and is not a {kind.name}; give another output file") from error
-    if not os.access(path.parent, os.W_OK):
-        reason = os.strerror(errno.EACCES if path.parent.exists() else errno.ENOENT)
-        raise OutputError(f"cannot write {kind.name} {path}: {reason}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss, is_losses
+from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
 from tests.helpers.losses import MODEL, losses
@@ -106,7 +106,7 @@ def test_files_that_are_none(tmp_path) -> None:
         CacheLosses.load(tmp_path / "missing")
     with pytest.raises(ProfileError, match="not a regular file"):
         CacheLosses.load(tmp_path)
-    assert not is_losses(tmp_path)
+    assert not CacheLosses.recognizes(tmp_path)
     with pytest.raises(OutputError, match="exists and is not a file of measured cache losses"):
         losses().save(path)
     assert path.read_bytes() == b"nothing of the kind"

@@ -172,12 +172,13 @@ def compute(
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.processes import started_processes
-    from kvsurgery.profile import cache_losses, head_profile
+    from kvsurgery.profile.cache_losses import CacheLosses
+    from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.plots import plot_training
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    (cache_losses if method == KV_BITS else head_profile).check_output(out)
+    (CacheLosses if method == KV_BITS else HeadProfile).check_output(out)
     if method in ALIKE and options["loss"] == "distill":
         _check_passkeys(options)
     _check_files(options)
@@ -199,7 +200,7 @@ def compute(
             kept = options["checkpoint"] is not None
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
         if processes.rank == 0:
-            if isinstance(profile, head_profile.HeadProfile):
+            if isinstance(profile, HeadProfile):
                 save(profile, out)
             else:
                 save_losses(profile, out)

@@ -62,11 +62,11 @@ def _save(
     from dataclasses import asdict, replace
 
     from kvsurgery.cli.profile.saving import save
-    from kvsurgery.profile.head_profile import check_output
+    from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
     from kvsurgery.profile.measured import Measured
 
-    check_output(options["out"])
+    HeadProfile.check_output(options["out"])
     model = Measured.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
