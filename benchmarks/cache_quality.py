@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from kvsurgery import console
 from kvsurgery.policy.policy import Quantization
-from kvsurgery.templates.kv_rotation import rotated
+from kvsurgery.templates.kv_tiles import rotated
 
 States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
 

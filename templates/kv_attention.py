@@ -19,11 +19,9 @@ from transformers.modeling_utils import AttentionInterface
 from . import kv_torch
 from .kv_budget import BudgetedHeads
 from .kv_cache import Handle, KVLayerCache
-from .kv_columns import check_padding, leading_padding
-from .kv_heads import HeadGroup
+from .kv_heads import HeadGroup, check_padding, leading_padding
 from .kv_layout import LayerLayout
-from .kv_rotation import rotated
-from .kv_tiles import QuantizedGroup
+from .kv_tiles import QuantizedGroup, rotated
 from .kv_torch import Scoring
 
 try:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from .kv_columns import Rows
-from .kv_heads import HeadGroup, block_elements, on_device
+from .kv_heads import HeadGroup, Rows, block_elements, on_device
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_tiles import head_group
 from .kv_torch import Scoring
@@ -153,7 +152,7 @@ def attention_received(
 def weighted(received: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Importance of tokens that got this attention, float32 [batch, heads, n], and have these values.
 
-    The Euclidean norm, unlike others, is that of what was rotated too (kv_rotation.py).
+    The Euclidean norm, unlike others, is that of what was rotated too (kv_tiles.py).
     """
     if selection.select != VALUE_NORM:
         return received

@@ -12,8 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .kv_budget import BudgetedHeads
-from .kv_columns import Columns, Rows
-from .kv_heads import HeadGroup, allocate, bind, on_device
+from .kv_heads import Columns, HeadGroup, Rows, allocate, bind, on_device
 from .kv_hold import HeldHeads
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import tqdm
 
-from .kv_columns import check_padding, leading_padding
 from .kv_encode import Encoder, Exit
+from .kv_heads import check_padding, leading_padding
 from .kv_layout import KVLayout
 from .kv_reform import Reform
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, attention_received, most_important, weighted
-from .kv_columns import Rows
-from .kv_heads import HeadGroup, on_device
+from .kv_heads import HeadGroup, Rows, on_device
 from .kv_layout import EVERY, LayerLayout
 from .kv_torch import Scoring
 

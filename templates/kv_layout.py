@@ -33,7 +33,7 @@ class Quantization:
     the model's dtype. So do streaming heads, unless `streaming` is set and their window is at least twice the residual
     and a tile; then they keep the sinks that they have.
 
-    `rotate` says what is rotated within a head before it is stored (see kv_rotation.py): `none`, `values`, or `both`
+    `rotate` says what is rotated within a head before it is stored (see kv_tiles.py): `none`, `values`, or `both`
     keys and values. By default, values are where codes have 4 bits or less. Rotated keys lose less in some models, and
     far more in others, such as those that normalize queries and keys.
 

@@ -16,8 +16,7 @@ from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import TILE, Quantization
-from kvsurgery.templates.kv_rotation import rotated
-from kvsurgery.templates.kv_tiles import dequantize, quantize
+from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
 
 LOGITS = 1 << 25  # elements of logits that are computed at a time
 EXACT = 0  # the place of an unchanged head among the caches of a trial

@@ -8,8 +8,8 @@ import torch
 
 from kvsurgery.templates import kv_cuda, kv_torch
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
-from kvsurgery.templates.kv_columns import Columns
 from kvsurgery.templates.kv_decode import decode
+from kvsurgery.templates.kv_heads import Columns
 from kvsurgery.templates.kv_kernels import EVERY
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse

@@ -4,7 +4,7 @@ import torch
 from transformers import DynamicCache
 
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_rotation import rotated
+from kvsurgery.templates.kv_tiles import rotated
 
 
 class SlowCache(DynamicCache):

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvsurgery.templates.kv_columns import check_padding
-from kvsurgery.templates.kv_heads import HeadGroup, allocate
+from kvsurgery.templates.kv_heads import HeadGroup, allocate, check_padding
 from tests.helpers.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.policy.policy import Quantization
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_rotation import rotated, rotation
-from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize
+from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize, rotated, rotation
 from tests.helpers.families import largest
 
 
