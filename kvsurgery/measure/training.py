@@ -25,6 +25,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 # (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing
 Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]
 
+HIGH = 0.8  # a gate that has not moved far
 HASHED = 4  # numbers of a weight, by which a model is known again
 
 
@@ -216,6 +217,18 @@ def training_step(
     with torch.no_grad():
         gates.clamp_(0, 1)
     return loss, data
+
+
+def not_separated(profile: HeadProfile) -> str | None:
+    """What to say where most gates are still near 1, so that they tell few heads apart; None where they are not."""
+    gates = profile.head_scores[profile.eligible]
+    high = int((gates >= HIGH).sum())
+    if high <= gates.size / 2:
+        return None
+    return (
+        f"{high} of {gates.size} gates are {HIGH} or more: they have not separated. Train longer, or with a larger "
+        "`reg`"
+    )
 
 
 def fingerprint(measured: MeasuredModel) -> str:

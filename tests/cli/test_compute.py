@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvsurgery.measure import pace
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.helpers.command import done, run
+from tests.helpers.command import done, refused, run
 from tests.helpers.families import make
 from tests.helpers.shards import tree
 from tests.helpers.surgery import convert_folder, random_profile
@@ -48,6 +49,23 @@ def test_gates(folder):
     assert "6/6" in said.err
     assert "Next: kvsurgery convert --profile p.safetensors" in said.err
     done("convert", folder, "--profile", "p.safetensors", "--out", "out")
+
+
+def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
+    """A step that is said to take a tenth of a second for each thousand tokens."""
+    monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)
+    for name, steps in {"MOST": 5, "WANTED": 4, "LEAST": 3}.items():
+        monkeypatch.setattr(pace, name, steps)
+    start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "-o", "p.safetensors"]
+    lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
+    said = done(*start, *lengths, "--minutes", 0.01)
+    assert "0.01 minutes are enough for --steps 4 --min-context 400 --max-context 2048 --passkeys 2\n" in said.err
+    made = HeadProfile.load("p.safetensors").provenance
+    assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
+    assert "16 of 16 gates are 0.8 or more: they have not separated. Train longer" in said.err
+    assert "give 1 minutes" in refused(*start, *lengths, "--minutes", 0.001)
+    assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
+    assert "the settings that were printed" in run(*start, "--minutes", 1, "--resume", "--checkpoint", "state").err
 
 
 def test_a_training_goes_on_from_its_checkpoint(folder):

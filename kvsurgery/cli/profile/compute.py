@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.pace import Pace
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Contexts
+    from kvsurgery.measure.training import GateOptions
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
 
     Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
 
 PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
-GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
+GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve", "minutes")
 NEEDLES = ("needles", "lengths", "depths")
 KV_BITS = "kv-bits"
 SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 8}
@@ -85,6 +87,11 @@ OPTIONS = {
     help="duo: distill compares last hidden states with the full model's; lm, an ablation, predicts the next token.",
 )
 @click.option("--steps", type=int, default=2000, show_default=True, help="duo: training steps.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    help="duo: time for the training, in place of --steps; contexts and passkeys follow where they are not given.",
+)
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo: peak learning rate.")
 @click.option("--reg", type=float, default=0.05, show_default=True, help="duo: weight of the mean gate.")
 @click.option(
@@ -162,6 +169,8 @@ def compute(
         raise click.UsageError("--resume goes on from --checkpoint; name it")
     if method == KV_BITS and options["text"] is None:
         raise click.UsageError("--text is missing: --method kv-bits measures on real text")
+    if options["minutes"] is not None:
+        _leave_open(ctx, options)
     options["samples"] = options["samples"] or SAMPLES.get(method)
     options["context"] = options["context"] or CONTEXT.get(method)
 
@@ -209,11 +218,24 @@ def compute(
                 console.stderr.print(f"wrote {options['curve']}", markup=False)
 
 
+def _leave_open(ctx: click.Context, options: dict[str, Any]) -> None:
+    """Leave out the defaults of what follows from the time."""
+    if options["resume"]:
+        raise click.UsageError("--resume continues with the settings that were printed; give them instead of --minutes")
+    if ctx.get_parameter_source("steps") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--minutes chooses --steps; leave one of them out")
+    for name in ("min_context", "passkeys"):
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            options[name] = None
+
+
 def _check_passkeys(options: dict[str, Any]) -> None:
     """Refuse passkeys that the shortest prompt cannot hold, whatever the words around them are."""
     from kvsurgery.errors import ProfileError
 
     count, size = options["passkeys"], options["passkey_tokens"]
+    if None in (count, options["min_context"]):
+        return
     if options["min_context"] <= (least := 2 * count * size):
         raise ProfileError(
             f"{count} passkeys of {size} tokens, hidden and recalled, take more than {least} tokens; give a longer "
@@ -243,10 +265,17 @@ def _check_files(options: dict[str, Any]) -> None:
 
 
 def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
+    from dataclasses import replace
+
+    from kvsurgery import console
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import GateOptions, KeptState, Progress, train_gates
+    from kvsurgery.measure.training import GateOptions, KeptState, Progress, not_separated, train_gates
 
     gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
+    if options["minutes"] is not None:
+        pace = _pace(measured, mesh, gates, options)
+        gates = replace(gates, steps=pace.steps)
+        options |= {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
     contexts = _contexts(measured, options)
     if gates.loss == "lm":
         prompts = Passages(contexts, contexts.read(options["text"], measured.text))
@@ -256,7 +285,7 @@ def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], opti
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
-    return train_gates(
+    profile, history = train_gates(
         measured,
         prompts,
         gates,
@@ -265,6 +294,20 @@ def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], opti
         progress=progress,
         mesh=mesh,
     )
+    if mesh.processes.rank == 0 and (warning := not_separated(profile)):
+        console.stderr.print(warning, markup=False)
+    return profile, history
+
+
+def _pace(measured: MeasuredModel, mesh: Mesh, gates: GateOptions, options: dict) -> Pace:
+    from kvsurgery import console
+    from kvsurgery.measure.pace import Lengths, paced, step_seconds
+
+    given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
+    pace = paced(options["minutes"], step_seconds(measured, gates, mesh), measured.max_context, given)
+    if mesh.processes.rank == 0:
+        console.stderr.print(f"{options['minutes']:g} minutes are enough for {pace.flags}", markup=False)
+    return pace
 
 
 def _attention(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:

@@ -1,0 +1,126 @@
+"""How long a training of gates takes here, and what a number of minutes is enough for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.gates import add_gradient, initial_gates
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.training import GateOptions
+from kvsurgery.text.lengths import LONGEST, SHORTEST
+
+MOST, WANTED, LEAST = 2000, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
+SHORT = 768  # tokens; prompts are not shortened any further
+PROBE = 512  # tokens of the prompt that is timed
+PASSKEY, PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the shortest and of the longest prompt, and the passkeys in each; None: to be chosen."""
+
+    shortest: int | None = None
+    longest: int | None = None
+    passkeys: int | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A training that fits a time.
+
+    Attributes:
+        steps: how many.
+        shortest, longest: tokens of prompts.
+        passkeys: in each.
+    """
+
+    steps: int
+    shortest: int
+    longest: int
+    passkeys: int
+
+    @property
+    def flags(self) -> str:
+        """The same as options of `profile compute`."""
+        return (
+            f"--steps {self.steps} --min-context {self.shortest} --max-context {self.longest} "
+            f"--passkeys {self.passkeys}"
+        )
+
+
+def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths()) -> Pace:
+    """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
+
+    Args:
+        seconds: of a step, by tokens of its prompts.
+        most_tokens: positions of the model.
+        given: lengths that are kept.
+
+    Raises:
+        ProfileError: there is time for fewer than 100 steps of the shortest prompts.
+    """
+    for shortest, longest in _candidates(most_tokens, given):
+        lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
+        step = float(np.mean([seconds(length) for length in lengths]))
+        steps = int(60 * minutes / step)
+        if steps >= WANTED:
+            break
+    if steps < LEAST:
+        enough = math.ceil(LEAST * step / 60)
+        raise ProfileError(
+            f"{minutes:g} minutes are enough for {steps} steps with prompts of {shortest} to {longest} tokens, and "
+            f"gates take {LEAST} or more; give {enough} minutes"
+        )
+    passkeys = given.passkeys or min(max(shortest // PASSKEY, 1), PASSKEYS)
+    return Pace(min(steps, MOST), shortest, longest, passkeys)
+
+
+def _candidates(most_tokens: int, given: Lengths) -> Iterator[tuple[int, int]]:
+    """Shortest and longest prompt, each pair half as long as the one before."""
+    longest = given.longest or min(LONGEST, most_tokens)
+    least = longest if given.longest else max(SHORT, given.shortest or 0)
+    while True:
+        yield given.shortest or min(SHORTEST, max(longest // 2, 2)), longest
+        if longest <= least:
+            return
+        longest = max(longest // 2, least)
+
+
+def step_seconds(
+    measured: MeasuredModel,
+    options: GateOptions,
+    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+) -> Callable[[int], float]:
+    """Time one step, and say how long others take, by tokens of their prompts.
+
+    Longer prompts take more in proportion to their operations: two for each weight of a layer and each token, and for
+    each pair of a query and a key that it sees.
+    """
+    tokens = min(max(PROBE, options.sink + options.recent + 2), measured.max_context)
+    weights = sum(weight.numel() for weight in measured.model.get_decoder().layers.parameters())
+    model = measured.dimensions
+    width = model.layers * model.query_heads * model.head_dim
+
+    def operations(length: int) -> float:
+        return 2.0 * weights * length + 2.0 * width * length**2
+
+    ids = torch.arange(tokens)[None] % measured.model.config.get_text_config().vocab_size
+    targets = torch.zeros_like(ids, dtype=torch.bool)
+    targets[:, -tokens // 16 :] = True
+    sizes = {"sink": options.sink, "recent": options.recent}
+    for _ in range(2):  # the first one warms up
+        gates = initial_gates(measured)
+        gates.grad = torch.zeros_like(gates)
+        begin = time.perf_counter()
+        add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
+        seconds = time.perf_counter() - begin
+    seconds = mesh.processes.agree(seconds) * len(mesh.share(options.batch))
+    return lambda length: seconds * operations(length) / operations(tokens)

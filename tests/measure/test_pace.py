@@ -1,0 +1,70 @@
+"""What a number of minutes is enough for: prompts as long as can be, and no more time than was given."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, paced, step_seconds
+from kvsurgery.measure.training import GateOptions
+from tests.helpers.families import stock
+from tests.helpers.measured_models import measured_model
+
+
+@given(
+    st.floats(0.1, 1e4),
+    st.floats(1e-6, 0.1),
+    st.floats(0, 1e-6),
+    st.integers(2, 200_000),
+    st.integers(2, 5000) | st.none(),
+)
+def test_a_training_fits_its_time(minutes, linear, square, most, longest):
+    def seconds(tokens):
+        return linear * tokens + square * tokens**2
+
+    asked = Lengths(longest=longest and min(longest, most))
+    try:
+        found = paced(minutes, seconds, most, asked)
+    except ProfileError as error:
+        assert 60 * minutes / seconds(min(SHORT, most, asked.longest or most)) < 2 * LEAST
+        enough = float(str(error).split("give ")[1].split(" minutes")[0])
+        assert paced(enough, seconds, most, asked).steps >= LEAST
+        return
+    lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
+    assert found.steps * np.mean([seconds(int(length)) for length in lengths]) <= 60 * minutes * (1 + 1e-9)
+    assert LEAST <= found.steps <= MOST
+    assert 2 <= found.shortest <= found.longest <= most
+    assert found.longest == (asked.longest or found.longest)
+    # prompts are only short where longer ones leave too few steps
+    if found.steps < WANTED:
+        assert found.longest <= max(SHORT, asked.longest or 0)
+
+
+def test_the_longer_the_time_the_longer_the_prompts():
+    found = [paced(minutes, lambda tokens: tokens / 60, 32_000) for minutes in (21, 100, 400, 2000, 20_000)]
+    assert [each.longest for each in found] == [768, 1000, 4000, 32_000, 32_000]
+    assert [each.shortest for each in found] == [384, 500, 1000, 1000, 1000]
+    assert [each.passkeys for each in found] == [3, 5, 10, 10, PASSKEYS]
+    assert found[-1].steps == MOST
+    assert found[0].flags == "--steps 131 --min-context 384 --max-context 768 --passkeys 3"
+
+
+def test_what_is_given_is_kept():
+    found = paced(100, lambda tokens: tokens / 60, 32_000, Lengths(600, 5000, 7))
+    assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
+    with pytest.raises(ProfileError, match="2 minutes are enough for 12 steps with prompts of 384 to 768 tokens"):
+        paced(2, lambda tokens: tokens / 60, 32_000)
+
+
+def test_longer_steps_take_longer():
+    """A step is really timed; what it takes at other lengths follows."""
+    measured = measured_model(stock("llama", num_hidden_layers=1, max_position_embeddings=64), name="org/small")
+    seconds = step_seconds(measured, GateOptions(sink=2, recent=4))
+    assert 0 < seconds(64) < math.inf
+    assert 2 * seconds(64) < seconds(128) < 4 * seconds(64)
+    assert not any(weight.requires_grad for weight in measured.model.parameters())
+    assert torch.is_grad_enabled()
