@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvsurgery.checkpoint.family import Family
@@ -16,7 +16,7 @@ from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.loading import load_losses
+from kvsurgery.profile.loading import load_losses, pinned
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.text.user_turn import user_marker
 
@@ -73,10 +73,14 @@ class PreparedConversion:
             if dimensions != measured.model:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
-        windows, fitted = family.windows(checkpoint.config), None
-        losses = None if recipe.kv_measured is None else load_losses(recipe.kv_measured)
-        if losses is not None and (dimensions, windows) != (losses.model, losses.windows):
-            raise ProfileError(f"{recipe.kv_measured} was measured on {losses.base_model}, not on {checkpoint.name}")
+        windows, fitted, losses = family.windows(checkpoint.config), None, None
+        if recipe.kv_measured is not None:
+            losses = load_losses(recipe.kv_measured)
+            if (dimensions, windows) != (losses.model, losses.windows):
+                raise ProfileError(
+                    f"{recipe.kv_measured} was measured on {losses.base_model}, not on {checkpoint.name}"
+                )
+            recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
         if recipe.fit is not None:
             fitted = fit(profile, windows, Footprint.of(checkpoint, family, recipe.tp), recipe, budgets, losses)
             recipe = fitted.choice.recipe(recipe)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.loading import load_scores
+from kvsurgery.profile.loading import load_scores, pinned
 from kvsurgery.recipe import Recipe
 from kvsurgery.repo_id import is_repo_id
 
@@ -44,14 +44,20 @@ class Request:
     ) -> Request:
         """A request with these profiles, or else those that the recipe names.
 
-        Without a source, it is the model that the profile was measured on. Without a profile of scores, it is the one
-        that budgets follow.
+        The recipe then has addresses on the Hub by commit. Without a source, it is the model that the profile was
+        measured on. Without a profile of scores, it is the one that budgets follow.
 
         Raises:
             ProfileError: a profile cannot be read, there is none, or there are two of a kind.
         """
-        loaded = [*profiles] or [load_scores(path) for path in recipe.profiles]
-        budgets = None if recipe.budgets_from is None else load_scores(recipe.budgets_from)
+        loaded = [*profiles]
+        if not loaded:
+            loaded = [load_scores(path) for path in recipe.profiles]
+            recipe = replace(recipe, profiles=tuple(map(pinned, recipe.profiles, loaded)))
+        budgets = None
+        if recipe.budgets_from is not None:
+            budgets = load_scores(recipe.budgets_from)
+            recipe = replace(recipe, budgets_from=pinned(recipe.budgets_from, budgets))
         if budgets is not None and all(profile.scores is None for profile in loaded):
             loaded.append(budgets)
         profile, reform = _parted(loaded)

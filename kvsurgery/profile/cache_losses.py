@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,7 +88,6 @@ class CacheLosses(TensorFile):
     model: ModelDimensions
     base_revision: str | None = None
     windows: tuple[int | None, ...] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.settings or not set(self.settings) <= set(WIDTHS) or not all(self.settings.values()):

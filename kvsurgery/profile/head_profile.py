@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +15,6 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
-from kvsurgery.repo_id import is_address
 
 Granularity = Literal["kv", "query"]
 
@@ -32,7 +31,6 @@ class HeadProfile(TensorFile):
         model: its attention dimensions.
         base_revision: its commit, where known.
         sink, recent: tokens of the streaming pattern that scores were measured with, where there was one.
-        provenance: data, steps, seeds, tool version; free JSON.
         embedding_heads: of a reform profile, by layer, state and head; empty in any other.
         ranking: what they were picked from, where it was measured.
         windows: per layer, the model's own sliding window in tokens, or None for full attention; None as a whole where
@@ -54,7 +52,6 @@ class HeadProfile(TensorFile):
     base_revision: str | None = None
     sink: int | None = None
     recent: int | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
     embedding_heads: tuple[EmbeddingHead, ...] = ()
     ranking: Ranking | None = None
     windows: tuple[int | None, ...] | None = None
@@ -139,12 +136,6 @@ class HeadProfile(TensorFile):
         if self.scores is None:
             raise ProfileError(f"the {self.method} profile of {self.base_model} has embedding heads and no scores")
         return self.scores
-
-    @property
-    def address(self) -> str | None:
-        """Address on the Hub that it was read from, by commit."""
-        file = self.provenance.get("file")
-        return file if isinstance(file, str) and is_address(file) and file.isprintable() else None
 
     @property
     def eligible(self) -> np.ndarray:

@@ -9,7 +9,8 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import LARGEST_FILE
-from kvsurgery.repo_id import HubFile
+from kvsurgery.profile.tensor_file import TensorFile
+from kvsurgery.repo_id import HubFile, is_address
 
 
 def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
@@ -63,3 +64,8 @@ def load_losses(source: str | Path) -> CacheLosses:
     found = load(source, CacheLosses)
     assert isinstance(found, CacheLosses)  # as asked for
     return found
+
+
+def pinned(source: str, found: TensorFile) -> str:
+    """The address, by commit, of what was read from an address; a path stays as it is."""
+    return found.address or source if is_address(source) else source

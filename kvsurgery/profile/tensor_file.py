@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,6 +18,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.repo_id import is_address
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,22 @@ class Kind:
         return {"format": self.format, "version": self.version}
 
 
+@dataclass(frozen=True, eq=False)
 class TensorFile(ABC):
-    """What a safetensors file of one kind holds; equal content makes equal bytes."""
+    """What a safetensors file of one kind holds; equal content makes equal bytes.
+
+    Attributes:
+        provenance: data, steps, seeds, tool version; free JSON.
+    """
 
     KIND: ClassVar[Kind]
+    provenance: dict[str, Any] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def address(self) -> str | None:
+        """Address on the Hub that it was read from, by commit."""
+        file = self.provenance.get("file")
+        return file if isinstance(file, str) and is_address(file) and file.isprintable() else None
 
     @abstractmethod
     def content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -50,7 +50,7 @@ def test_convert_and_recipe(hub, place):
     local, found = tree(Path("local")), tree(Path("out"))
     assert {name for name in found if found[name] != local[name]} == {"README.md", "kvsurgery.json"}
     assert f"file `{ADDRESS}@{hub.commit}`" in Path("out/README.md").read_text()
-    assert Recipe.load("recipes/duo.toml").profiles == (ADDRESS,)
+    assert Recipe.load("recipes/duo.toml").profiles == (f"{ADDRESS}@{hub.commit}",)
 
     # read again by a recipe in another folder, and without a network
     recipe = ["convert", place / "llama", "--recipe", "recipes/duo.toml", "--out", "again"]
@@ -65,18 +65,24 @@ def test_measured_losses(hub, place):
     for folder in (Path(), place / "repo/heads"):
         measured.save(folder / "losses.safetensors")
     hub.publish("org/scores", place / "repo")
-    options = [place / "llama", "--profile", place / "repo/heads/duo.safetensors", "--kv-bits", 8]
-    done(hub, "convert", *options, "--kv-measured", "losses.safetensors", "--out", "local")
-    done(hub, "convert", *options, "--kv-measured", ADDRESS.replace("duo", "losses"), "--out", "out")
+    options = [place / "llama", "--profile", place / "repo/heads/duo.safetensors", "--kv-bits"]
+    address = ADDRESS.replace("duo", "losses")
+    done(hub, "convert", *options, 8, "--kv-measured", "losses.safetensors", "--out", "local")
+    done(hub, "convert", *options, 8, "--kv-measured", address, "--out", "out")
     local, found = (json.loads(Path(folder, "config.json").read_text()) for folder in ("local", "out"))
     assert found == local
     assert found["kv_surgery"]["quantization"]["rotate"] == measured.best(8).rotate
+    options += ["auto", "--kv-budget", 12, "--kv-measured", address, "--sparsity", 0.5, "--save-recipe", "auto.toml"]
+    done(hub, "convert", *options, "--dry-run")
+    assert Recipe.load("auto.toml").kv_measured == f"{address}@{hub.repos['org/scores'].refs['main']}"
 
 
 def test_budgets_and_other_commands(hub, place):
     local = place / "repo/heads/duo.safetensors"
     planned = ["convert", place / "llama", "--profile", local, "--rest", "budgeted", "--budgets-from", ADDRESS]
+    planned += ["--save-recipe", "budgets.toml"]
     plan = json.loads(done(hub, *planned, "--sparsity", 0.5, "--budget", 9, "--dry-run", "--json"))
+    assert Recipe.load("budgets.toml").budgets_from == f"{ADDRESS}@{hub.commit}"
     assert plan["policy"]["budgets_from"].startswith("duo ")
     address = f"{ADDRESS}@{hub.commit}"
     assert json.loads(done(hub, "profile", "show", ADDRESS, "--json"))["provenance"]["file"] == address
