@@ -37,6 +37,15 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+GEMMA_4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": INTERLEAVED,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 101,
+    "tie_word_embeddings": True,
+}
 # positions of time, height and width
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 # queries have a factor from position 16 on
@@ -106,6 +115,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         **MOE,
         **HYBRID,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 4,
+    },
+    "gemma4-moe": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
     },
 }
 
