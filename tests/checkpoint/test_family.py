@@ -41,7 +41,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe"]))
+    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)

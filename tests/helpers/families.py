@@ -164,6 +164,18 @@ QWEN = {
     "num_position_embeddings": 16,
     "out_hidden_size": SMALL["hidden_size"],
 }
+GEMMA_4_TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 8,
+}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
         "mistral",
@@ -191,6 +203,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe-images": (
         "qwen3_5_moe",
         {"model_type": "qwen3_5_moe", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"}},
+    ),
+    "gemma4-images": (
+        "gemma4",
+        {
+            "model_type": "gemma4",
+            "image_token_id": IMAGE,
+            "vision_config": GEMMA_4_TOWER,
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}

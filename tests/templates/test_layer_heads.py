@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from transformers import AutoModel, AutoModelForImageTextToText, DynamicCache
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
@@ -17,11 +17,12 @@ from kvsurgery.policy.policy import decide
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.command import done
-from tests.helpers.families import FAMILIES, largest, tokens
+from tests.helpers.families import FAMILIES, IMAGE, largest, make, tokens
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, random_profile
 from tests.templates.test_exactness import LENGTH, chunked
 from tests.templates.test_generation import GREEDY
+from tests.templates.test_images import prompt
 
 NAMES = [name for name in ("gemma4", "gemma4-moe") if name in FAMILIES]
 pytestmark = pytest.mark.skipif(not NAMES, reason="no such family in this version of transformers")
@@ -161,3 +162,36 @@ def test_only_layers_with_full_attention_lack_values(checkpoint, tmp_path):
     (tmp_path / "source" / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"layer 2 has no self_attn\.v_proj\.weight"):
         convert_folder(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def in_both_directions(tmp_path_factory):
+    """A converted model whose image tokens see each other in both directions, as the larger published ones do."""
+    source = tmp_path_factory.mktemp("source")
+    make("gemma4-images", source, use_bidirectional_attention="vision")
+    return convert_folder(source, tmp_path_factory.mktemp("out") / "converted", sparsity=0.0)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForImageTextToText, AutoModel])
+def test_images_are_refused_where_their_tokens_see_later_ones(in_both_directions, auto):
+    inputs = prompt("gemma4-images")
+    with pytest.raises(ValueError, match="tokens of an image see each other in both directions"):
+        in_both_directions.load(auto)(**inputs)
+
+
+def test_text_of_such_a_model_is_read_as_the_original_does(in_both_directions):
+    ids = tokens(2, 40, vocabulary=IMAGE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+    assert in_both_directions.model.generate(**inputs, **GREEDY).equal(
+        in_both_directions.stock.generate(**inputs, **GREEDY)
+    )
+    with pytest.raises(ValueError, match="tokens of an image"):
+        in_both_directions.model.generate(**prompt("gemma4-images"), **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
+def test_layers_that_share_a_cache_are_refused(name):
+    text = {"model_type": "gemma4_text", "num_kv_shared_layers": 2}
+    config = text if name == "gemma4_text" else {"model_type": name, "text_config": text}
+    with pytest.raises(UnsupportedModel, match="its last layers read the KV cache of earlier ones"):
+        Family.of(config)
