@@ -112,6 +112,7 @@ def with_kv_cache(forward):
             cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
+        check_causal(config, given.get("mm_token_type_ids"))
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"
@@ -230,6 +231,17 @@ def check_cache(cache) -> None:
     if not isinstance(cache, KVSurgeryCache):
         raise TypeError(
             f"this checkpoint runs with a KVSurgeryCache, got {type(cache).__name__}; leave past_key_values out"
+        )
+
+
+def check_causal(config, mm_token_type_ids: torch.Tensor | None) -> None:
+    """Raise ValueError where tokens of an image or a video would see later ones: types [rows, tokens] 1 and 2."""
+    if mm_token_type_ids is None or getattr(config, "use_bidirectional_attention", None) != "vision":
+        return
+    if ((mm_token_type_ids == 1) | (mm_token_type_ids == 2)).any():
+        raise ValueError(
+            "tokens of an image see each other in both directions in this model's sliding layers, which this "
+            "checkpoint's cache cannot do; pass text or audio, or load it without trust_remote_code"
         )
 
 

@@ -177,6 +177,7 @@ class LayerLayout:
     A layer without blocks has no KV cache: its attention is linear.
 
     `order` has the original model's KV head at each place; a converted checkpoint does not say, and there it is empty.
+    `head_dim` is set where a layer's heads have another size than `KVLayout.head_dim`.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -187,6 +188,7 @@ class LayerLayout:
     selection: Selection | None = None
     quantization: Quantization | None = None
     order: tuple[int, ...] = ()
+    head_dim: int | None = None
 
     @property
     def kind(self) -> str:
@@ -207,6 +209,8 @@ class LayerLayout:
     def section(self) -> dict:
         """The layer's entry in the `kv_surgery` section."""
         entry = {"blocks": [list(block) for block in self.blocks]}
+        if self.head_dim is not None:
+            entry["head_dim"] = self.head_dim
         if not self.heads:
             return entry
         if self.selection:
@@ -327,9 +331,18 @@ def text_config(config):
     return config if part is None or (isinstance(config, dict) and not isinstance(part, dict)) else part
 
 
+def layer_setting(config, layer: int, name: str):
+    """What such a config has under a name for one layer; `per_layer_config` says where layers differ."""
+    layers = setting(config, "per_layer_config")
+    if isinstance(layers, dict):
+        own = {int(index): settings for index, settings in layers.items()}.get(layer, {})
+        return own[name] if name in own else setting(config, name)
+    return setting(config if layers is None else layers[layer], name)
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """The layout of a whole model."""
+    """The layout of a whole model; `head_dim` is the size of the heads, but for layers that have one of their own."""
 
     layers: tuple[LayerLayout, ...]
     head_dim: int
@@ -352,7 +365,11 @@ class KVLayout:
             selection = _selection(section["selection"]) if "selection" in section else None
             stored = section.get(QUANTIZATION[version])
             entries = section["layers"]
-            quantizations = [_quantization(part, version, head_dim) for part in _by_layer(stored, len(entries))]
+            sizes = [_count(entry.get("head_dim", head_dim), least=1) for entry in entries]
+            quantizations = [
+                _quantization(part, version, size)
+                for part, size in zip(_by_layer(stored, len(entries)), sizes, strict=True)
+            ]
             layers = tuple(
                 _layer(entry, selection, quantization)
                 for entry, quantization in zip(entries, quantizations, strict=True)
@@ -361,13 +378,14 @@ class KVLayout:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
             raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
-        heads = setting(text, "num_key_value_heads") or setting(text, "num_attention_heads")
         kinds = setting(text, "layer_types") or []
         for index, layer in enumerate(layers):
+            heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
             own = 0 if kinds[index : index + 1] == [LINEAR] else heads
             if layer.heads != own:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {own}")
-        if len({(len(layer.blocks), size) for layer in layers for size in map(sum, layer.blocks)}) > 1:
+        sizes = [{*map(sum, layer.blocks)} for layer in layers if layer.blocks]
+        if any(len(size) > 1 for size in sizes) or len({len(layer.blocks) for layer in layers if layer.blocks}) > 1:
             raise ValueError("kv_surgery has blocks of heads of different sizes")
         return cls(layers, head_dim)
 
@@ -452,7 +470,8 @@ class KVLayout:
         Raises:
             ValueError: heads of this size cannot be stored so.
         """
-        quantization.check(self.head_dim)
+        for head_dim in {layer.head_dim or self.head_dim for layer in self.layers}:
+            quantization.check(head_dim)
         if any(layer.holds for layer in self.layers) and not self.counts[FULL] and not quantization.streaming:
             raise ValueError("budgets that hold are not quantized, and there are no full heads; leave it out")
         return KVLayout(tuple(replace(layer, quantization=quantization) for layer in self.layers), self.head_dim)
@@ -468,15 +487,19 @@ class KVLayout:
                 as many can be taken back (assisted decoding); 0 otherwise. Heads whose budget holds keep whole blocks.
             itemsize: bytes of an element; 2 for bfloat16 and float16.
         """
-        return batch * sum(layer.kv_bytes(prompt, new, margin, self.head_dim, itemsize) for layer in self.layers)
+        return batch * sum(
+            layer.kv_bytes(prompt, new, margin, layer.head_dim or self.head_dim, itemsize) for layer in self.layers
+        )
 
     def dense_bytes(self, batch: int, prompt: int, new: int = 0, itemsize: int = 2) -> int:
         """Bytes of the unconverted model's cache: every head keeps all tokens, but for the model's own windows."""
-        slots = sum(
-            layer.heads * (layer.streaming_slots(prompt + new) if layer.native else prompt + new)
+        states = sum(
+            layer.heads
+            * (layer.streaming_slots(prompt + new) if layer.native else prompt + new)
+            * (layer.head_dim or self.head_dim)
             for layer in self.layers
         )
-        return 2 * batch * slots * self.head_dim * itemsize
+        return 2 * batch * states * itemsize
 
     def prefill_peak_bytes(
         self, batch: int, prompt: int, new: int = 0, chunk: int | None = None, itemsize: int = 2
@@ -486,10 +509,10 @@ class KVLayout:
         A prompt that comes in chunks waits whole in budgeted heads until its last token can select.
         """
         chunk = min(chunk or prompt, prompt)
-        rows = max(layer.heads for layer in self.layers) * chunk
+        states = max(layer.heads * (layer.head_dim or self.head_dim) for layer in self.layers) * chunk
         if chunk < prompt:
-            rows += sum(len(layer.budgets) * prompt for layer in self.layers)
-        return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + 2 * batch * rows * self.head_dim * itemsize
+            states += sum(len(layer.budgets) * prompt * (layer.head_dim or self.head_dim) for layer in self.layers)
+        return self.kv_bytes(batch, prompt, new, itemsize=itemsize) + 2 * batch * states * itemsize
 
 
 def _layer(entry: dict, selection: Selection | None, quantization: Quantization | None) -> LayerLayout:
@@ -497,14 +520,15 @@ def _layer(entry: dict, selection: Selection | None, quantization: Quantization 
     blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
     if not blocks:
         return LayerLayout((), 0, 1, quantization=quantization)
+    head_dim = entry.get("head_dim")
     if "budgets" in entry:
         budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)
         if len(budgets) != others or selection is None:
             raise ValueError(f"{others} budgeted heads with {len(budgets)} budgets and selection {selection}")
-        return LayerLayout(blocks, 0, 1, False, budgets, selection, quantization)
+        return LayerLayout(blocks, 0, 1, False, budgets, selection, quantization, head_dim=head_dim)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
     native = entry.get("native", False) is True
-    return LayerLayout(blocks, sink, recent, native, quantization=quantization)
+    return LayerLayout(blocks, sink, recent, native, quantization=quantization, head_dim=head_dim)
 
 
 def _selection(entry: dict) -> Selection:

@@ -5,10 +5,12 @@ config traits surgery does not cover, and the role of every tensor. In `[permute
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
 each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything. In `[windows]`,
-`kind` is what `layer_types` calls layers without full attention. `[parallel]` says where transformers' tensor
-parallelism does not split the heads, `[reform]` why REFORM does not cover a family, `[measure]` why its heads cannot be
-measured. `[rope]` says whether layer types have RoPE of their own, `[modeling]` is what the emitted code says of the
-family.
+`kind` is what `layer_types` calls layers without full attention. `[full_attention]` has the config keys of dimensions
+that layers with full attention have of their own, and of the switch for layers without `v_proj`, whose values are made
+from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]`
+why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says whether layer types have
+RoPE of their own, and whether `rope_parameters` is their only spelling, `[modeling]` is what the emitted code says of
+the family.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -66,15 +68,16 @@ class Family:
     be of, where it has one inside. Where attention is `replicated`, every process of tensor parallelism has all heads.
     `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
     REFORM cannot read long prompts, where it cannot, and `no_measure` why heads cannot be measured. With
-    `rope_by_type`, scaled RoPE is not that of sliding layers.
+    `rope_by_type`, scaled RoPE is not that of sliding layers; with `rope_parameters_only`, no transformers 4 reads it.
     """
 
     name: str
     classes: Mapping[str, str]
     modeling: Modeling
     defaults: Mapping[str, Any]
-    refusals: Mapping[str, str]
+    refusals: Mapping[str, str | Mapping[str, str]]
     window: Mapping[str, Any] | None
+    full_attention: Mapping[str, str]
     permute: Mapping[str, tuple[str, ...]]
     optional: Mapping[str, tuple[str, ...]]
     copy_layer: tuple[str, ...]
@@ -86,6 +89,7 @@ class Family:
     no_reform: str | None
     no_measure: str | None
     rope_by_type: bool
+    rope_parameters_only: bool
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -121,12 +125,41 @@ class Family:
         return f"modeling_kvsurgery_{self.name}"
 
     def dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
-        """Attention dimensions, with the defaults of the family's config class.
+        """Attention dimensions of layers with full attention, with the defaults of the family's config class.
 
         Raises:
-            UnsupportedModel: a dimension is no sensible number, or query heads do not divide into groups.
+            UnsupportedModel: a dimension is no sensible number, query heads do not divide into groups, or layers of one
+                kind differ.
         """
         config = text_config(config)
+        return self._dimensions({**config, **self._of_full_attention(config)})
+
+    def sliding_dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
+        """Attention dimensions of layers with a sliding window of the model's own.
+
+        Raises:
+            UnsupportedModel: as `dimensions`.
+        """
+        return self._dimensions(text_config(config))
+
+    def layer_dimensions(self, config: Mapping[str, Any]) -> tuple[ModelDimensions, ...]:
+        """Attention dimensions of each layer.
+
+        Raises:
+            UnsupportedModel: as `dimensions` and `windows`.
+        """
+        full, sliding = self.dimensions(config), self.sliding_dimensions(config)
+        return tuple(full if window is None else sliding for window in self.windows(config))
+
+    def has_part(self, part: str, layer: int, config: Mapping[str, Any]) -> bool:
+        """Whether a layer has a tensor that others of the model have: where keys are values, it has no `v_proj`."""
+        config = text_config(config)
+        switch = self.full_attention.get("keys_are_values")
+        if switch is None or not part.startswith("self_attn.v_proj.") or not self._value(config, switch):
+            return True
+        return self.windows(config)[layer] is not None
+
+    def _dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
         layers = self._number(config, "num_hidden_layers")
         query_heads = self._number(config, "num_attention_heads")
         # a null means one KV head per query head, a missing key the family's default
@@ -181,7 +214,7 @@ class Family:
             return (None,) * layers
         if type(size) is not int or (size < 1 and not self.has_linear_layers):
             raise UnsupportedModel(f"config.json has sliding layers, but sliding_window is {size!r}")
-        if size >= self._number(config, "max_position_embeddings"):
+        if size >= self._number(config, "max_position_embeddings") and not self.full_attention:
             return (None,) * layers
         return tuple(size if slides else None for slides in sliding)
 
@@ -220,8 +253,43 @@ class Family:
 
     def _refuse(self, config: Mapping[str, Any]) -> None:
         for key, reason in self.refusals.items():
-            if config.get(key):
+            value = config.get(key)
+            if isinstance(reason, Mapping):  # of some values only
+                reason = reason.get(str(value))
+            if value and reason:
                 raise UnsupportedModel(f"config.json has {key}: {reason}")
+
+    def _of_full_attention(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """The dimensions that layers with full attention have of their own.
+
+        They lie under keys of the family, or in `per_layer_config`, which transformers 5 writes in their place.
+        """
+        if not self.full_attention:
+            return {}
+        layers = config.get("per_layer_config")
+        if layers is None:
+            keys = {"head_dim": self.full_attention["head_dim"]}
+            if self._value(config, self.full_attention["keys_are_values"]):
+                keys["num_key_value_heads"] = self.full_attention["num_key_value_heads"]
+            own = {name: self._value(config, key) for name, key in keys.items()}
+            return {name: value for name, value in own.items() if value is not None}
+        names = "head_dim", "num_key_value_heads"
+        whole = {name: self._number(config, name) for name in names}
+        windows = self.windows(config)
+        try:
+            given = {int(layer): {**whole, **own} for layer, own in layers.items()}
+            shapes = [given.pop(layer, whole) for layer in range(len(windows))]
+        except (AttributeError, TypeError, ValueError):
+            given, shapes = {}, [{}]
+        full, sliding = (
+            [shape for shape, window in zip(shapes, windows, strict=False) if (window is None) == is_full]
+            for is_full in (True, False)
+        )
+        if given or any(shape.keys() != {*names} for shape in shapes):
+            raise UnsupportedModel(f"config.json: per_layer_config must give layers {' and '.join(names)} only")
+        if any(shape != full[0] for shape in full) or any(shape != whole for shape in sliding):
+            raise UnsupportedModel("config.json: per_layer_config gives layers of one kind heads of several shapes")
+        return full[0] if full else {}
 
     def _with_text(self, config: Mapping[str, Any]) -> Family:
         """This family with all that is known of the heads of its text model, which has this config."""
@@ -253,7 +321,9 @@ class Family:
             known = ("full_attention", window.get("kind", "sliding_attention"))
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
-            return [item != "full_attention" for item in types]
+            # stock code takes the last layer of a family with two kinds of heads for one with full attention
+            kinds = [*types[:-1], "full_attention"] if self.full_attention else types
+            return [item != "full_attention" for item in kinds]
         if size is None:
             return [False] * layers
         first = self._value(config, window["from_layer"]) if "from_layer" in window else 0
@@ -262,7 +332,8 @@ class Family:
             every = self._number(config, every)
         if type(first) is not int:
             raise UnsupportedModel(f"config.json: {window['from_layer']} is {first!r}, not a number of layers")
-        return [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
+        sliding = [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
+        return [*sliding[:-1], False] if self.full_attention else sliding
 
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
         return config.get(key, self.defaults.get(key))
@@ -316,6 +387,7 @@ def load_family(name: str) -> Family:
         defaults=patch.get("defaults", {}),
         refusals={**_ALWAYS_REFUSED, **patch.get("refuse", {})},
         window=patch.get("windows"),
+        full_attention=patch.get("full_attention", {}),
         permute=_shapes(patch.get("permute", {})),
         optional=_shapes(patch.get("permute_if_present", {})),
         copy_layer=tuple(patch["copy"].get("layer", ())),
@@ -325,6 +397,7 @@ def load_family(name: str) -> Family:
         text=tuple(text.get("families", ())),
         replicated=patch.get("parallel", {}).get("attention") == "replicated",
         rope_by_type=patch.get("rope", {}).get("by_layer_type", False),
+        rope_parameters_only=patch.get("rope", {}).get("parameters_only", False),
         no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
         no_measure=f"the heads of {title} cannot be measured: {no_measure}" if no_measure else None,
     )

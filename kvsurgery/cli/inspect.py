@@ -68,7 +68,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
             states = f"states of {console.size(facts.states)} a sequence, not counted as KV cache"
             yield "linear", f"{linear} of {facts.dimensions.layers} layers have linear attention, with {states}"
         for window, layers in Counter(filter(None, facts.windows)).items():
-            yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens"
+            own = f", with {facts.sliding.heads}" if facts.sliding else ""
+            yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens{own}"
     if facts.context:
         yield "positions", facts.context
     yield from _ropes(facts.rope)

@@ -81,7 +81,8 @@ class Facts:
     Attributes:
         name, revision: folder or Hub id, and the commit of the latter.
         model_type: as config.json has it.
-        dimensions: attention dimensions, None where the family is unknown.
+        dimensions: attention dimensions, None where the family is unknown; where layers differ, of full attention.
+        sliding: dimensions of layers with a sliding window, None where they are the same.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
         context: positions that the model was made for.
@@ -98,6 +99,7 @@ class Facts:
     revision: str | None
     model_type: str | None
     dimensions: ModelDimensions | None
+    sliding: ModelDimensions | None
     windows: tuple[int | None, ...]
     states: int
     context: int | None
@@ -151,12 +153,13 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
     parameters: Counter[str] = Counter()
     for tensor in checkpoint.tensors if checkpoint else ():
         parameters[tensor.dtype] += math.prod(tensor.shape)
-    dimensions, windows = _dimensions(config)
+    dimensions, sliding, windows = _dimensions(config)
     return Facts(
         name=name,
         revision=revision,
         model_type=config.get("model_type"),
         dimensions=dimensions,
+        sliding=None if sliding == dimensions else sliding,
         windows=windows,
         states=_states(config),
         context=text_config(config).get("max_position_embeddings"),
@@ -188,14 +191,16 @@ def _unknown(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
-def _dimensions(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, tuple[int | None, ...]]:
-    """Dimensions and windows, as far as the family is known."""
+def _dimensions(
+    config: Mapping[str, Any],
+) -> tuple[ModelDimensions | None, ModelDimensions | None, tuple[int | None, ...]]:
+    """Dimensions of full and of sliding layers, and windows, as far as the family is known."""
     stock = _stock(config)
     try:
         family = Family.of(stock)
-        return family.dimensions(stock), family.windows(stock)
+        return family.dimensions(stock), family.sliding_dimensions(stock), family.windows(stock)
     except UnsupportedModel:
-        return None, ()
+        return None, None, ()
 
 
 def _states(config: Mapping[str, Any]) -> int:

@@ -107,7 +107,7 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
     """
     model, hidden = family.dimensions(checkpoint.config), family.hidden(checkpoint.config)
-    heads = heads_by_layer(family, checkpoint.config)
+    models, heads = family.layer_dimensions(checkpoint.config), heads_by_layer(family, checkpoint.config)
     if [sorted(order) for order in orders] != [[*places] for places in heads]:
         raise PolicyError(f"the policy does not order the heads of this model, which has {model}")
     moves: dict[str, Move] = {}
@@ -123,19 +123,23 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
         elif not heads[role.layer]:
             raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has linear attention")
         else:
-            _check_shape(tensor, role, model, hidden)
-            moves[tensor.name] = _permute(tensor, role.axis, role.shape[role.axis], model, tuple(orders[role.layer]))
+            own = models[role.layer]
+            _check_shape(tensor, role, own, hidden)
+            moves[tensor.name] = _permute(tensor, role.axis, role.shape[role.axis], own, tuple(orders[role.layer]))
     for layer in range(model.layers):
         for part in family.permute:
-            if heads[layer] and (layer, part) not in parts:
+            if heads[layer] and (layer, part) not in parts and family.has_part(part, layer, checkpoint.config):
                 raise CheckpointError(f"layer {layer} has no {part}; is the checkpoint complete?")
     return moves
 
 
 def heads_by_layer(family: Family, config: Mapping[str, Any]) -> list[range]:
     """The KV heads of each layer in the source's order; linear attention has none."""
-    heads = family.dimensions(config).kv_heads
-    return [range(0 if window == 0 else heads) for window in family.windows(config)]
+    models = family.layer_dimensions(config)
+    return [
+        range(0 if window == 0 else model.kv_heads)
+        for model, window in zip(models, family.windows(config), strict=True)
+    ]
 
 
 def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int) -> None:

@@ -86,7 +86,8 @@ class PreparedConversion:
             recipe = fitted.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
-        policy = decide(profile, windows, recipe, budgets, losses)
+        sliding = family.sliding_dimensions(checkpoint.config)
+        policy = decide(profile, windows, recipe, budgets, losses, sliding)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)

@@ -28,16 +28,21 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     transformers run code of the Hub without it are left out.
     """
     family = Family.of(config)
-    model = family.dimensions(config)
+    model, sliding = family.dimensions(config), family.sliding_dimensions(config)
     result = copy.deepcopy(dict(config))
     for part, key, _ in [*_hub_code(result)]:
         del part[key]
     text = text_config(result)
-    text.update(both_rope_spellings(text, family.rope_by_type))
+    if not family.rope_parameters_only:
+        text.update(both_rope_spellings(text, family.rope_by_type))
     # a config may leave out what is its class's default; the layout is checked against these
     text["num_hidden_layers"] = model.layers
     text["num_attention_heads"] = model.query_heads
-    text["num_key_value_heads"] = model.kv_heads
+    text["num_key_value_heads"] = sliding.kv_heads
+    if family.full_attention:
+        own = {"head_dim": model.head_dim, "num_key_value_heads": model.kv_heads}
+        full = [layer for layer, window in enumerate(family.windows(config)) if window is None]
+        text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): own for layer in full}}
     if family.has_linear_layers:
         text["layer_types"] = [LINEAR if window == 0 else "full_attention" for window in family.windows(config)]
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}

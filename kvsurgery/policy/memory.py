@@ -14,7 +14,7 @@ from kvsurgery.policy.tensor_parallel import check_blocks
 from kvsurgery.templates.kv_layout import text_config
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
-DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
+DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe|layers\.\d+)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
 # what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen's shared experts
 ROWS = re.compile(
     r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
@@ -22,7 +22,7 @@ ROWS = re.compile(
 )
 COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where neither a config nor its family says: the most that another family has by default
-EXPERTS_KEY, EXPERTS = "num_experts_per_tok", 8
+EXPERTS_KEYS, EXPERTS = ("num_experts_per_tok", "top_k_experts"), 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
 DEQUANTISED = 1 << 24
 
@@ -40,6 +40,7 @@ class Footprint:
         inner: elements that the MLP of one token holds at once.
         vocabulary: tokens that have logits.
         states: bytes of a sequence's states in layers with linear attention.
+        sliding: as `model`, of layers with a sliding window; None where they have the same.
     """
 
     model: ModelDimensions
@@ -49,6 +50,7 @@ class Footprint:
     inner: int
     vocabulary: int
     states: int = 0
+    sliding: ModelDimensions | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, family: Family, processes: int = 1) -> Footprint:
@@ -58,8 +60,9 @@ class Footprint:
             UnsupportedModel: its config makes no sense.
             PolicyError: its heads do not divide over the processes.
         """
-        model = family.dimensions(checkpoint.config)
-        check_blocks(processes, model.kv_heads)
+        model, sliding = family.dimensions(checkpoint.config), family.sliding_dimensions(checkpoint.config)
+        for each in (model, sliding):
+            check_blocks(processes, each.kv_heads)
         share = 1 if family.replicated else processes
         hidden, tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
         tensors = [
@@ -88,14 +91,19 @@ class Footprint:
             # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
             queries = model.query_heads * model.head_dim if family.replicated else 0
             inner = max(inner + hidden, 4 * hidden, 9 * queries)
+        model, sliding = (
+            replace(each, query_heads=each.query_heads // share, kv_heads=each.kv_heads // share)
+            for each in (model, sliding)
+        )
         return cls(
-            replace(model, query_heads=model.query_heads // share, kv_heads=model.kv_heads // share),
+            model,
             sum(_held(tensor, family, processes) for tensor in tensors),
             itemsize,
             hidden,
             inner,
             vocabulary,
             family.state_bytes(checkpoint.config, itemsize),
+            None if sliding == model else sliding,
         )
 
     def activation_bytes(self, batch: int, context: int, chunk: int, tiles: bool) -> int:
@@ -137,7 +145,9 @@ def _held(tensor: Tensor, family: Family, processes: int) -> int:
 
 def _experts(checkpoint: Checkpoint, family: Family) -> int:
     """Experts that a token goes through."""
-    count = text_config(checkpoint.config).get(EXPERTS_KEY, family.defaults.get(EXPERTS_KEY, EXPERTS))
+    config = {**family.defaults, **text_config(checkpoint.config)}
+    key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])
+    count = config.get(key, EXPERTS)
     if type(count) is not int or not 0 < count <= 1 << 20:
-        raise UnsupportedModel(f"config.json: {EXPERTS_KEY} is {count!r}, not a number of experts")
+        raise UnsupportedModel(f"config.json: {key} is {count!r}, not a number of experts")
     return count

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 
+from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.budgets import BETA, allocate_budgets
 from kvsurgery.policy.layer_bits import with_layer_bits
@@ -113,6 +114,7 @@ def decide(
     recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
     budgets: HeadProfile | None = None,
     losses: CacheLosses | None = None,
+    sliding: ModelDimensions | None = None,
 ) -> Policy:
     """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
 
@@ -126,6 +128,7 @@ def decide(
             them not full, halves to the even count; blocks are ordered by `arrange`.
         budgets: scores that budgets follow, in place of those that choose the full heads.
         losses: by which `kv_bits` "auto" chooses.
+        sliding: dimensions of the layers with a sliding window, where these are not the profile's.
 
     Raises:
         PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
@@ -142,7 +145,8 @@ def decide(
             )
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    check_blocks(recipe.tp, profile.model.kv_heads)
+    for model in (profile.model, sliding or profile.model):
+        check_blocks(recipe.tp, model.kv_heads)
     recipe = completed(recipe, profile, budgets)
     if profile.scores is None:
         scores = np.ones((len(windows), profile.model.kv_heads), np.float32)
@@ -153,7 +157,7 @@ def decide(
         if recipe.tp > 1 and not recipe.tp_uneven:
             mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
     layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe), recipe)
-    layout = KVLayout(with_native(layers, windows), profile.model.head_dim)
+    layout = KVLayout(with_native(layers, windows, profile.model, sliding), profile.model.head_dim)
     rounded = int(mask.sum() - asked.sum())
     layout = _quantized(layout, recipe, losses)
     return Policy(layout, recipe, _options(recipe, profile, budgets, losses), rounded=rounded)
@@ -272,18 +276,29 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
     return result
 
 
-def with_native(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> tuple[LayerLayout, ...]:
-    """The layers, but for those with linear attention or a window of the model's own, which stay as they are."""
+def with_native(
+    layers: Sequence[LayerLayout],
+    windows: Sequence[int | None],
+    model: ModelDimensions,
+    sliding: ModelDimensions | None = None,
+) -> tuple[LayerLayout, ...]:
+    """The layers, but for those with linear attention or a window of the model's own, which stay as they are.
+
+    Heads of the latter may have dimensions other than the model's, those of `sliding`.
+    """
+    native = sliding or model
+    head_dim = None if native.head_dim == model.head_dim else native.head_dim
     return tuple(
-        layer if window is None else _native(layer, window) for layer, window in zip(layers, windows, strict=True)
+        layer if window is None else _native(len(layer.blocks), window, native.kv_heads, head_dim)
+        for layer, window in zip(layers, windows, strict=True)
     )
 
 
-def _native(layer: LayerLayout, window: int) -> LayerLayout:
+def _native(blocks: int, window: int, heads: int, head_dim: int | None) -> LayerLayout:
     if window == 0:
         return LayerLayout((), 0, 1)
-    blocks = tuple((0, full + others) for full, others in layer.blocks)
-    return LayerLayout(blocks, 0, window, native=True, order=tuple(range(layer.heads)))
+    order = tuple(range(heads))
+    return LayerLayout(((0, heads // blocks),) * blocks, 0, window, native=True, order=order, head_dim=head_dim)
 
 
 def _check_streaming(sink: int, recent: int) -> None:

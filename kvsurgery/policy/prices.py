@@ -100,9 +100,11 @@ class Prices:
         if losses is not None:
             self.added = {name: self._sums(losses.expected(name)[full_attention]) for name in losses.heads}
         native = [window for window in windows if window is not None]
+        sliding = footprint.sliding or footprint.model
+        heads, head_dim = ((0, sliding.kv_heads),), sliding.head_dim
         self.native = {
             how: sum(
-                self._one_bytes(kv_layout.LayerLayout(((0, footprint.model.kv_heads),), 0, window, quantization=how))
+                self._one_bytes(kv_layout.LayerLayout(heads, 0, window, quantization=how, head_dim=head_dim))
                 for window in native
             )
             for how in quantizations
@@ -191,7 +193,8 @@ class Prices:
 
     def _one_bytes(self, layout: Any) -> int:
         """Bytes of one sequence in a layer."""
-        return layout.kv_bytes(self.demand.context, 0, 0, self.footprint.model.head_dim, self.footprint.itemsize)
+        head_dim = layout.head_dim or self.footprint.model.head_dim
+        return layout.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
 
     def _bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
         """Bytes of one sequence's heads that keep this many tokens each: `LayerLayout.kv_bytes` of many at once."""
@@ -219,7 +222,9 @@ class Prices:
         model, demand = self.footprint.model, self.demand
         blocks = ((model.kv_heads - budgeted, budgeted),)
         layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted, kv_layout.Selection())
-        layout = kv_layout.KVLayout((layer,), model.head_dim)
+        sliding = self.footprint.sliding or model
+        native = kv_layout.LayerLayout(((0, sliding.kv_heads),), 0, 1, native=True, head_dim=sliding.head_dim)
+        layout = kv_layout.KVLayout((layer, native), model.head_dim)
         size = {"batch": demand.batch, "prompt": demand.prompt, "itemsize": self.footprint.itemsize}
         return layout.prefill_peak_bytes(**size, chunk=chunk) - layout.kv_bytes(**size)
 

@@ -35,22 +35,25 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
         windows = [sizes.get(config.layer_types[layer]) for layer in layers]
     else:
         windows = [window for _ in layers]
-    return tuple(None if size is None or size >= config.max_position_embeddings else size for size in windows)
+    # a window that spans all positions is full attention, unless its layer has heads of another kind
+    most = 1 << 30 if model_type == "gemma4_text" else config.max_position_embeddings
+    return tuple(None if size is None or size >= most else size for size in windows)
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe"]))
+    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     family, config = family_and_config(model_type)
     stock = AutoConfig.for_model(model_type)
-    heads = stock.num_attention_heads
-    head_dim = getattr(stock, "head_dim", None) or stock.hidden_size // heads
-    assert family.dimensions(config) == ModelDimensions(
-        stock.num_hidden_layers, heads, stock.num_key_value_heads, head_dim
-    )
+    heads, windows = stock.num_attention_heads, family.windows(config)
+    for layer, dimensions in enumerate(family.layer_dimensions(config)):
+        own = stock.per_layer_config[layer] if hasattr(stock, "per_layer_config") else stock
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+        assert dimensions == ModelDimensions(stock.num_hidden_layers, heads, own.num_key_value_heads, head_dim)
+        assert dimensions == (family.dimensions if windows[layer] is None else family.sliding_dimensions)(config)
     assert family.hidden(config) == stock.hidden_size
     assert family.windows(config) == reference_windows(model_type, {})
 
@@ -160,6 +163,8 @@ def test_dimensions_that_make_no_sense(settings: dict[str, object], word: str) -
         ({"model_type": "llama", "kv_surgery": {"version": 2}}, "revert"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "causal"),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 2}, "read the KV cache of earlier ones"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "Ministral"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "version of transformers"),

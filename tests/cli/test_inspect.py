@@ -44,14 +44,17 @@ def test_facts_are_those_of_the_loaded_model(checkpoint, family):
     facts = inspect(folder)
     config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     layers = [getattr(layer, "self_attn", None) for layer in model.model.layers]  # None: linear attention
-    attention = next(filter(None, layers))
+    slides = [getattr(layer, "is_sliding", True) for layer in layers]  # of EXAONE, every layer has the window's size
+    # where layers differ, dimensions are those of full attention
+    attention = next(
+        (layer for layer, sliding in zip(layers, slides, strict=True) if layer and not sliding), layers[-1]
+    )
     assert facts["dimensions"] == {
         "layers": len(model.model.layers),
         "query_heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": config.num_attention_heads // attention.num_key_value_groups,
         "head_dim": attention.head_dim,
     }
-    slides = [getattr(layer, "is_sliding", True) for layer in layers]  # of EXAONE, every layer has the window's size
     assert facts["windows"] == [
         0 if layer is None else getattr(layer, "sliding_window", None) if sliding else None
         for layer, sliding in zip(layers, slides, strict=True)

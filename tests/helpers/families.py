@@ -37,6 +37,15 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+GEMMA_4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": INTERLEAVED,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 101,
+    "tie_word_embeddings": True,
+}
 # positions of time, height and width
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 # queries have a factor from position 16 on
@@ -107,6 +116,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MOE,
         **HYBRID,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 4,
+    },
+    "gemma4-moe": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 
 
@@ -139,6 +164,18 @@ QWEN = {
     "num_position_embeddings": 16,
     "out_hidden_size": SMALL["hidden_size"],
 }
+GEMMA_4_TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 8,
+}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
         "mistral",
@@ -166,6 +203,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe-images": (
         "qwen3_5_moe",
         {"model_type": "qwen3_5_moe", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"}},
+    ),
+    "gemma4-images": (
+        "gemma4",
+        {
+            "model_type": "gemma4",
+            "image_token_id": IMAGE,
+            "vision_config": GEMMA_4_TOWER,
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}

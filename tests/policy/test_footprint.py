@@ -96,6 +96,7 @@ class TestWidths:
             ("phi3", 4 * 40),
             ("mixtral", 2 * (48 + 4 * 40)),
             ("qwen3_moe", 2 * (48 + 4 * 24)),
+            *[("gemma4-moe", 2 * (48 + 4 * 24)) for name in FAMILIES if name == "gemma4-moe"],
         ],
     )
     def test_mlp(self, checkpoint, family, inner):

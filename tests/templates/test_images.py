@@ -36,6 +36,14 @@ def prompt(family, rows=3, tail=8):
     if family.startswith("qwen3_5"):  # it takes the patches of all images, one after the other
         patches, grids = pixels.reshape(rows * 16, 3 * 4 * 4), torch.tensor([[1, 4, 4]]).expand(rows, -1)
         images = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE).int()}
+    if family.startswith("gemma4"):
+        columns = torch.arange(8)  # four patches make a token
+        places = torch.stack([columns.repeat(8), columns.repeat_interleave(8)], -1)
+        images = {
+            "pixel_values": torch.rand(rows, 64, 3 * 4 * 4, generator=generator),
+            "image_position_ids": places.expand(rows, -1, -1),
+            "mm_token_type_ids": (ids == IMAGE).int(),
+        }
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), **(images or {"pixel_values": pixels})}
 
 
@@ -111,13 +119,11 @@ def test_rows_of_a_batch_equal_their_unpadded_selves(mixed, family):
 def test_the_cache_is_this_checkpoints_and_goes_on_in_a_second_turn(mixed, family):
     model, inputs = mixed(family).model, alone(prompt(family), 0)
     first = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    cache, layers = first.past_key_values, model.get_decoder().layers
-    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
+    cache = first.past_key_values
     assert type(cache).__name__ == "KVSurgeryCache"
-    heads = model.config.text_config.num_key_value_heads
-    slots = attention.kv_layout.full * first.sequences.shape[1] + attention.kv_layout.streaming * (SINK + RECENT)
-    assert 0 < attention.kv_layout.full < heads
-    assert cache.attention[0].nbytes == slots * 2 * attention.head_dim * 4
+    layer = next(layer for layer in cache.attention if layer.layout.streaming and not layer.layout.native)
+    slots = layer.layout.full * first.sequences.shape[1] + layer.layout.streaming * (SINK + RECENT)
+    assert layer.nbytes == slots * 2 * layer.keys.shape[-1] * 4
     ids = torch.cat([first.sequences, tokens(1, 7, vocabulary=IMAGE)], 1)
     images = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     if "mm_token_type_ids" in images:
