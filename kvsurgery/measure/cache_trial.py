@@ -63,7 +63,8 @@ class CacheTrial:
         self._read(None)
         layers = model.get_decoder().layers
         hooks = [layer.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for layer in layers]
-        unchanged = torch.full((len(windows), self.states[0][0].shape[1]), EXACT)
+        changing = next((layer for layer, window in enumerate(windows) if window is None), 0)
+        unchanged = torch.full((len(windows), self.states[changing][0].shape[1]), EXACT)
         try:
             self.exact = self._log_probabilities(unchanged[None], 0, self.following.shape[1])[0]
         finally:
@@ -160,7 +161,10 @@ class CacheTrial:
     def _attend(self, stock, module, query, key, value, attention_mask, *, changes: torch.Tensor, **options):
         """The attention of the following tokens over each row's cache and themselves."""
         layer, (rows, heads) = module.layer_idx, key.shape[:2]
-        kinds = changes[:, layer].expand(rows, heads)
+        if self.windows[layer] is None:
+            kinds = changes[:, layer].expand(rows, heads)
+        else:  # it may have another number of heads
+            kinds = changes.new_full((rows, heads), EXACT)
         states = [torch.cat([past, new], 2) for past, new in zip(self._past(layer, kinds), (key, value), strict=True)]
         # each KV head a row of its own, since each has its own mask
         alone = [part.reshape(rows * heads, -1, *part.shape[2:]) for part in (query, *states)]

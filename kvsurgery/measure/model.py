@@ -167,9 +167,10 @@ class MeasuredModel:
         if self.permutation is None:
             return scores
         groups = scores.reshape(self.dimensions.layers, self.dimensions.kv_heads, -1)
-        original = np.empty_like(groups)
+        original = groups.copy()
         for layer, order in enumerate(self.permutation):
-            original[layer, list(order)] = groups[layer]
+            if self.windows[layer] is None:  # others stay, and may have another number of heads
+                original[layer, list(order)] = groups[layer]
         return original.reshape(scores.shape)
 
 

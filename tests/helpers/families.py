@@ -221,6 +221,8 @@ REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_typ
 MEASURED = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure]
 
 
+# whose layers with full attention have heads of another number or size
+LAYER_HEADS = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention]
 # whose draft cannot be taken back: layers with linear attention have one state of all tokens
 WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).has_linear_layers]
 

@@ -9,7 +9,7 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise, gates
 from kvsurgery.measure.attention_hooks import intercepted
 from kvsurgery.measure.gates import add_gradient, gate_scores, initial_gates, mixed_attention, rate
-from tests.helpers.families import MEASURED, largest, stock, tokens
+from tests.helpers.families import LAYER_HEADS, MEASURED, largest, stock, tokens
 from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import softmax, visible
 
@@ -134,7 +134,7 @@ class TestLoss:
 
 
 @pytest.mark.parametrize("loss", ["distill", "lm"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", *LAYER_HEADS])
 def test_gradients_are_finite_differences(family, loss, small_blocks):
     original = stock(family, num_hidden_layers=2 if family == "llama" else 4, experts_implementation="eager")
     measured = measured_model(original.double())  # fused experts have no float64

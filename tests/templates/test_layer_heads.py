@@ -1,8 +1,11 @@
 """Models whose layers with full attention have heads of another number and size than the others: Gemma 4."""
 
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,22 +14,80 @@ from transformers import AutoModel, AutoModelForImageTextToText, DynamicCache
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.policy.fit import fit
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import decide
 from kvsurgery.recipe import Demand, Recipe
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.command import done
-from tests.helpers.families import FAMILIES, IMAGE, largest, make, tokens
+from tests.helpers.families import IMAGE, LAYER_HEADS, largest, make, tokens
+from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder, random_profile
-from tests.templates.test_exactness import LENGTH, chunked
+from tests.templates.test_exactness import LENGTH, chunked, left_padded
 from tests.templates.test_generation import GREEDY
 from tests.templates.test_images import prompt
 
-NAMES = [name for name in ("gemma4", "gemma4-moe") if name in FAMILIES]
-pytestmark = pytest.mark.skipif(not NAMES, reason="no such family in this version of transformers")
-families = pytest.mark.parametrize("family", NAMES)
+pytestmark = pytest.mark.skipif(not LAYER_HEADS, reason="no such family in this version of transformers")
+families = pytest.mark.parametrize("family", LAYER_HEADS)
+
+
+def alternating(folder):
+    """A profile by which every second head of each layer with full attention is full."""
+    scores = np.float32([[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0.2, 1]])
+    return replace(random_profile(folder), scores=scores)
+
+
+@pytest.fixture(scope="module")
+def interleaved(checkpoint, tmp_path_factory):
+    """A family's checkpoint of which every layer with full attention has full and streaming heads, in other places."""
+
+    def convert(family, **options):
+        source = checkpoint(family)
+        out = tmp_path_factory.mktemp("out") / family
+        return convert_folder(source, out, alternating(source), full_heads=4, **options)
+
+    return cache(convert)
+
+
+@families
+@pytest.mark.parametrize("tp", [1, 2])
+def test_mixed_heads_equal_the_dense_reference(interleaved, family, tp):
+    converted, ids = interleaved(family, tp=tp), tokens(2, LENGTH)
+    moved = [layer.order for layer in converted.policy.layers if not layer.native]
+    assert all(sorted(order) != list(order) for order in moved)
+    assert [layer.full for layer in converted.policy.layers] == [0, 2, 0, 2]
+    expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
+    for size in (1, 7, 64):
+        found, _ = chunked(converted.model, ids, size)
+        assert largest(found - expected, expected) <= 1e-4
+    plain = converted.auto.from_pretrained(converted.folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = converted.stock(ids).logits
+        assert largest(plain(ids).logits - expected, expected) <= 1e-5
+    if tp == 2:
+        parts = KVLayout.from_config(converted.model.config).parts(2)
+        assert [layer.heads for layer in parts[0].layers] == [4 if family == "gemma4" else 2, 2] * 2
+
+
+@families
+def test_left_padded_rows_of_mixed_heads(interleaved, family):
+    model, lengths = interleaved(family).model, [LENGTH, 31, 6]
+    ids, mask, position_ids = left_padded(tokens(3, LENGTH), lengths)
+    found, _ = chunked(model, ids, 7, mask, position_ids)
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            alone = model(ids[row : row + 1, LENGTH - length :]).logits
+        assert largest(found[row, -length:] - alone[0], alone) <= 1e-5
+
+
+@families
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_generation_of_mixed_heads(interleaved, family, options):
+    model, ids = interleaved(family).model, tokens(2, LENGTH)
+    found = model.generate(ids, **GREEDY | options)
+    assert found.equal(model.generate(ids, **GREEDY | options, use_cache=False))
 
 
 @families
@@ -42,12 +103,12 @@ def test_bytes_are_those_of_keys_and_values(mixed, family):
     converted = mixed(family)
     layout, stock = KVLayout.from_config(converted.model.config), DynamicCache()
     with torch.no_grad():
-        cache = converted.model(tokens(2, 40)).past_key_values
+        held = converted.model(tokens(2, 40)).past_key_values
         converted.stock(tokens(2, 40), past_key_values=stock)
-    assert cache.allocated_bytes() == layout.kv_bytes(2, 40, itemsize=4)
+    assert held.allocated_bytes() == layout.kv_bytes(2, 40, itemsize=4)
     windows = [40 if layer.recent == 1 or not layer.native else layer.recent for layer in layout.layers]
-    held = [2 * layer.keys[:, :, :window].nbytes for layer, window in zip(stock.layers, windows, strict=True)]
-    assert layout.dense_bytes(2, 40, itemsize=4) == sum(held)
+    dense = [2 * layer.keys[:, :, :window].nbytes for layer, window in zip(stock.layers, windows, strict=True)]
+    assert layout.dense_bytes(2, 40, itemsize=4) == sum(dense)
 
 
 @families
@@ -63,16 +124,6 @@ def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
         assert any(max(layer.full.packed or [0]) for layer in output.past_key_values.attention)
     else:
         assert output.sequences.equal(model.generate(ids, **GREEDY, prefill_chunk_size=7))
-
-
-@families
-def test_blocks_of_heads_equal_the_dense_reference(checkpoint, tmp_path, family):
-    converted, ids = convert_folder(checkpoint(family), tmp_path / "out", tp=2, full_heads=4), tokens(2, LENGTH)
-    expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
-    found, _ = chunked(converted.model, ids, 7)
-    assert largest(found - expected, expected) <= 1e-4
-    parts = KVLayout.from_config(converted.model.config).parts(2)
-    assert [layer.heads for layer in parts[0].layers] == [4 if family == "gemma4" else 2, 2] * 2
 
 
 def published(source: Path, folder: Path) -> Path:
@@ -195,3 +246,30 @@ def test_layers_that_share_a_cache_are_refused(name):
     config = text if name == "gemma4_text" else {"model_type": name, "text_config": text}
     with pytest.raises(UnsupportedModel, match="its last layers read the KV cache of earlier ones"):
         Family.of(config)
+
+
+@families
+def test_losses_of_caches_are_those_of_the_emitted_model(interleaved, family):
+    how, ids = Quantization(3, residual=20), tokens(1, 312)
+    converted = interleaved(family, quantization=how)
+    original, logs = converted.stock, []
+    for model in (original, converted.model):
+        with torch.no_grad():
+            past = model(ids[:, :300], use_cache=True).past_key_values
+            logs.append(model(ids[:, 300:], past_key_values=past).logits[0].log_softmax(-1))
+    expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
+    trial = CacheTrial(original, measured_model(original).windows, ids, 300, [how, Window(SINK, RECENT)])
+    changes = torch.zeros(1, 4, 4, dtype=torch.int64)
+    for layer in (1, 3):
+        changes[0, layer] = torch.tensor([1 if full else 2 for full in converted.full[layer]])
+    assert expected > 1e-5
+    assert trial.converted_divergence(changes).item() == pytest.approx(expected, rel=1e-2, abs=1e-7)
+
+
+@families
+def test_scores_of_a_converted_model_are_by_original_head(interleaved, family):
+    converted = interleaved(family)
+    orders = [layer.order for layer in converted.policy.layers]
+    scores = np.arange(16, dtype=np.float32).reshape(4, 4)
+    found = measured_model(converted.stock, permutation=orders).by_original_head(scores)
+    assert all(found[layer, list(orders[layer])].tolist() == scores[layer].tolist() for layer in (1, 3))
