@@ -11,11 +11,11 @@ LANE_TOKENS = tl.constexpr(32)
 
 
 @triton.jit
-def _in_part(x):
-    """Sums over tokens of x [M, N] as far as a lane has them, [M, N or 32]: lanes are summed once, after a loop."""
+def _in_part(x, LANES: tl.constexpr):
+    """Sums over tokens of x [M, N] as far as a lane has them, [M, LANES]: lanes are summed once, after a loop."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    return tl.sum(tl.reshape(x, [M, N // LANE_TOKENS, LANE_TOKENS]), 1) if N > LANE_TOKENS else x
+    return tl.sum(tl.reshape(x, [M, N // LANES, LANES]), 1) if N > LANES else x
 
 
 @triton.constexpr_function
@@ -312,7 +312,8 @@ def _over_tiles(
             q_sum += of_plane
             q_lift += of_plane * _lift(_place(plane, PLANES), BITS, LIFTED)
     top = tl.full([M], LOWEST, tl.float32)
-    LANES: tl.constexpr = min(N, LANE_TOKENS)
+    # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
+    LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
     total = tl.zeros([M, LANES], tl.float32)
     zeros = tl.zeros([M, LANES], tl.float32)  # what the zeros of values add to every channel
     rounded = tl.zeros([M, VW], tl.float32)  # sums of the factors of values, as the dots take them
@@ -370,10 +371,10 @@ def _over_tiles(
         higher = tl.maximum(top, tl.max(scores, 1) * factor)
         weights = tl.exp2(scores * factor - higher[:, None])
         fade = tl.exp2(top - higher)
-        total = total * fade[:, None] + _in_part(weights)
+        total = total * fade[:, None] + _in_part(weights, LANES)
         if GROUPS == 1:
             v_factor, v_zero = _of_tokens(v_scales, tile, first + n, HALF, dtype)
-            zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :])
+            zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :], LANES)
             weights *= v_factor[None, :]
         faded, acc = acc, ()
         for plane in tl.static_range(PLANES):
