@@ -266,13 +266,13 @@ class Family:
         """
         if not self.full_attention:
             return {}
-        layers = config.get("per_layer_config")
-        if layers is None:
+        if "per_layer_config" not in config:
             keys = {"head_dim": self.full_attention["head_dim"]}
             if self._value(config, self.full_attention["keys_are_values"]):
                 keys["num_key_value_heads"] = self.full_attention["num_key_value_heads"]
             own = {name: self._value(config, key) for name, key in keys.items()}
             return {name: value for name, value in own.items() if value is not None}
+        layers = {} if config["per_layer_config"] is None else config["per_layer_config"]  # null: all are alike
         names = "head_dim", "num_key_value_heads"
         whole = {name: self._number(config, name) for name in names}
         windows = self.windows(config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, DynamicCache
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
@@ -201,6 +201,15 @@ def test_layers_that_cannot_be_told(checkpoint, overrides, word):
     config = json.loads((checkpoint("gemma4-moe") / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=word):
         Family.of(config).dimensions({**config, "per_layer_config": overrides})
+
+
+@pytest.mark.parametrize("overrides", [None, {}], ids=str)
+def test_layers_that_are_all_alike(checkpoint, overrides):
+    config = json.loads((checkpoint("gemma4-moe") / "config.json").read_text()) | {"per_layer_config": overrides}
+    stock = AutoConfig.for_model(**config)
+    known = Family.of(config)
+    assert known.dimensions(config) == known.sliding_dimensions(config)
+    assert known.dimensions(config).head_dim == stock.per_layer_config[1].head_dim == 16
 
 
 def test_only_layers_with_full_attention_lack_values(checkpoint, tmp_path):
