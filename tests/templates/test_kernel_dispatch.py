@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda, kv_torch
-from kvsurgery.templates.kv_layout import ACCUMULATED, SELECTS, VALUE_NORM
+from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, in_parts
 from tests.helpers.families import largest, tokens
@@ -99,30 +99,30 @@ def test_prefill_in_chunks(family: str, padded: bool, kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "quantization"),
+    ("section", "quantization", "padded"),
     [
-        ({}, LOSSLESS),
-        (BUDGETED, None),
-        (BUDGETED, LOSSLESS),
-        (HELD, None),
-        (HELD, LOSSLESS),
-        (held(ACCUMULATED), None),
-        (held(VALUE_NORM), LOSSLESS),
-        ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}),
-        (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}),
+        ({}, LOSSLESS, True),
+        (BUDGETED, None, False),
+        (BUDGETED, LOSSLESS, True),
+        (HELD, None, True),
+        (HELD, LOSSLESS, False),
+        (held(ACCUMULATED), None, False),
+        (held(VALUE_NORM), LOSSLESS, True),
+        ({}, {**LOSSLESS, "scheme": "kivi", "group_size": None}, False),
+        (WINDOWS, {**LOSSLESS, "residual": 0, "streaming": True}, True),
     ],
     ids=[
-        "quantized",
+        "quantized, padded",
         "budgeted",
-        "budgeted, quantized",
-        "held",
+        "budgeted, quantized, padded",
+        "held, padded",
         "held, quantized",
-        *SELECTS[1:],
+        ACCUMULATED,
+        f"{VALUE_NORM}, padded",
         "kivi",
-        "quantized windows",
+        "quantized windows, padded",
     ],
 )
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_chunks_and_steps_over_tiles_and_budgets(
     section: dict, quantization: dict | None, padded: bool, kernels
 ) -> None:
@@ -174,8 +174,9 @@ def test_blocks_of_heads(kernels) -> None:
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5
 
 
-@pytest.mark.parametrize("quantization", [None, LOSSLESS], ids=["16 bit", "quantized"])
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize(
+    ("quantization", "padded"), [(None, False), (LOSSLESS, True)], ids=["16 bit", "quantized, padded"]
+)
 def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantization: dict | None, kernels, monkeypatch):
     """Of a prompt that waits in chunks, the last of which goes on after it."""
     model = emitted("llama", 2, **BUDGETED, **({"quantization": quantization} if quantization else {}))

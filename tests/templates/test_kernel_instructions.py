@@ -1,4 +1,4 @@
-"""Instructions of the decode kernel's loops, counted in the machine code for H100: ceilings, and a table of them.
+"""Instructions of the decode kernel's loops, counted in the machine code for H100: ceilings, and what they predict.
 
 The kernel reads packed tiles so fast that the instructions of a warp bound it, rather than the memory.
 """
@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_decode import decode  # noqa: E402
-from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
+from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
 from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, compiled  # noqa: E402, F401
@@ -35,6 +35,35 @@ CEILINGS = [
     (Quantization(4, group_size=32), 32, 550),
     (Quantization(4, "per-token"), 128, 654),
 ]
+
+# H100 SXM by its data sheet: bytes of memory a second; multiprocessors; and the clock at which 132 x 128 lanes of two
+# operations have its 67 TFLOPS. Each of the four schedulers of a multiprocessor issues an instruction of a warp a cycle
+BANDWIDTH, MULTIPROCESSORS, CLOCK = 3.35e12, 132, 1.98e9
+HEAD_DIM = 128
+
+
+def named(quantization: Quantization | None) -> str:
+    """A width in a table."""
+    name = "16 bit" if quantization is None else f"{quantization.bits} bit {quantization.scheme}"
+    return name + (f", groups of {quantization.group_size}" if quantization and quantization.group_size else "")
+
+
+def predicted(quantization: Quantization | None, tokens: int, instructions: int) -> tuple[float, float]:
+    """Shares of the bandwidth if a unit's instructions issue before or after its bytes arrive, or all meanwhile.
+
+    One program has a warp for each scheduler, so that a unit's instructions of a warp are as many cycles.
+    """
+    size = 4 * HEAD_DIM * TILE if quantization is None else quantization.tile_bytes(HEAD_DIM)
+    arriving = size * tokens / TILE / (BANDWIDTH / MULTIPROCESSORS / CLOCK)
+    return arriving / (arriving + instructions), min(arriving / instructions, 1.0)
+
+
+def test_documented_predictions() -> None:
+    """The table in docs/kernels.md is what the model gives for the ceilings."""
+    page = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    for quantization, tokens, ceiling in CEILINGS:
+        apart, meanwhile = predicted(quantization, tokens, ceiling)
+        assert f"| {named(quantization)} | {ceiling} | {apart:.0%} | {meanwhile:.0%} |" in page
 
 
 def loops(binary: Path) -> list[list[str]]:
@@ -55,7 +84,7 @@ def loops(binary: Path) -> list[list[str]]:
 @pytest.mark.parametrize("compiled", [90], indirect=True)
 def test_instructions_of_a_unit(compiled: dict, tmp_path: Path) -> None:  # noqa: F811
     """As a batch of one row launches it: 8 KV heads of 4 query heads, head_dim 128, bfloat16; nothing spills there."""
-    heads, head_dim, binary, found = 8, 128, tmp_path / "kernel.cubin", []
+    heads, head_dim, binary, found = 8, HEAD_DIM, tmp_path / "kernel.cubin", []
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, heads, dtype=torch.int32)
     states, query = torch.zeros(2, 1, 4096, head_dim, dtype=torch.bfloat16), torch.zeros(1, heads * 4, head_dim)
     print(f"\n{'decode kernel, H100':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
@@ -67,8 +96,7 @@ def test_instructions_of_a_unit(compiled: dict, tmp_path: Path) -> None:  # noqa
         decode(query.bfloat16(), table, row, Scoring(0.1), programs=8)
         binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
         body = loops(binary)[0]  # over tiles, where there are any
-        name = "16 bit" if quantization is None else f"{quantization.bits} bit {quantization.scheme}"
-        name += f", groups of {quantization.group_size}" if quantization and quantization.group_size else ""
+        name = named(quantization)
         print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceiling:>9}")
         assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)], name
         found.append(len(body))

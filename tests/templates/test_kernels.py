@@ -1,8 +1,13 @@
-"""The Triton kernels in Triton's interpreter, which must be on before they are imported: `make test-kernels`."""
+"""The Triton kernels in Triton's interpreter, which must be on before they are imported: `make test-kernels`.
+
+Cases take turns in two dtypes; all of them in every dtype run on a GPU, and in the emulator (`make test-ptx-all`).
+"""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -17,7 +22,21 @@ from tests.helpers import kernel_cases as cases
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 # arithmetic in bfloat16 is wrong in the interpreter
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.MarkDecorator:
+    """Cases of a kind by turns in one dtype and in the other; a kind's only case in both."""
+    kinds, given = defaultdict(list), []
+    for case in cases:
+        kinds[kind(case)].append(case)
+    for own in kinds.values():
+        for number, case in enumerate(own):
+            for turn, (name, dtype) in enumerate(DTYPES.items()):
+                if len(own) == 1 or number % 2 == turn:
+                    label = "-".join(map(str, case)) if type(case) is tuple else str(case)
+                    given.append(pytest.param(case, dtype, id=f"{label}-{name}"))
+    return pytest.mark.parametrize(("case", "dtype"), given)
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +47,12 @@ def _poison():
     torch.use_deterministic_algorithms(False)
 
 
-@DTYPES
-@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+@by_turns(cases.DECODE)
 def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cpu")
 
 
-@DTYPES
-@pytest.mark.parametrize("case", cases.PACKED, ids=str)
+@by_turns(cases.PACKED, lambda case: (case.quantization.bits, case.quantization.scheme))
 def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
     cases.check_packed(case, dtype, "cpu")
 
@@ -44,25 +61,22 @@ def test_append() -> None:
     cases.check_append("cpu")
 
 
-@DTYPES
-@pytest.mark.parametrize(("quantization", "head_dim"), cases.FLUSH, ids=str)
-def test_flush(quantization: cases.Quantization, head_dim: int, dtype: torch.dtype) -> None:
-    cases.check_flush(quantization, head_dim, dtype, "cpu")
+@by_turns(cases.FLUSH, lambda case: case[0].bits)
+def test_flush(case: tuple[cases.Quantization, int], dtype: torch.dtype) -> None:
+    cases.check_flush(*case, dtype, "cpu")
 
 
-@DTYPES
-@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
+@by_turns(cases.COMPACT, lambda case: case.quantization and case.quantization.bits)
 def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
     cases.check_compact(case, dtype, "cpu")
 
 
-@DTYPES
-@pytest.mark.parametrize("case", cases.PREFILL, ids=str)
+@by_turns(cases.PREFILL, lambda case: case.recent is None)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cpu")
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("padding", [None, [0, 140, 60, 190]], ids=["", "padded"])
 def test_prefill_blocks(padding: list[int] | None, dtype: torch.dtype) -> None:
     cases.check_prefill_blocks(padding, dtype, "cpu")
