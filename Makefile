@@ -76,7 +76,7 @@ test-extras: .venv-extras/ready
 
 # checkpoints served by vLLM's CPU build
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest -q tests/vllm
+	.venv-vllm/bin/python $(PYTEST) tests/vllm
 
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
