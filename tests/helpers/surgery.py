@@ -27,10 +27,16 @@ SINK, RECENT = 3, 5
 
 
 def random_profile(folder: Path, seed: int = 0) -> HeadProfile:
-    """A DuoAttention-like profile of random scores for the model in a folder."""
+    """A DuoAttention-like profile of random scores for the model in a folder.
+
+    Where only some layers can have full heads, each of these gets high and low scores, so that heads move within it.
+    """
     config = read_config(folder)
-    model = Family.of(config).dimensions(config)
-    scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
+    family = Family.of(config)
+    model, draw = family.dimensions(config), np.random.default_rng(seed)
+    scores = draw.random((model.layers, model.kv_heads), dtype=np.float32)
+    if any(family.windows(config)):
+        scores = draw.permuted(np.sort(scores) / 2 + np.linspace(0, 0.5, model.kv_heads, dtype=np.float32), axis=1)
     return HeadProfile(scores, "duo", "kv", str(folder), model)
 
 
