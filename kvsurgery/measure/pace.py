@@ -76,8 +76,8 @@ def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, giv
     if steps < LEAST:
         enough = math.ceil(LEAST * step / 60)
         raise ProfileError(
-            f"{minutes:g} minutes are enough for {steps} steps with prompts of {shortest} to {longest} tokens, and "
-            f"gates take {LEAST} or more; give {enough} minutes"
+            f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, and "
+            f"gates take {LEAST} or more; give {enough} min"
         )
     passkeys = given.passkeys or min(max(shortest // PASSKEY, 1), PASSKEYS)
     return Pace(min(steps, MOST), shortest, longest, passkeys)

@@ -59,11 +59,11 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "-o", "p.safetensors"]
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
     said = done(*start, *lengths, "--minutes", 0.01)
-    assert "0.01 minutes are enough for --steps 4 --min-context 400 --max-context 2048 --passkeys 2\n" in said.err
+    assert "chosen for 0.01 min: --steps 4 --min-context 400 --max-context 2048 --passkeys 2\n" in said.err
     made = HeadProfile.load("p.safetensors").provenance
     assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
     assert "16 of 16 gates are 0.8 or more: they have not separated. Train longer" in said.err
-    assert "give 1 minutes" in refused(*start, *lengths, "--minutes", 0.001)
+    assert "give 1 min" in refused(*start, *lengths, "--minutes", 0.001)
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
     assert "the settings that were printed" in run(*start, "--minutes", 1, "--resume", "--checkpoint", "state").err
 

@@ -31,7 +31,7 @@ def test_a_training_fits_its_time(minutes, linear, square, most, longest):
         found = paced(minutes, seconds, most, asked)
     except ProfileError as error:
         assert 60 * minutes / seconds(min(SHORT, most, asked.longest or most)) < 2 * LEAST
-        enough = float(str(error).split("give ")[1].split(" minutes")[0])
+        enough = float(str(error).split("give ")[1].split(" min")[0])
         assert paced(enough, seconds, most, asked).steps >= LEAST
         return
     lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
@@ -56,7 +56,7 @@ def test_the_longer_the_time_the_longer_the_prompts():
 def test_what_is_given_is_kept():
     found = paced(100, lambda tokens: tokens / 60, 32_000, Lengths(600, 5000, 7))
     assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
-    with pytest.raises(ProfileError, match="2 minutes are enough for 12 steps with prompts of 384 to 768 tokens"):
+    with pytest.raises(ProfileError, match="in 2 min there is time for 12 steps with prompts of 384 to 768 tokens"):
         paced(2, lambda tokens: tokens / 60, 32_000)
 
 

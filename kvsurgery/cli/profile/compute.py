@@ -306,7 +306,7 @@ def _pace(measured: MeasuredModel, mesh: Mesh, gates: GateOptions, options: dict
     given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
     pace = paced(options["minutes"], step_seconds(measured, gates, mesh), measured.max_context, given)
     if mesh.processes.rank == 0:
-        console.stderr.print(f"{options['minutes']:g} minutes are enough for {pace.flags}", markup=False)
+        console.stderr.print(f"chosen for {options['minutes']:g} min: {pace.flags}", markup=False)
     return pace
 
 
