@@ -131,7 +131,9 @@ def test_prompt_lookup(mixed, family):
     ids = tokens(1, 12).repeat(1, 4)
     options = GREEDY | {"max_new_tokens": 30}
     found = model.generate(ids, **options, prompt_lookup_num_tokens=5, return_dict_in_generate=True)
-    assert found.sequences.equal(model.generate(ids, **options))
+    expected = model.generate(ids, **options)
+    # transformers 4 may keep drafted tokens beyond `max_new_tokens`, also of a stock model
+    assert found.sequences[:, : expected.shape[1]].equal(expected)
     assert found.past_key_values.columns.margin <= 12
 
 
