@@ -70,7 +70,7 @@ def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, giv
     for shortest, longest in _candidates(most_tokens, given):
         lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
         step = float(np.mean([seconds(length) for length in lengths]))
-        steps = int(60 * minutes / step)
+        steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
         if steps >= WANTED:
             break
     if steps < LEAST:

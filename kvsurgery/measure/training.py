@@ -226,8 +226,8 @@ def not_separated(profile: HeadProfile) -> str | None:
     if high <= gates.size / 2:
         return None
     return (
-        f"{high} of {gates.size} gates are {HIGH} or more: they have not separated. Train longer, or with a larger "
-        "`reg`"
+        f"{high} of {gates.size} gates are {HIGH} or more: they have not separated. Train longer, or with "
+        "more weight on the mean gate (reg)"
     )
 
 
