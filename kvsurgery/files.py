@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,23 @@ def write_whole(path: Path, content: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, path)
+
+
+def write_bytes_whole(path: Path, content: bytes, what: str) -> None:
+    """The same with bytes; where it fails, nothing is left behind.
+
+    Raises:
+        OutputError: `what` cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {what} {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.files import write_bytes_whole
 
 FORMAT = "kvsurgery.gate-training"
 VERSION = "1"
@@ -71,15 +70,8 @@ class TrainingState:
         """
         metadata = {"format": FORMAT, "version": VERSION, "facts": json.dumps(facts, sort_keys=True)}
         tensors = {"gates": self.gates, "mean": self.mean, "square": self.square}
-        part = path.with_name(path.name + ".part")
-        try:
-            part.write_bytes(save({**tensors, "history": torch.from_numpy(self.history)}, metadata))
-            os.replace(part, path)
-        except OSError as error:
-            raise OutputError(f"cannot write training checkpoint {path}: {error.strerror}") from error
-        finally:
-            with suppress(OSError):
-                part.unlink()
+        content = save({**tensors, "history": torch.from_numpy(self.history)}, metadata)
+        write_bytes_whole(path, content, "training checkpoint")
 
     @classmethod
     def load(cls, path: Path, facts: Mapping[str, Any]) -> TrainingState:

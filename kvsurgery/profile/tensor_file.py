@@ -7,7 +7,6 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.files import write_bytes_whole
 from kvsurgery.repo_id import is_address
 
 
@@ -85,15 +85,7 @@ class TensorFile(ABC):
         """
         path = Path(path)
         self.check_output(path)
-        part = path.with_name(path.name + ".part")
-        try:
-            part.write_bytes(to_bytes(*self.content()))
-            os.replace(part, path)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.KIND.name} {path}: {error.strerror}") from error
-        finally:
-            with suppress(OSError):
-                part.unlink()
+        write_bytes_whole(path, to_bytes(*self.content()), self.KIND.name)
 
     @classmethod
     def check_output(cls, path: Path) -> None:
