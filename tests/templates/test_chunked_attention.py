@@ -6,8 +6,12 @@ from functools import cache
 import pytest
 import torch
 
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.measure.cache_losses import cache_losses
+from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
-from tests.helpers.families import largest, make, tokens
+from tests.helpers.families import largest, make, stock, tokens
+from tests.helpers.measured_models import measured_model
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
 from tests.templates.test_exactness import chunked, left_padded, logits
@@ -27,7 +31,7 @@ def tuned(tmp_path_factory):
 
 
 def test_chunks_of_all_positions_are_full_attention(tmp_path):
-    """As in MobileLLM-R1, small models of this family without experts and without layers that have no RoPE."""
+    """A model of this family without experts, whose layers all have RoPE."""
     dense = {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0, "no_rope_layers": [1] * 4}
     source = make("llama4", tmp_path / "stock", **dense, attention_chunk_size=512, tie_word_embeddings=True)
     converted, ids = convert_folder(source, tmp_path / "out", sparsity=0.0), tokens(2, LENGTH)
@@ -60,8 +64,8 @@ def test_padded_rows_over_several_chunks_equal_the_dense_reference(tuned, sparsi
     expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids, **options)[mask.bool()]
     found, _ = chunked(converted.model, ids, size, **options)
     assert largest(found[mask.bool()] - expected, expected) <= 1e-4
-    stock = logits(converted.stock, ids, attention_mask=mask, position_ids=position_ids)[mask.bool()]
-    difference = largest(found[mask.bool()] - stock, stock)
+    whole = logits(converted.stock, ids, attention_mask=mask, position_ids=position_ids)[mask.bool()]
+    difference = largest(found[mask.bool()] - whole, whole)
     assert difference > 1e-2 if sparsity else difference <= 1e-5
 
 
@@ -120,6 +124,30 @@ def test_chunks_long_enough_are_quantized_like_windows(tmp_path, size):
         assert converted.policy.layers[0].quantized_window == (quantization is not None)
         found.append(chunked(converted.model, ids, size, mask, position_ids)[0][mask.bool()])
     assert largest(found[1] - found[0], found[0]) <= 1e-4
+
+
+def test_losses_of_caches_are_those_of_the_emitted_model(checkpoint, tmp_path):
+    how, ids, prompt = Quantization(3, residual=20), tokens(1, 312), 300
+    converted = convert_folder(checkpoint("llama4"), tmp_path / "out", sparsity=0.5, quantization=how)
+    logs = []
+    for model in (converted.stock, converted.model):
+        with torch.no_grad():
+            past = model(ids[:, :prompt], use_cache=True).past_key_values
+            logs.append(model(ids[:, prompt:], past_key_values=past).logits[0].log_softmax(-1))
+    expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
+    measured = measured_model(converted.stock)
+    trial = CacheTrial(measured.model, measured.windows, ids, prompt, [how, Window(SINK, RECENT)], measured.chunked)
+    changes = torch.zeros(1, 4, 4, dtype=torch.int64)
+    for layer in (1, 3):
+        changes[0, layer] = torch.tensor([1 if full else 2 for full in converted.full[layer]])
+    assert expected > 1e-5
+    assert trial.converted_divergence(changes).item() == pytest.approx(expected, rel=1e-2, abs=1e-7)
+
+
+def test_caches_are_not_measured_where_queries_have_a_factor():
+    measured = measured_model(stock("llama4", **TUNED), name="org/scout")
+    with pytest.raises(UnsupportedModel, match="queries of org/scout have a factor by position from 8 tokens on"):
+        cache_losses(measured, tokens(1, 3000)[0].numpy(), data={})
 
 
 def test_kernels_are_for_layers_without_chunks(mixed, monkeypatch):

@@ -103,7 +103,7 @@ def test_mixed_heads_equal_the_dense_reference(mixed, family):
 def test_generation_equals_generation_without_a_cache(mixed, family, options):
     model, inputs = mixed(family).model, prompt(family)
     if options and family == "llama4-images" and "mm_encoder_outputs" in signature(type(model).forward).parameters:
-        pytest.skip("transformers 5 does not repeat the image features of this family, of the original neither")
+        pytest.skip("this version does not repeat the image features of this family, of the original neither")
     torch.manual_seed(7)
     found = model.generate(**inputs, **GREEDY | options)
     torch.manual_seed(7)
