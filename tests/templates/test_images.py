@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.helpers.families import IMAGE, REFORM, START, WITH_IMAGES, largest, tokens
 from tests.helpers.reference import reference_logits
@@ -156,6 +156,13 @@ def test_base_model(mixed, family):
         expected, states = expected.hidden_states[-1], found.last_hidden_state
     assert largest(states - expected, expected) <= 1e-6
     assert found.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
+
+
+def test_a_causal_model_of_llama_4_has_this_cache_too(mixed):
+    """Where nothing is named for that auto class, transformers loads the stock text model."""
+    converted, inputs = mixed("llama4-images"), prompt("llama4-images")
+    model = converted.load(AutoModelForCausalLM)
+    assert logits(model, inputs).equal(logits(converted.model, inputs))
 
 
 def test_other_attention_is_for_the_vision_tower(mixed):
