@@ -96,7 +96,7 @@ def attention(
     if layer is not None and own is not layout:
         layer.hold(own, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    path = _path(query, key, value, s_aux, dropout)
+    path = kv_torch if own.chunked else _path(query, key, value, s_aux, dropout)  # kernels know no chunks
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
@@ -182,7 +182,7 @@ def _of_group(
     layout, tracked = layer.layout, _tracked(query, key, value)
     if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
-        return kv_torch.decode(query, group, past + 1, scoring)
+        return kv_torch.decode(query, group, past + 1, layout, scoring)
     if group is layer.streaming:
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         layer.store(group, past, key, value)
