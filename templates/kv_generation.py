@@ -22,7 +22,7 @@ class KVSurgeryModel:
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
-        for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
+        for decoder_layer, layer in zip(decoder.layers, layout.attended, strict=True):
             if layer.heads:
                 decoder_layer.self_attn.kv_layout = layer
             else:

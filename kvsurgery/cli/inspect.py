@@ -70,6 +70,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
         for window, layers in Counter(filter(None, facts.windows)).items():
             own = f", with {facts.sliding.heads}" if facts.sliding else ""
             yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens{own}"
+        if facts.shared:
+            yield "shared", f"{facts.shared} of {facts.dimensions.layers} layers share the KV cache of earlier ones"
     if facts.context:
         yield "positions", facts.context
     yield from _ropes(facts.rope)

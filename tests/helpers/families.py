@@ -132,6 +132,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
+    "gemma4-shared": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
 }
 
 
@@ -221,8 +229,12 @@ REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_typ
 MEASURED = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure]
 
 
+# whose last layers share the KV cache of earlier ones
+SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_layers")]
 # whose layers with full attention have heads of another number or size
-LAYER_HEADS = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention]
+LAYER_HEADS = [
+    name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
+]
 # whose draft cannot be taken back: layers with linear attention have one state of all tokens
 WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).has_linear_layers]
 
