@@ -140,6 +140,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
     },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 9,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+        "laurel_rank": 4,
+        "altup_num_inputs": 3,
+        "activation_sparsity_pattern": [0.5, 0.0] * 3,
+        "tie_word_embeddings": True,
+    },
 }
 
 
