@@ -132,7 +132,7 @@ def attention(
         if rotate == "both":
             query, key = rotated(query, heads * group), rotated(key, heads)
         if reads:
-            output = reads[0](query, scoring)
+            output = reads[0](query.to(key.device), scoring).to(query.device)
         else:
             output, read = _with_cache(query, key, value, layer, path, tracked, scoring)
             reads += [read] * layer.shared

@@ -65,6 +65,10 @@ class Handle(NamedTuple):
     values: torch.Tensor
     reads: list[Callable]
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Handle":
+        """Stay: queries of layers on another device come here."""
+        return self
+
 
 class HandingLayer(CacheLayerMixin):
     """A layer that stores nothing when it is updated: it hands the new states to the attention function."""

@@ -113,6 +113,11 @@ def with_kv_cache(forward):
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
         check_causal(config, given.get("mm_token_type_ids"))
+        if given.get("return_shared_kv_states"):
+            raise ValueError(
+                "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
+                "return_shared_kv_states out, and assistant models that read the target's cache"
+            )
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"

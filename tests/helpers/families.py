@@ -237,14 +237,18 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+WITH_IMAGES["gemma4-shared-images"] = ("gemma4-shared", WITH_IMAGES["gemma4-images"][1])
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}
 EVERY = [*FAMILIES, *WITH_IMAGES]
 REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_reform]  # can read by REFORM
-MEASURED = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure]
 
 
 # whose last layers share the KV cache of earlier ones
 SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_layers")]
+# whose heads are measured
+MEASURED = [
+    name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
+]
 # whose layers with full attention have heads of another number or size
 LAYER_HEADS = [
     name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE

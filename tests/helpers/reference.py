@@ -43,7 +43,7 @@ def dense_attention(
 ):
     group = query.shape[1] // key.shape[1]
     tokens = query.shape[2]
-    mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask
+    mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask[:, 0, 0]
     full, sink, recent = module.reference
     rows = []
     for row in mask.bool().tolist():
@@ -64,7 +64,10 @@ def dense_attention(
 
 
 AttentionInterface.register(NAME, dense_attention)
-AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
+# padding masks [batch, 1, 1, tokens]: stock code may cut the queries of a mask
+AttentionMaskInterface.register(
+    NAME, lambda *args, attention_mask=None, **kwargs: None if attention_mask is None else attention_mask[:, None, None]
+)
 
 
 def reference_logits(

@@ -213,6 +213,22 @@ def test_commands_tell_of_shared_layers(checkpoint, tmp_path, family):
 
 
 @families
+def test_layers_offloaded_to_disk(shared, tmp_path, family):
+    pytest.importorskip("accelerate")
+    converted, ids = shared(family), tokens(2, 30)
+    places = {f"model.{name}": "cpu" for name, _ in converted.model.model.named_children() if name != "layers"}
+    places |= {f"model.layers.{index}": "disk" if index == 4 else "cpu" for index in range(6)} | {"lm_head": "cpu"}
+    placed = converted.load(device_map=places, offload_folder=tmp_path)
+    assert placed.generate(ids, **GREEDY).equal(converted.model.generate(ids, **GREEDY))
+
+
+@families
+def test_the_cache_is_not_handed_to_another_model(shared, family):
+    with pytest.raises(ValueError, match="leave return_shared_kv_states out"):
+        shared(family).model(tokens(1, 5), return_shared_kv_states=True)
+
+
+@families
 def test_measuring_is_refused(checkpoint, family):
     with pytest.raises(UnsupportedModel, match="its last layers share the KV cache of earlier ones"):
         MeasuredModel.load(str(checkpoint(family)))
