@@ -347,7 +347,9 @@ def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> Laye
     """
     if heads == layout.heads:
         return layout
-    mesh = getattr(getattr(getattr(module, "k_proj", None), "weight", None), "device_mesh", None)
+    # layers that share a cache have no projection of keys
+    projection = getattr(module, "q_proj" if _shares(module) else "k_proj", None)
+    mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
     # the mesh's dimensions of data parallelism come first
     processes = max(layout.heads // heads, 1) if mesh is None else mesh.shape[-1]
     try:
