@@ -6,9 +6,14 @@ the same result; of a quantized cache, but for what quantizing earlier tokens ch
 
 With tensor parallelism, transformers gives every process an equal run of heads. A checkpoint converted for T processes
 has the heads of a layer in T blocks of equal size, in each block the full heads first, so that a process gets whole
-blocks. Where it gets several, its full heads are brought together before attention, and its output back in order.
+whole blocks. Where it gets several, its full heads are brought together before attention, and its output back in order.
+
+Where layers share the KV cache of an earlier one, the earlier layer stores and leaves a `Read` in its handle, by which
+their queries attend as its own did, to what was there when it attended.
 """
 
+import copy
+from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
 
@@ -33,6 +38,10 @@ except ImportError:  # no triton: torch does everything
 NAME = "kvsurgery_" + __name__.replace(".", "_")
 
 
+# attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
+Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
+
+
 class AttentionModule(Protocol):
     """A stock attention module, which got the layout of its heads, those of all processes."""
 
@@ -40,7 +49,10 @@ class AttentionModule(Protocol):
 
 
 def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=None, cache_position=None, **kwargs):
-    """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch], or None without any.
+    """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None without
+    any.
+
+    It has four dimensions, since stock code may cut queries to those that it goes on with.
 
     Only forwards without a cache use it: a `KVSurgeryCache` keeps the padding itself. There, right padding is harmless,
     since no token sees a later one. Transformers 4 passes `cache_position`, later versions `q_length`.
@@ -52,7 +64,7 @@ def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=Non
     if attention_mask is None or tokens == 1 or tokens != kv_length:  # what follows something has a cache
         return None
     padded_left, _ = check_padding(attention_mask)
-    return leading_padding(attention_mask) if padded_left else None
+    return leading_padding(attention_mask)[:, None, None, None] if padded_left else None
 
 
 def attention(
@@ -71,8 +83,9 @@ def attention(
     Args:
         module: the attention module.
         query: [batch, query_heads, tokens, head_dim], after RoPE; the query heads of a KV head are adjacent.
-        key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim].
-        attention_mask: left padding of each row, int64 [batch]; read without a cache only.
+        key, value: what `KVSurgeryCache.update` returned; without a cache [batch, kv_heads, tokens, head_dim]. A layer
+            that shares an earlier layer's cache gets what that one got, and may ask at the last columns only.
+        attention_mask: left padding of each row, int64 [batch, 1, 1, 1]; read without a cache only.
         scaling: factor of the scores; default head_dim ** -0.5.
         softcap: bound c of scores, c * tanh(score / c) (Gemma 2).
         kwargs: of these only `s_aux` is read, a learned sink of each query head, [query_heads] (gpt-oss).
@@ -84,19 +97,22 @@ def attention(
         TypeError: a cache of another class, or a mask that is not two-dimensional.
         RuntimeError: heads are split in a way that the layout does not know (tensor parallelism).
     """
-    layout, layer, s_aux = module.kv_layout, None, kwargs.get("s_aux")
+    layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
-        layer, key, value = key
+        layer, key, value, reads = key
         layout = layer.layout
-    elif isinstance(value, Handle) or key.shape[2] != query.shape[2]:
+    elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
-    elif attention_mask is not None and attention_mask.ndim != 1:
+    elif attention_mask is not None and attention_mask.shape[1:] != (1, 1, 1):
         raise TypeError("attention masks must be two-dimensional padding masks")
     own = own_layout(layout, key.shape[1], module)
     if layer is not None and own is not layout:
         layer.hold(own, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    path = kv_torch if own.chunked else _path(query, key, value, s_aux, dropout)  # kernels know no chunks
+    # layers that share a cache may want gradients where this one wants none
+    tracked = _tracked(query, key, value, *(() if s_aux is None else (s_aux,)))
+    tracked |= torch.is_grad_enabled() and isinstance(layer, KVLayerCache) and layer.shared
+    path = kv_torch if tracked or own.chunked else _path(query, dropout)  # kernels know no chunks
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
@@ -106,19 +122,20 @@ def attention(
     if s_aux is not None:
         scoring = scoring._replace(sinks=s_aux)
     if layer is None:
-        output = _without_cache(query, key, value, attention_mask, own, path, scoring)
+        padding = None if attention_mask is None else attention_mask.flatten()
+        output = _without_cache(query, key, value, padding, own, path, scoring)
     else:
-        layer.make_room(query.shape[2])
         heads, group = own.quantized_heads, query.shape[1] // key.shape[1]
         rotate = own.quantization.rotate if own.quantization and heads else "none"
         if rotate != "none":  # all that is stored is, so that nothing else has to know
             value = rotated(value, heads)
         if rotate == "both":
             query, key = rotated(query, heads * group), rotated(key, heads)
-        if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
-            output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
+        if reads:
+            output = reads[0](query.to(key.device), scoring).to(query.device)
         else:
-            output = _with_cache(query, key, value, layer, path, scoring)
+            output, read = _with_cache(query, key, value, layer, path, tracked, scoring)
+            reads += [read] * layer.shared
         if rotate != "none":
             output = rotated(output, heads * group, back=True)
     if own.scattered:
@@ -126,12 +143,14 @@ def attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _path(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s_aux: torch.Tensor | None, dropout: float
-) -> ModuleType:
-    """Where attention is computed: kernels on CUDA, without gradients and dropout; plain torch otherwise."""
-    tracked = _tracked(query, key, value, *(() if s_aux is None else (s_aux,)))
-    if kv_cuda is None or not query.is_cuda or dropout or tracked:
+def _shares(module: AttentionModule) -> bool:
+    """Whether a stock module attends to the keys and values of an earlier layer."""
+    return getattr(module, "is_kv_shared_layer", False)
+
+
+def _path(query: torch.Tensor, dropout: float) -> ModuleType:
+    """Where attention without gradients is computed: kernels on CUDA, but for dropout; plain torch otherwise."""
+    if kv_cuda is None or not query.is_cuda or dropout:
         return kv_torch
     fits = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
     return kv_cuda if fits and kv_cuda.has_tensor_cores(query.device) else kv_torch
@@ -155,19 +174,30 @@ def _without_cache(query, key, value, padding, layout: LayerLayout, path: Module
     return torch.cat(outputs, 1)
 
 
-def _with_cache(query, key, value, layer: KVLayerCache, path: ModuleType, scoring: Scoring) -> torch.Tensor:
+def _with_cache(
+    query, key, value, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+) -> tuple[torch.Tensor, Read]:
     """Store the input and attend from it, head group by head group."""
-    layout, outputs = layer.layout, []
+    layout = layer.layout
+    layer.make_room(query.shape[2])
+    if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
+        output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
+        return output, lambda query, scoring: path.decode_stored(query, layer, scoring).transpose(1, 2)
     heads = [layout.full, layout.streaming, len(layout.budgets)]
     *parts, budgeted = _split(query, key, value, heads)
     *scorings, of_budgeted = scoring.split(_sizes(heads, query.shape[1]))
-    for states, group, own in zip(parts, (layer.full, layer.streaming), scorings, strict=True):
+    outputs, reads = [], []
+    for (asking, *states), group, own in zip(parts, (layer.full, layer.streaming), scorings, strict=True):
         if group.heads:
-            outputs.append(_of_group(*states, group, layer, layer.seen, path, own))
+            read = _of_group(*states, group, layer, layer.seen, path, tracked)
+            outputs.append(read(asking, own))
+            reads += [(group.heads, read)] * layer.shared
     if layer.budgeted is not None:
-        outputs.append(_of_budgeted(*budgeted, layer.budgeted, layer, path, of_budgeted))
+        output, read = _of_budgeted(*budgeted, layer.budgeted, layer, path, tracked, of_budgeted)
+        outputs.append(output)
+        reads.append((len(layout.budgets), read))
     layer.advance(query.shape[2])
-    return torch.cat(outputs, 1)
+    return torch.cat(outputs, 1), _by_heads(reads)
 
 
 def _split(query, key, value, heads: list[int]):
@@ -175,53 +205,95 @@ def _split(query, key, value, heads: list[int]):
     return zip(query.split(_sizes(heads, query.shape[1]), 1), key.split(heads, 1), value.split(heads, 1), strict=True)
 
 
-def _of_group(
-    query, key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, scoring: Scoring
-) -> torch.Tensor:
-    """Store columns from `past` on of one group of heads, and attend from them."""
-    layout, tracked = layer.layout, _tracked(query, key, value)
-    if query.shape[2] == 1 and not tracked and not (group is layer.streaming and layout.quantized_window):
+def _by_heads(reads: list[tuple[int, Read]]) -> Read:
+    """Attention of several groups together, each of this many KV heads."""
+
+    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        sizes = _sizes([heads for heads, _ in reads], query.shape[1])
+        parts = zip(reads, query.split(sizes, 1), scoring.split(sizes), strict=True)
+        return torch.cat([of_group(asking, own) for (_, of_group), asking, own in parts], 1)
+
+    return read
+
+
+def _by_columns(reads: list[tuple[int, Read]]) -> Read:
+    """Attention of several runs of columns, each of this many."""
+
+    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        outputs, stop = [], query.shape[2]
+        for columns, of_columns in reversed(reads):
+            if stop > 0:
+                outputs.insert(0, of_columns(query[:, :, max(stop - columns, 0) : stop], scoring))
+            stop -= columns
+        return torch.cat(outputs, 2)
+
+    return read
+
+
+def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, lasting: bool) -> Read:
+    """Store columns from `past` on of one group of heads, to attend from them.
+
+    Until the group changes again, or beyond that with `lasting`, as autograd wants it: that keeps what it saw.
+    """
+    layout, stop, skipped = layer.layout, past + key.shape[2], group.skipped
+    if key.shape[2] == 1 and not lasting and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
-        return kv_torch.decode(query, group, past + 1, layout, scoring)
+        return lambda query, scoring: kv_torch.decode(query, group, stop, layout, scoring)
     if group is layer.streaming:
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         layer.store(group, past, key, value)
-        if not past:
-            return path.streaming_from_start(query, key, value, group.skipped, layout, scoring)
+        if window is None:
+            return lambda query, scoring: path.streaming_from_start(query, key, value, skipped, layout, scoring)
         sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
-        if tracked:  # autograd keeps what it saw, and storage changes
+        if lasting:
             sinks = tuple(states.clone() for states in sinks)
-        return path.streaming(query, sinks, window, (key, value), past, group.skipped, layout, scoring)
-    if past and not tracked and not isinstance(group, QuantizedGroup):
+
+        def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+            before, own = window, (key, value)
+            if (earlier := stop - past - query.shape[2]) > 0:
+                before = tuple(torch.cat([old, new[:, :, :earlier]], 2) for old, new in zip(window, own, strict=True))
+                own = tuple(states[:, :, earlier:] for states in own)
+            return path.streaming(query, sinks, before, own, past + earlier, skipped, layout, scoring)
+
+        return read
+    if past and not lasting and not isinstance(group, QuantizedGroup):
         layer.store(group, past, key, value)
-        return path.after_past(query, group, past, scoring)
-    if past:
-        output = _over_tiles(query, key, value, group, past, path, scoring)
-    else:
-        output = path.causal(query, key, value, group.skipped, scoring)
+        return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
+    read = _over_tiles(key, value, group, past, path) if past else _causal(key, value, skipped, path)
     layer.store(group, past, key, value)
-    return output
+    return read
 
 
-def _over_tiles(query, key, value, group: HeadGroup, past: int, path: ModuleType, scoring: Scoring) -> torch.Tensor:
+def _causal(key, value, skipped: int | torch.Tensor, path: ModuleType) -> Read:
+    """Queries over keys and values by column."""
+    return lambda query, scoring: path.causal(query, key, value, skipped, scoring)
+
+
+def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType) -> Read:
     """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
 
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
     """
     *states, skipped = kv_torch.near(key, value, group, past)
-    if not isinstance(group, QuantizedGroup) or not max(group.packed):
-        return path.causal(query, *states, skipped, scoring)
-    output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
-    output = output.float()  # rounded once, not at every block
-    for block in group.blocks():
-        for part, result in path.over_block(query, *block, scoring):
-            output[part], lse[part] = kv_torch.merge((output[part], lse[part]), result)
-    return scoring.sunk(output, lse).to(query.dtype)
+    tiles = copy.copy(group) if isinstance(group, QuantizedGroup) and max(group.packed) else None
+    if tiles is None:
+        return _causal(*states, skipped, path)
+    tiles.packed = [*group.packed]  # tiles that follow are packed beside these
+
+    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
+        output = output.float()  # rounded once, not at every block
+        for block in tiles.blocks():
+            for part, result in path.over_block(query, *block, scoring):
+                output[part], lse[part] = kv_torch.merge((output[part], lse[part]), result)
+        return scoring.sunk(output, lse).to(query.dtype)
+
+    return read
 
 
 def _of_budgeted(
-    query, key, value, heads: BudgetedHeads, layer: KVLayerCache, path: ModuleType, scoring: Scoring
-) -> torch.Tensor:
+    query, key, value, heads: BudgetedHeads, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+) -> tuple[torch.Tensor, Read]:
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only. Where budgets
@@ -229,34 +301,39 @@ def _of_budgeted(
     """
     past, tokens = layer.seen, query.shape[2]
     cut = 0 if heads.selected else min(heads.prompt - past, tokens)
-    outputs = []
+    outputs, reads = [], []
     if cut:
         asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
         if past or cut < heads.prompt:
             heads.wait(past, *whole)
         if past:
             whole = tuple(states[:, :, : past + cut] for states in (heads.waiting.keys, heads.waiting.values))
-        outputs.append(path.causal(asking, *whole, layer.full.skipped, scoring))
+        read = _causal(*whole, layer.full.skipped, path)
+        outputs.append(read(asking, scoring))
+        reads += [(cut, read)] * layer.shared
         heads.observe(past, asking)
         if past + cut == heads.prompt:
             kept = heads.select(*whole, layer.columns.pads, scoring)
             layer.table = None  # rows skip other columns
             path.compact(*whole, kept, layer)
     one = [1] * len(heads.groups)
-    scorings = scoring.split(_sizes(one, query.shape[1]))
     while cut < tokens:
         if past + cut == heads.due:
             heads.renew(layer)
         stop = min(heads.due - past, tokens)
         states = [part[:, :, cut:stop] for part in (query, key, value)]
         heads.watch(past + cut, states[0])
-        later = [
-            _of_group(*of_head, group, layer, past + cut, path, own)
-            for group, of_head, own in zip(heads.groups, _split(*states, one), scorings, strict=True)
-        ]
-        outputs.append(torch.cat(later, 1))
+        lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend
+        read = _by_heads(
+            [
+                (1, _of_group(*of_head, group, layer, past + cut, path, lasting))
+                for group, (_, *of_head) in zip(heads.groups, _split(*states, one), strict=True)
+            ]
+        )
+        outputs.append(read(states[0], scoring))
+        reads += [(stop - cut, read)] * layer.shared
         cut = stop
-    return torch.cat(outputs, 2)
+    return torch.cat(outputs, 2), _by_columns(reads)
 
 
 def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> LayerLayout:
@@ -270,7 +347,9 @@ def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> Laye
     """
     if heads == layout.heads:
         return layout
-    mesh = getattr(getattr(getattr(module, "k_proj", None), "weight", None), "device_mesh", None)
+    # layers that share a cache have no projection of keys
+    projection = getattr(module, "q_proj" if _shares(module) else "k_proj", None)
+    mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
     # the mesh's dimensions of data parallelism come first
     processes = max(layout.heads // heads, 1) if mesh is None else mesh.shape[-1]
     try:

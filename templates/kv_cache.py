@@ -6,6 +6,7 @@ appends them and attends.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +54,20 @@ class HeadTable(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What `update` returns in place of keys and of values."""
+    """What `update` returns in place of keys and of values, for one forward.
+
+    The attention function leaves in `reads` how queries of this forward attend to what the layer stored of it, where
+    later layers share the layer's cache. These get the same handle.
+    """
 
     layer: "HandingLayer"
     keys: torch.Tensor
     values: torch.Tensor
+    reads: list[Callable]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Handle":
+        """Stay: queries of layers on another device come here."""
+        return self
 
 
 class HandingLayer(CacheLayerMixin):
@@ -79,7 +89,7 @@ class HandingLayer(CacheLayerMixin):
     ) -> tuple[Handle, Handle]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        handle = Handle(self, key_states, value_states)
+        handle = Handle(self, key_states, value_states, [])
         return handle, handle
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
@@ -98,9 +108,10 @@ class KVLayerCache(HandingLayer):
 
     is_croppable = True
 
-    def __init__(self, layout: LayerLayout, columns: Columns):
+    def __init__(self, layout: LayerLayout, columns: Columns, shared: bool = False):
         super().__init__()
         self.layout, self.columns = layout, columns
+        self.shared = shared  # whether later layers attend to what this one stores
         self.reset()
 
     def __setstate__(self, state: dict) -> None:
@@ -342,7 +353,12 @@ class KVSurgeryCache(Cache):
             layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
         self.graph = None  # of decode steps, if whoever runs them has one
-        layers = [KVLayerCache(layer, self.columns) if layer.heads else linear_layer() for layer in layout.layers]
+        sources = {layer.source for layer in layout.layers}
+        layers = [
+            KVLayerCache(layer, self.columns, index in sources) if layer.heads else linear_layer()
+            for index, layer in enumerate(layout.layers)
+            if layer.source is None  # those that share a cache come last
+        ]
         self.attention = [layer for layer in layers if isinstance(layer, KVLayerCache)]
         self.linear = [layer for layer in layers if not isinstance(layer, KVLayerCache)]
         super().__init__(layers=layers)

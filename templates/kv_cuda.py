@@ -11,7 +11,7 @@ from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
 from .kv_prefill import Span, Window, prefill, prefill_with_lse
-from .kv_torch import Scoring
+from .kv_torch import Scoring, first_positions
 
 try:
     from flash_attn import flash_attn_func
@@ -45,6 +45,13 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     kv_store.append(table, columns, key, value)
     layer.advance(1)
     return kv_decode.decode(query[:, :, 0], table, columns, scoring)[:, None]
+
+
+def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+    """The same for a token per row that `decode` has stored."""
+    table = layer.head_table()
+    lengths = layer.columns.on(query.device) - table.skipped
+    return kv_decode.decode(query[:, :, 0], table, lengths, scoring)[:, None]
 
 
 def pack(layer: KVLayerCache) -> None:
@@ -105,6 +112,10 @@ def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.streaming_from_start`."""
+    if past := keys.shape[2] - query.shape[2]:
+        sinks = first_positions(keys, values, skipped, layout.sink)
+        before, own = ([states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None)))
+        return streaming(query, sinks, before, own, past, skipped, layout, scoring)
     window = Window(layout.sink, layout.recent)
     return prefill(query, keys, values, Span(0, _padding(skipped, query)), scoring, window)
 

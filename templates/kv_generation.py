@@ -22,7 +22,7 @@ class KVSurgeryModel:
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another
-        for decoder_layer, layer in zip(decoder.layers, layout.layers, strict=True):
+        for decoder_layer, layer in zip(decoder.layers, layout.attended, strict=True):
             if layer.heads:
                 decoder_layer.self_attn.kv_layout = layer
             else:
@@ -117,6 +117,11 @@ def with_kv_cache(forward):
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
         check_causal(config, given.get("mm_token_type_ids"))
+        if given.get("return_shared_kv_states"):
+            raise ValueError(
+                "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
+                "return_shared_kv_states out, and assistant models that read the target's cache"
+            )
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"this checkpoint runs with its own attention only, not with {config._attn_implementation!r}"

@@ -175,7 +175,8 @@ class LayerLayout:
     of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow; with
     `selection.hold`, never more than these and a block of so many.
 
-    A layer without blocks has no KV cache: its attention is linear.
+    A layer without blocks has no KV cache of its own: its attention is linear, or its queries attend to the keys and
+    values of an earlier layer, `source`, whose heads its query heads belong to.
 
     `order` has the original model's KV head at each place; a converted checkpoint does not say, and there it is empty.
     `head_dim` is set where a layer's heads have another size than `KVLayout.head_dim`.
@@ -191,6 +192,7 @@ class LayerLayout:
     order: tuple[int, ...] = ()
     head_dim: int | None = None
     chunked: bool = False
+    source: int | None = None
 
     @property
     def kind(self) -> str:
@@ -213,6 +215,8 @@ class LayerLayout:
         entry = {"blocks": [list(block) for block in self.blocks]}
         if self.head_dim is not None:
             entry["head_dim"] = self.head_dim
+        if self.source is not None:
+            entry["source"] = self.source
         if not self.heads:
             return entry
         if self.selection:
@@ -388,13 +392,20 @@ class KVLayout:
         kinds = setting(text, "layer_types") or []
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
-            own = 0 if kinds[index : index + 1] == [LINEAR] else heads
+            own = 0 if kinds[index : index + 1] == [LINEAR] or layer.source is not None else heads
             if layer.heads != own:
                 raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {own}")
+            if layer.source is not None and not (layer.source < index and layers[layer.source].heads == heads):
+                raise ValueError(f"kv_surgery lets layer {index} share the KV cache of layer {layer.source}")
         sizes = [{*map(sum, layer.blocks)} for layer in layers if layer.blocks]
         if any(len(size) > 1 for size in sizes) or len({len(layer.blocks) for layer in layers if layer.blocks}) > 1:
             raise ValueError("kv_surgery has blocks of heads of different sizes")
         return cls(layers, head_dim)
+
+    @property
+    def attended(self) -> tuple[LayerLayout, ...]:
+        """Of each layer, the heads that its queries attend to: its own, or those of the layer whose cache it shares."""
+        return tuple(layer if layer.source is None else self.layers[layer.source] for layer in self.layers)
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -526,7 +537,8 @@ def _layer(entry: dict, selection: Selection | None, quantization: Quantization 
     """One layer's entry."""
     blocks = tuple((_count(full), _count(others)) for full, others in entry["blocks"])
     if not blocks:
-        return LayerLayout((), 0, 1, quantization=quantization)
+        source = None if entry.get("source") is None else _count(entry["source"])
+        return LayerLayout((), 0, 1, quantization=quantization, source=source)
     head_dim = entry.get("head_dim")
     if "budgets" in entry:
         budgets, others = tuple(_count(budget) for budget in entry["budgets"]), sum(others for _, others in blocks)

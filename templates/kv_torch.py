@@ -271,17 +271,24 @@ def blocks(query, keys, values, past: int, allowed, scoring: Scoring, with_lse: 
 
 
 def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
-    """Queries of streaming heads over the same tokens' keys, nothing before them."""
-    tokens = query.shape[2]
+    """Queries of streaming heads at the last of the columns that keys are of, nothing before them."""
+    tokens, past = keys.shape[2], keys.shape[2] - query.shape[2]
     if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
         return causal(query, keys, values, skipped, scoring)
+    sinks = first_positions(keys, values, skipped, layout.sink)
+    before, own = ([states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None)))
+    return streaming(query, sinks, before, own, past, skipped, layout, scoring)
+
+
+def first_positions(keys, values, skipped, count: int) -> tuple[torch.Tensor, ...]:
+    """Copies of keys and values by column at the first `count` positions of each row, of which there may be fewer."""
     if not torch.is_tensor(skipped):
-        skipped = torch.full((1,), skipped, device=query.device)
-    columns = skipped[:, None] + torch.arange(layout.sink, device=query.device)
-    index = columns.clamp(max=tokens - 1)[:, None, :, None].expand(len(keys), keys.shape[1], -1, keys.shape[3])
-    sinks = keys.gather(2, index), values.gather(2, index)
-    nothing = keys[:, :, :0], values[:, :, :0]
-    return streaming(query, sinks, nothing, (keys, values), 0, skipped, layout, scoring)
+        skipped = torch.full((1,), skipped, device=keys.device)
+    columns = skipped[:, None] + torch.arange(count, device=keys.device)
+    index = columns.clamp(max=keys.shape[2] - 1)[:, None, :, None]
+    return tuple(
+        states.gather(2, index.expand(len(states), states.shape[1], -1, states.shape[3])) for states in (keys, values)
+    )
 
 
 def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:

@@ -10,8 +10,8 @@ list with a number for each layer, 0 where it has full attention. `[full_attenti
 that layers with full attention have of their own, and of the switch for layers without `v_proj`, whose values are made
 from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]`
 why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says whether layer types have
-RoPE of their own, and whether `rope_parameters` is their only spelling, `[modeling]` is what the emitted code says of
-the family.
+RoPE of their own, and whether `rope_parameters` is their only spelling, `[sharing]` which config key counts the last
+layers that share the KV cache of earlier ones, `[modeling]` is what the emitted code says of the family.
 
 The patch of a model that reads images says in `[text]` which families its text model may be of, and under which names
 its tensors lie; all that concerns heads is then that family's, and read from `text_config`.
@@ -71,6 +71,7 @@ class Family:
     `layers_beyond` is the config key that counts layers after the last one, which are copied. `no_reform` says why
     REFORM cannot read long prompts, where it cannot, and `no_measure` why heads cannot be measured. With
     `rope_by_type`, scaled RoPE is not that of sliding layers; with `rope_parameters_only`, no transformers 4 reads it.
+    `sharing` is the config key that counts the layers without a KV cache of their own.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Family:
     no_measure: str | None
     rope_by_type: bool
     rope_parameters_only: bool
+    sharing: str | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
@@ -159,8 +161,14 @@ class Family:
         return tuple(full if window is None else sliding for window in self.windows(config))
 
     def has_part(self, part: str, layer: int, config: Mapping[str, Any]) -> bool:
-        """Whether a layer has a tensor that others of the model have: where keys are values, it has no `v_proj`."""
+        """Whether a layer has a tensor that others of the model have.
+
+        Where keys are values, it has no `v_proj`; where it shares the KV cache of an earlier layer, neither that nor
+        `k_proj`.
+        """
         config = text_config(config)
+        if layer in self.sources(config) and part.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
+            return False
         switch = self.full_attention.get("keys_are_values")
         if switch is None or not part.startswith("self_attn.v_proj.") or not self._value(config, switch):
             return True
@@ -209,22 +217,35 @@ class Family:
             UnsupportedModel: layers of another kind, or sliding layers without a window.
         """
         config = text_config(config)
-        layers = self._number(config, "num_hidden_layers")
-        if self.window is None:
-            return (None,) * layers
-        enabled = "enabled_by" not in self.window or self._value(config, self.window["enabled_by"])
-        key = self.window.get("size", "sliding_window")
-        size = self._value(config, key) if enabled else None
-        if self.has_linear_layers:
-            size = 0
-        sliding = self._sliding_layers(config, self.window, layers, size)
+        sliding, size = self._sliding_layers(config)
+        layers = len(sliding)
         if not any(sliding):
             return (None,) * layers
         if type(size) is not int or (size < 1 and not self.has_linear_layers):
-            raise UnsupportedModel(f"config.json has sliding layers, but {key} is {size!r}")
+            raise UnsupportedModel(f"config.json has sliding layers, but {self._window_size} is {size!r}")
         if size >= self._number(config, "max_position_embeddings", MAX_POSITIONS) and not self.full_attention:
             return (None,) * layers
         return tuple(size if slides else None for slides in sliding)
+
+    def sources(self, config: Mapping[str, Any]) -> dict[int, int]:
+        """The layers without a KV cache of their own, each with the layer whose keys and values its queries attend to:
+        the last one with the same kind of attention that has a cache.
+
+        Raises:
+            UnsupportedModel: their number is no sensible one, or no layer of their kind has a cache.
+        """
+        if self.sharing is None:
+            return {}
+        config = text_config(config)
+        sliding, _ = self._sliding_layers(config)
+        count = self._value(config, self.sharing)
+        if type(count) is not int or not 0 <= count < len(sliding):
+            raise UnsupportedModel(f"config.json: {self.sharing} is {count!r}, of {len(sliding)} layers")
+        first = len(sliding) - count
+        last = {slides: layer for layer, slides in enumerate(sliding[:first])}
+        if not last.keys() >= set(sliding):
+            raise UnsupportedModel(f"config.json: {self.sharing} is {count}, which leaves a kind of layers no KV cache")
+        return {layer: last[sliding[layer]] for layer in range(first, len(sliding))}
 
     def state_bytes(self, config: Mapping[str, Any], itemsize: int = 2) -> int:
         """Bytes of a sequence's states in all layers with linear attention.
@@ -319,9 +340,16 @@ class Family:
             text=self.text,
         )
 
-    def _sliding_layers(
-        self, config: Mapping[str, Any], window: Mapping[str, Any], layers: int, size: Any
-    ) -> list[bool]:
+    def _sliding_layers(self, config: Mapping[str, Any]) -> tuple[list[bool], Any]:
+        """Whether each layer has no full attention, and the window or the chunk of those that have none; 0 is linear
+        attention."""
+        layers, window = self._number(config, "num_hidden_layers"), self.window
+        if window is None:
+            return [False] * layers, None
+        enabled = "enabled_by" not in window or self._value(config, window["enabled_by"])
+        size = self._value(config, self._window_size) if enabled else None
+        if self.has_linear_layers:
+            size = 0
         types = config.get("layer_types") if window.get("layer_types") else None
         if types is None and size is not None and window.get("layer_types") == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
@@ -331,16 +359,16 @@ class Family:
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention
             kinds = [*types[:-1], "full_attention"] if self.full_attention else types
-            return [item != "full_attention" for item in kinds]
+            return [item != "full_attention" for item in kinds], size
         if size is None:
-            return [False] * layers
+            return [False] * layers, size
         flags = self._value(config, window["layers"]) if "layers" in window else None
         if flags:
             if not isinstance(flags, list) or len(flags) < layers:
                 raise UnsupportedModel(
                     f"config.json: {window['layers']} must have a number for each of {layers} layers"
                 )
-            return [bool(flag) for flag in flags[:layers]]
+            return [bool(flag) for flag in flags[:layers]], size
         first = self._value(config, window["from_layer"]) if "from_layer" in window else 0
         every = window.get("full_every")
         if isinstance(every, str):
@@ -348,7 +376,12 @@ class Family:
         if type(first) is not int:
             raise UnsupportedModel(f"config.json: {window['from_layer']} is {first!r}, not a number of layers")
         sliding = [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
-        return [*sliding[:-1], False] if self.full_attention else sliding
+        return [*sliding[:-1], False] if self.full_attention else sliding, size
+
+    @property
+    def _window_size(self) -> str:
+        """What a config calls the size of windows or chunks."""
+        return (self.window or {}).get("size", "sliding_window")
 
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
         return config.get(key, self.defaults.get(key))
@@ -409,6 +442,7 @@ def load_family(name: str) -> Family:
         replicated=patch.get("parallel", {}).get("attention") == "replicated",
         rope_by_type=patch.get("rope", {}).get("by_layer_type", False),
         rope_parameters_only=patch.get("rope", {}).get("parameters_only", False),
+        sharing=patch.get("sharing", {}).get("layers"),
         no_reform=f"REFORM does not cover {title}: {no_reform}" if no_reform else None,
         no_measure=f"the heads of {title} cannot be measured: {no_measure}" if no_measure else None,
     )

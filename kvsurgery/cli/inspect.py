@@ -71,6 +71,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
             own = f", with {facts.sliding.heads}" if facts.sliding else ""
             kind, seen = ("chunked", "their chunk of ") if facts.chunked else ("sliding", "")
             yield kind, f"{layers} of {facts.dimensions.layers} layers see {seen}{window} tokens{own}"
+        if facts.shared:
+            yield "shared", f"{facts.shared} of {facts.dimensions.layers} layers share the KV cache of earlier ones"
     if facts.context:
         yield "positions", facts.context
     yield from _ropes(facts.rope)

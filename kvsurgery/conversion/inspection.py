@@ -33,10 +33,11 @@ class Surgery:
     """What was done to a converted checkpoint.
 
     Attributes:
-        full_heads: per layer, KV heads that keep every token; None where the model's own window applies, or where
-            attention is linear.
+        full_heads: per layer, KV heads that keep every token; None where the model's own window applies, where
+            attention is linear, or where the layer shares the KV cache of an earlier one.
         heads: per layer, what each KV head is: "full", "streaming", "window" (the model's own), or a budget in tokens;
-            in the original's order, or in the converted one's where that is not known.
+            in the original's order, or in the converted one's where that is not known. A layer that shares the KV cache
+            of an earlier one has that one's.
         streaming, budgeted: KV heads that stream, and that have a budget, in the layers with full attention.
         quantization: how the cache of full and budgeted heads is quantized, the fields of `kv_layout.Quantization`, if
             it is; a list by layer where they differ.
@@ -85,6 +86,7 @@ class Facts:
         sliding: dimensions of layers with a sliding window, None where they are the same.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         chunked: whether a token sees its own chunk in place of a window.
+        shared: layers that share the KV cache of an earlier one.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
         context: positions that the model was made for.
         rope: its rotary embedding, as transformers 5 spells it.
@@ -103,6 +105,7 @@ class Facts:
     sliding: ModelDimensions | None
     windows: tuple[int | None, ...]
     chunked: bool
+    shared: int
     states: int
     context: int | None
     rope: Mapping[str, Any]
@@ -164,6 +167,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         sliding=None if sliding == dimensions else sliding,
         windows=windows,
         chunked=_chunked(config),
+        shared=_shared(config),
         states=_states(config),
         context=text_config(config).get("max_position_embeddings"),
         rope=_rope(text_config(config)),
@@ -204,6 +208,15 @@ def _dimensions(
         return family.dimensions(stock), family.sliding_dimensions(stock), family.windows(stock)
     except UnsupportedModel:
         return None, None, ()
+
+
+def _shared(config: Mapping[str, Any]) -> int:
+    """Layers that share the KV cache of an earlier one, as far as the family is known."""
+    stock = _stock(config)
+    try:
+        return len(Family.of(stock).sources(stock))
+    except UnsupportedModel:
+        return 0
 
 
 def _states(config: Mapping[str, Any]) -> int:
@@ -257,7 +270,7 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
-    heads = tuple(layer.kinds for layer in layout.layers)
+    heads = tuple(layer.kinds for layer in layout.attended)
     surgery = Surgery(
         full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),
         heads=heads,

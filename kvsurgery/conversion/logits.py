@@ -56,7 +56,7 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
         config.kv_surgery.pop(name, None)
     config.kv_surgery["layers"] = [
         layer
-        if layer.get("native")
+        if layer.get("native") or "source" in layer
         else {"blocks": [[sum(block), 0] for block in layer["blocks"]], "sink": 0, "recent": 1}
         for layer in config.kv_surgery["layers"]
     ]

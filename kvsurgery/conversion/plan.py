@@ -78,7 +78,7 @@ class SurgeryPlan:
     @property
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """Per layer, the source KV head at each place."""
-        return tuple(layer.order for layer in self.policy.layers)
+        return self.policy.orders
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -95,8 +95,7 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
         PolicyError: the policy belongs to a model of other dimensions.
     """
     family = Family.of(checkpoint.config)
-    orders = tuple(layer.order for layer in policy.layers)
-    moves = plan_moves(checkpoint, family, orders)
+    moves = plan_moves(checkpoint, family, policy.orders)
     return SurgeryPlan(family.name, family.dimensions(checkpoint.config), policy, profile, moves)
 
 

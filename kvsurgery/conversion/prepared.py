@@ -74,6 +74,7 @@ class PreparedConversion:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
         windows, fitted, losses = family.windows(checkpoint.config), None, None
+        sources = family.sources(checkpoint.config)
         if recipe.kv_measured is not None:
             losses = load_losses(recipe.kv_measured)
             if (dimensions, windows) != (losses.model, losses.windows):
@@ -82,12 +83,14 @@ class PreparedConversion:
                 )
             recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
         if recipe.fit is not None:
-            fitted = fit(profile, windows, Footprint.of(checkpoint, family, recipe.tp), recipe, budgets, losses)
+            footprint = Footprint.of(checkpoint, family, recipe.tp)
+            fitted = fit(profile, windows, footprint, recipe, budgets, losses, sources)
             recipe = fitted.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
         sliding = family.sliding_dimensions(checkpoint.config)
-        policy = decide(profile, windows, recipe, budgets, losses, sliding, family.has_chunked_layers)
+        chunked = family.has_chunked_layers
+        policy = decide(profile, windows, recipe, budgets, losses, sliding, chunked, sources)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)

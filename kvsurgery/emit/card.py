@@ -92,6 +92,7 @@ def model_card(
         code_table=_code_table(code),
         searches=" and beam search" if _linear_layers(policy) else ", beam search and assisted decoding",
         sections=_states(policy)
+        + _shared_cache(policy)
         + _long_prompts(policy.reform)
         + _several_devices(config, auto, replicated)
         + _serving(config),
@@ -150,7 +151,7 @@ def _quantized(policy: Policy) -> str:
 
 def _linear_layers(policy: Policy) -> int:
     """How many layers have linear attention."""
-    return sum(not layer.heads for layer in policy.layers)
+    return sum(not layer.heads for layer in policy.layout.attended)
 
 
 def _states(policy: Policy) -> str:
@@ -162,6 +163,18 @@ def _states(policy: Policy) -> str:
         f"\n## Linear attention\n\n{count} of {len(policy.layers)} layers have linear attention. They have a state of "
         "constant size in place of keys and values, which the\nsizes below do not count. It holds all tokens, so that "
         "none can be taken back: `generate` refuses assisted decoding, as\nwith the original.\n"
+    )
+
+
+def _shared_cache(policy: Policy) -> str:
+    """Which layers have no KV cache of their own, as a section of its own."""
+    count = sum(layer.source is not None for layer in policy.layers)
+    if not count:
+        return ""
+    return (
+        f"\n## Shared KV cache\n\n{count} of {len(policy.layers)} layers have no KV cache of their own: they attend to "
+        "the keys and values of an earlier layer. A head of\nthat layer keeps what any of its layers needs, by the "
+        "largest of their scores. Budgeted heads choose tokens by the attention\nof the earlier layer.\n"
     )
 
 

@@ -95,6 +95,11 @@ class MeasuredModel:
         family = Family.of(config)
         if family.no_measure:
             raise UnsupportedModel(family.no_measure)
+        if family.sources(config):
+            raise UnsupportedModel(
+                f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
+                "import a profile"
+            )
         weights = Path(source) if Path(source).is_dir() else source
         where = {} if Path(source).is_dir() else {"revision": revision}
         dimensions = family.dimensions(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -59,6 +59,11 @@ class Policy:
     def layers(self) -> tuple[LayerLayout, ...]:
         """Layers, with the order of their heads."""
         return self.layout.layers
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, the source KV head at each place; query heads follow those that they attend to."""
+        return tuple(layer.order for layer in self.layout.attended)
 
     @cached_property
     def hash(self) -> str:
@@ -117,6 +122,7 @@ def decide(
     losses: CacheLosses | None = None,
     sliding: ModelDimensions | None = None,
     chunked: bool = False,
+    sources: Mapping[int, int] | None = None,
 ) -> Policy:
     """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
 
@@ -132,6 +138,8 @@ def decide(
         losses: by which `kv_bits` "auto" chooses.
         sliding: dimensions of the layers with a sliding window, where these are not the profile's.
         chunked: whether windows are chunks.
+        sources: the layers that share the KV cache of an earlier one, and which. Their heads are what that one's are,
+            decided by the largest score of a head in all of its layers.
 
     Raises:
         PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
@@ -139,7 +147,7 @@ def decide(
     """
     if len(windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
-    eligible = np.array([window is None for window in windows])
+    eligible = own_full_attention(windows, sources)
     for measured in (profile, budgets or profile):
         if (unmeasured := np.flatnonzero(eligible & ~measured.eligible)).size:
             raise PolicyError(
@@ -155,15 +163,21 @@ def decide(
         scores = np.ones((len(windows), profile.model.kv_heads), np.float32)
         mask = asked = scores > 0
     else:
-        scores = kv_scores(profile, recipe.group_reduce)
+        scores = kv_scores(profile, recipe.group_reduce, sources)
         mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
         if recipe.tp > 1 and not recipe.tp_uneven:
             mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
-    layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe), recipe)
-    layout = KVLayout(with_native(layers, windows, profile.model, sliding, chunked), profile.model.head_dim)
+    layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe, sources), recipe)
+    layers = with_shared(with_native(layers, windows, profile.model, sliding, chunked), sources)
+    layout = KVLayout(layers, profile.model.head_dim)
     rounded = int(mask.sum() - asked.sum())
     layout = _quantized(layout, recipe, losses)
     return Policy(layout, recipe, _options(recipe, profile, budgets, losses), rounded=rounded)
+
+
+def own_full_attention(windows: Sequence[int | None], sources: Mapping[int, int] | None) -> np.ndarray:
+    """bool [layers]: those with full attention and a KV cache of their own."""
+    return np.array([window is None and layer not in (sources or ()) for layer, window in enumerate(windows)])
 
 
 def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None = None) -> Recipe:
@@ -246,12 +260,18 @@ def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> 
     return layout
 
 
-def _budgets(full: np.ndarray, followed: HeadProfile, eligible: np.ndarray, recipe: Recipe) -> np.ndarray | None:
+def _budgets(
+    full: np.ndarray,
+    followed: HeadProfile,
+    eligible: np.ndarray,
+    recipe: Recipe,
+    sources: Mapping[int, int] | None = None,
+) -> np.ndarray | None:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
     if recipe.rest != "budgeted":
         return None
     _check_selection(recipe.selection)
-    scores = kv_scores(followed, recipe.group_reduce)
+    scores = kv_scores(followed, recipe.group_reduce, sources)
     budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & eligible[:, None]
     if recipe.budget is not None:
         budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
@@ -295,6 +315,16 @@ def with_native(
     return tuple(
         layer if window is None else _native(len(layer.blocks), window, native.kv_heads, head_dim, chunked)
         for layer, window in zip(layers, windows, strict=True)
+    )
+
+
+def with_shared(layers: Sequence[LayerLayout], sources: Mapping[int, int] | None) -> tuple[LayerLayout, ...]:
+    """The layers, but for those that share the KV cache of an earlier one."""
+    if not sources:
+        return tuple(layers)
+    return tuple(
+        LayerLayout((), 0, 1, source=sources[place]) if place in sources else layer
+        for place, layer in enumerate(layers)
     )
 
 

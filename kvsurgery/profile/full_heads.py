@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
@@ -63,14 +64,23 @@ def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
     return places.reshape(-1, size)[np.argsort(-sums, axis=None, kind="stable")].ravel()
 
 
-def kv_scores(profile: HeadProfile, reduce: Literal["mean", "max"] = "mean") -> np.ndarray:
+def kv_scores(
+    profile: HeadProfile, reduce: Literal["mean", "max"] = "mean", sources: Mapping[int, int] | None = None
+) -> np.ndarray:
     """float32 [layers, kv_heads]: scores per KV head, query heads reduced over their group.
+
+    Where layers share the KV cache of an earlier one, as `Family.sources` says, that one has the largest of all their
+    scores: a head keeps what any of its layers needs.
 
     Raises:
         PolicyError: `reduce` is neither mean nor max.
     """
     if reduce not in ("mean", "max"):
         raise PolicyError(f"`group_reduce` is mean or max, got {reduce!r}")
+    if sources:
+        scores = kv_scores(profile, reduce).copy()
+        np.maximum.at(scores, [*sources.values()], scores[[*sources]])
+        return scores
     if profile.granularity == "kv":
         return profile.head_scores
     groups = profile.head_scores.reshape(profile.model.layers, profile.model.kv_heads, profile.model.group)

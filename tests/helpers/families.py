@@ -143,6 +143,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
+    "gemma4-shared": {
+        "model_type": "gemma4_text",
+        **GEMMA_4,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 9,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+        "laurel_rank": 4,
+        "altup_num_inputs": 3,
+        "activation_sparsity_pattern": [0.5, 0.0] * 3,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -235,14 +257,22 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+WITH_IMAGES["gemma4-shared-images"] = ("gemma4-shared", WITH_IMAGES["gemma4-images"][1])
 WITH_IMAGES = {name: model for name, model in WITH_IMAGES.items() if model[0] in FAMILIES}
 EVERY = [*FAMILIES, *WITH_IMAGES]
 REFORM = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_reform]  # can read by REFORM
-MEASURED = [name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure]
 
 
+# whose last layers share the KV cache of earlier ones
+SHARED_CACHE = [name for name in FAMILIES if FAMILIES[name].get("num_kv_shared_layers")]
+# whose heads are measured
+MEASURED = [
+    name for name in FAMILIES if not load_family(FAMILIES[name]["model_type"]).no_measure and name not in SHARED_CACHE
+]
 # whose layers with full attention have heads of another number or size
-LAYER_HEADS = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention]
+LAYER_HEADS = [
+    name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).full_attention and name not in SHARED_CACHE
+]
 # whose draft cannot be taken back: layers with linear attention have one state of all tokens
 WITH_STATES = [name for name in FAMILIES if load_family(FAMILIES[name]["model_type"]).has_linear_layers]
 

@@ -46,7 +46,7 @@ def dense_attention(
 ):
     group = query.shape[1] // key.shape[1]
     tokens = query.shape[2]
-    mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask
+    mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask[:, 0, 0]
     full, sink, recent = module.reference
     kinds = getattr(module.config, "layer_types", None) or ()
     chunked = kinds[module.layer_idx : module.layer_idx + 1] == ["chunked_attention"]
@@ -71,7 +71,10 @@ def dense_attention(
 
 
 AttentionInterface.register(NAME, dense_attention)
-AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
+# padding masks [batch, 1, 1, tokens]: stock code may cut the queries of a mask
+AttentionMaskInterface.register(
+    NAME, lambda *args, attention_mask=None, **kwargs: None if attention_mask is None else attention_mask[:, None, None]
+)
 
 
 def reference_logits(

@@ -78,7 +78,8 @@ class Converted:
     @property
     def full(self) -> list[list[bool]]:
         """[layer][source KV head]: whether it keeps every token."""
-        return [[head in layer.full_heads for head in range(len(layer.order))] for layer in self.policy.layers]
+        layers = self.policy.layout.attended
+        return [[head in layer.full_heads for head in range(len(layer.order))] for layer in layers]
 
 
 def recipe_of(

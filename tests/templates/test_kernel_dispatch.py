@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from kvsurgery.templates import kv_attention, kv_cuda, kv_torch
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
 from kvsurgery.templates.kv_torch import Scoring
-from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, in_parts
-from tests.helpers.families import largest, tokens
+from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, emitted_class, in_parts
+from tests.helpers.families import FAMILIES, largest, stock, tokens
 from tests.helpers.kernel_reference import softmax
 
 AMPERE = {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 166912}
@@ -69,6 +69,44 @@ def test_decode_steps(family: str, padded: bool, kernels) -> None:
     assert found.sequences.equal(expected.sequences)
     for one, other in zip(found.logits, expected.logits, strict=True):
         assert largest(one - other, other) <= 1e-5
+
+
+@pytest.mark.skipif("gemma4-shared" not in FAMILIES, reason="no such family in this version of transformers")
+@pytest.mark.parametrize("kept", [0, 2])
+def test_layers_that_share_a_cache(kernels, kept: int) -> None:
+    window, mixed = {"blocks": [[0, 4]], "sink": 0, "recent": 9, "native": True}, {"sink": 3, "recent": 5}
+    layers = [window, {"blocks": [[2, 2]], "head_dim": 32, **mixed}, window]
+    original = stock("gemma4-shared")
+    original.config.kv_surgery = {
+        "version": 2,
+        "head_dim": 16,
+        "layers": [*layers, *({"blocks": [], "source": source} for source in (1, 2, 1))],
+    }
+    model = emitted_class("gemma4_text")(original.config).eval()
+    model.load_state_dict(original.state_dict())
+    ids, mask = tokens(2, 34), torch.ones(2, 34, dtype=torch.long)
+    mask[1, :9] = 0
+
+    @torch.no_grad()
+    def read() -> torch.Tensor:
+        past, parts = None, []
+        for start, stop in [(0, 20), (20, 32), (32, 33), (33, 34)]:
+            output = model(
+                (ids * mask)[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop],
+                past_key_values=past,
+                logits_to_keep=kept,
+            )
+            past = output.past_key_values
+            parts.append(output.logits)
+        return torch.cat(parts, 1)[:, 9 * (not kept) :]
+
+    expected = read()
+    calls = kernels()
+    found = read()
+    assert len(calls) == 2 * 6
+    assert largest(found - expected, expected) <= 1e-5
 
 
 def test_a_draft_takes_back_what_kernels_stored(kernels) -> None:

@@ -249,14 +249,6 @@ def test_text_of_such_a_model_is_read_as_the_original_does(in_both_directions):
         in_both_directions.model.generate(**prompt("gemma4-images"), **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
-def test_layers_that_share_a_cache_are_refused(name):
-    text = {"model_type": "gemma4_text", "num_kv_shared_layers": 2}
-    config = text if name == "gemma4_text" else {"model_type": name, "text_config": text}
-    with pytest.raises(UnsupportedModel, match="its last layers read the KV cache of earlier ones"):
-        Family.of(config)
-
-
 @families
 def test_losses_of_caches_are_those_of_the_emitted_model(interleaved, family):
     how, ids = Quantization(3, residual=20), tokens(1, 312)

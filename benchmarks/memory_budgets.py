@@ -1,0 +1,147 @@
+"""What `fit` chooses for a memory budget, beside the best of all widths, as measured on a language model.
+
+    python benchmarks/memory_budgets.py MODEL losses.safetensors book.txt --json memory-budgets.json
+
+The losses are those of `kvsurgery profile compute --method kv-bits`, measured on another text. They price the policies,
+and their streaming heads are those of the recipe. Full heads are ranked by a profile, or by these losses. For every
+memory, the policies are those of each width with the most full heads that fit. As they are one ranking's, more full
+heads lose less. Each is measured as the converted model computes it: streaming heads stream while the prompt is read.
+The divergence is the mean Kullback-Leibler divergence, in nats, of the distribution of the next token from the
+original's on the tokens that follow 1,024. An interrupted run continues from its JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.measure.cache_losses import TrialSizes
+from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.policy.fit import Fit
+from kvsurgery.policy.prices import Candidate
+from kvsurgery.profile.cache_losses import CacheLosses
+from kvsurgery.profile.full_heads import best_heads
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.text.haystack import Haystack, first_tokens
+
+MIB = 1 << 20
+
+
+def fitted(model: Path, profile: HeadProfile, losses: str, memory: int, context: int) -> Fit:
+    """What `kvsurgery fit` finds."""
+    measured = CacheLosses.load(losses)
+    recipe = Recipe(
+        fit=Demand(memory, context),
+        rest="streaming",
+        sink=measured.sink,
+        recent=measured.recent,
+        kv_measured=losses,
+    )
+    found = PreparedConversion.prepare(model, profile, recipe).fit
+    assert found is not None  # as there is a demand
+    return found
+
+
+def compared(found: Fit) -> list[Candidate]:
+    """Of each width, the policy with the most full heads that fits."""
+    best: dict[int, Candidate] = {}
+    for candidate in found.candidates:
+        if candidate.total <= found.demand.memory and candidate.full_heads > getattr(
+            best.get(candidate.bits), "full_heads", -1
+        ):
+            best[candidate.bits] = candidate
+    return sorted(best.values(), key=lambda one: -one.bits)
+
+
+def named(candidate: Candidate) -> str:
+    """A policy in words."""
+    return f"{candidate.full_heads} heads in {candidate.bits} bits"
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of Markdown: for each memory the choice, what was expected and measured, and the best of all widths."""
+    lines = [
+        "| memory | choice of `fit` | expected | measured | best of all widths | measured | choice above best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    means = {name: fmean(each[name] for each in found["losses"].values()) for name in found["policies"]}
+    for memory, row in found["budgets"].items():
+        choice, best = row["choice"], min(row["policies"], key=lambda name: means[name])
+        lines.append(
+            f"| {memory} MiB | {choice} | {found['policies'][choice]['expected']:.4f} | {means[choice]:.4f} | {best} | "
+            f"{means[best]:.4f} | {means[choice] / means[best] - 1:.0%} |"
+        )
+    return lines
+
+
+def rows_of(policies: Sequence[Candidate], profile: HeadProfile, caches: Sequence[Any]) -> torch.Tensor:
+    """What each head's cache is, by its place among `caches`: int64 [policies, layers, kv_heads]."""
+    assert profile.scores is not None  # no reform profile
+    widths = {how.bits: place for place, how in enumerate(caches, 1) if not isinstance(how, Window)} | {16: EXACT}
+    rows = []
+    for each in policies:
+        full = torch.from_numpy(best_heads(profile.scores, profile.eligible, each.full_heads))
+        rows.append(torch.where(full, widths[each.bits], len(caches)))
+    return torch.stack(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument("losses", metavar="LOSSES", help="file of measured cache losses of this model")
+    parser.add_argument("text", metavar="TEXT", help="UTF-8 text that the losses were not measured on")
+    parser.add_argument("--profile", type=Path, help="ranks full heads  [default: the losses]")
+    parser.add_argument("--memory", type=int, nargs="+", default=[620, 626, 632, 640, 650], help="in MiB")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--passages", type=int, default=12)
+    parser.add_argument("--json", type=Path, required=True, help="figures of every passage; known ones are kept")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    losses = CacheLosses.load(arguments.losses)
+    profile = HeadProfile.load(arguments.profile) if arguments.profile else losses.head_profile
+    budgets, policies = {}, {}
+    for memory in arguments.memory:
+        found = fitted(arguments.model, profile, arguments.losses, memory * MIB, arguments.context)
+        own = compared(found)
+        policies |= {named(each): each for each in own}
+        budgets[memory] = {"choice": named(found.choice), "policies": [named(each) for each in own]}
+    caches = [
+        each.quantization for each in {each.bits: each for each in policies.values() if each.quantization}.values()
+    ]
+    caches.append(Window(losses.sink, losses.recent))
+    rows = rows_of([*policies.values()], profile, caches)
+
+    sizes = TrialSizes(passages=arguments.passages)
+    measured = MeasuredModel.load(arguments.model, dtype="float32")
+    known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
+    known |= {
+        "budgets": budgets,
+        "policies": {name: {"expected": each.loss, "total": each.total} for name, each in policies.items()},
+        "ranked_by": profile.method,
+        "measured_on": losses.text,
+        "read": Path(arguments.text).name,
+        **vars(sizes),
+    }
+    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
+        if str(number) not in known["losses"]:
+            trial = CacheTrial(measured.model, measured.windows, passage[None], sizes.context, caches)
+            found = trial.converted_divergence(rows).tolist()
+            known["losses"][str(number)] = dict(zip(policies, found, strict=True))
+            arguments.json.write_text(json.dumps(known, indent=1) + "\n")
+    print("\n".join(table(known)))
+
+
+if __name__ == "__main__":
+    main()
