@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-wheel coverage lint format clean
+.PHONY: demo real real-short test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -78,6 +78,11 @@ test-extras: .venv-extras/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(PYTEST) tests/vllm
 
+# an hour's worth of requests, which takes about ten minutes
+test-vllm-load: export LOAD_REQUESTS = 5000
+test-vllm-load: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest -q tests/vllm/test_load.py
+
 # the wheel works outside of the checkout, and what it converts works where it is not installed
 test-wheel: .venv/ready
 	rm -rf dist .venv-wheel
@@ -133,6 +138,9 @@ INSTALL = $(@D)/bin/python -m pip install -q
 	grep -vE '^(transformers|tokenizers|huggingface.hub|hf-xet)==' constraints.txt > $(@D)/constraints.txt
 	$(INSTALL) -c $(@D)/constraints.txt -e '.[dev]' transformers==$*
 	touch $@
+
+# all of these but vLLM's, which not every processor can have; pip uses one core, so make two at a time: make -j2
+environments: $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready .venv-extras/ready
 
 clean:
 	rm -rf .venv .venv-* demo dist real examples/smollm2/model*

@@ -57,25 +57,24 @@ def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurg
     return KVSurgeryCache(config, tokens, quantization(bits)), config
 
 
-def arguments(layer: KVLayerCache, batch: int) -> tuple[HeadTable, torch.Tensor, Scoring]:
+def arguments(layer: KVLayerCache) -> tuple[HeadTable, torch.Tensor, Scoring]:
     """What the decode kernel takes of a layer's cache, after the query."""
-    table = layer.head_table()
-    lengths = torch.full((batch, HEADS), layer.seen, dtype=torch.int32, device=layer.device) - table.skipped
-    return table, lengths, Scoring(HEAD_DIM**-0.5)
+    columns = torch.tensor([[layer.seen]], dtype=torch.int32, device=layer.device)
+    return layer.head_table(), columns, Scoring(HEAD_DIM**-0.5)
 
 
 def decode_error(
-    query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring, programs: int | None = None
+    query: torch.Tensor, table: HeadTable, columns: torch.Tensor, scoring: Scoring, programs: int | None = None
 ) -> float:
     """Error of the kernel in the last row, whose memory lies farthest, against torch in float32."""
     from kvsurgery.templates.kv_decode import decode
     from tests.helpers.kernel_reference import decode_reference
 
-    out = decode(query, table, lengths, scoring, programs)[-1:].float()
-    last = table._replace(keys=table.keys[-1:].float(), values=table.values[-1:].float())
+    out = decode(query, table, columns, scoring, programs)[-1:].float()
+    last = table._replace(keys=table.keys[-1:].float(), values=table.values[-1:].float(), skipped=table.skipped[-1:])
     if table.tiles is not None and table.packed is not None:
         last = last._replace(tiles=table.tiles.map(lambda part: part[-1:]), packed=table.packed[-1:])
-    exact = decode_reference(query[-1:].float(), last, lengths[-1:], scoring)
+    exact = decode_reference(query[-1:].float(), last, columns, scoring)
     return ((out - exact).norm() / exact.norm()).item()
 
 
@@ -85,7 +84,7 @@ def check_quantized(batch: int, full: int, bits: int, device: str = "cuda", **op
     cache, config = empty_layers(1, full, bits, SHORT)
     fill(cache, config, batch, SHORT, torch.bfloat16, device)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    return decode_error(query, *arguments(cache.layers[0], batch), **options)
+    return decode_error(query, *arguments(cache.layers[0]), **options)
 
 
 def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) -> dict:
@@ -97,7 +96,7 @@ def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) 
     cache, _ = empty_layers(copies, full, bits, tokens)
     occupy(cache, torch.empty(batch, HEADS, 0, HEAD_DIM, device="cuda", dtype=torch.bfloat16), tokens)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    calls = [arguments(layer, batch) for layer in cache.layers]
+    calls = [arguments(layer) for layer in cache.layers]
     errors = [decode_error(query, *calls[-1]), check_quantized(batch, full, bits)]
     assert all(error < TOLERANCE for error in errors), f"wrong by {errors}"  # NaN is, too
     graph = torch.cuda.CUDAGraph()

@@ -112,7 +112,7 @@ def attention(
     # layers that share a cache may want gradients where this one wants none
     tracked = _tracked(query, key, value, *(() if s_aux is None else (s_aux,)))
     tracked |= torch.is_grad_enabled() and isinstance(layer, KVLayerCache) and layer.shared
-    path = kv_torch if tracked else _path(query, dropout)
+    path = kv_torch if tracked or own.chunked else _path(query, dropout)  # kernels know no chunks
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
@@ -238,7 +238,7 @@ def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path
     layout, stop, skipped = layer.layout, past + key.shape[2], group.skipped
     if key.shape[2] == 1 and not lasting and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
-        return lambda query, scoring: kv_torch.decode(query, group, stop, scoring)
+        return lambda query, scoring: kv_torch.decode(query, group, stop, layout, scoring)
     if group is layer.streaming:
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         layer.store(group, past, key, value)

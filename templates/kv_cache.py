@@ -437,9 +437,13 @@ class KVSurgeryCache(Cache):
             layer.crop(length)
         self.columns.crop(min(seen, length))
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included; the same for every layer that runs here, 0 for layers that run elsewhere."""
-        return max(layer.seen for layer in self.attention)
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Columns seen, padding included: by a layer with a KV cache, which earlier ones are ahead of during a forward.
+
+        By default the same for every layer that runs here; layers that run elsewhere have seen none.
+        """
+        layer = None if layer_idx is None else self.layers[layer_idx]
+        return layer.seen if isinstance(layer, KVLayerCache) else max(each.seen for each in self.attention)
 
     def reset(self) -> None:
         super().reset()

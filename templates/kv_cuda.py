@@ -42,17 +42,14 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     if layer.held:
         heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
         layer.held.watch_step(columns, query[:, -heads:])
-    lengths = columns - table.skipped
-    kv_store.append(table, lengths - 1, key, value)
+    kv_store.append(table, columns, key, value)
     layer.advance(1)
-    return kv_decode.decode(query[:, :, 0], table, lengths, scoring)[:, None]
+    return kv_decode.decode(query[:, :, 0], table, columns, scoring)[:, None]
 
 
 def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
-    table = layer.head_table()
-    lengths = layer.columns.on(query.device) - table.skipped
-    return kv_decode.decode(query[:, :, 0], table, lengths, scoring)[:, None]
+    return kv_decode.decode(query[:, :, 0], layer.head_table(), layer.columns.on(query.device), scoring)[:, None]
 
 
 def pack(layer: KVLayerCache) -> None:

@@ -38,13 +38,14 @@ def _used_slots(length, sink, ring):
     return tl.maximum(tl.where(length > sink, sink + tl.minimum(length - sink, ring), length), 0)
 
 
-@triton.jit(do_not_specialize=["length_batch", "length_head", "packed_batch", "packed_head", "rows", "heads"])
+@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"])
 def _decode_kernel(
     q_ptr,  # [batch, heads * G, D]
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
     offset_ptr,  # [heads]
-    length_ptr,  # [batch, heads]
+    columns_ptr,  # [1]
+    skipped_ptr,  # [batch, heads]
     sink_ptr,  # [heads]
     ring_ptr,
     recent_ptr,
@@ -62,8 +63,8 @@ def _decode_kernel(
     q_head,
     kv_batch,
     kv_slot,
-    length_batch,
-    length_head,
+    skipped_batch,
+    skipped_head,
     codes_batch,
     k_scales_batch,
     v_scales_batch,
@@ -97,7 +98,9 @@ def _decode_kernel(
     if SEGMENTS == 2:  # what is packed of all rows, then their slots
         row_of = every % rows
     real = every < SEGMENTS * rows
-    lengths = tl.load(length_ptr + row_of // heads * length_batch + head_of * length_head, real, 0).to(tl.int32)
+    skipped = tl.load(skipped_ptr + row_of // heads * skipped_batch + head_of * skipped_head, real, 0)
+    # columns are loaded wherever they count: held in a register, they add 26 instructions to the loop over slots
+    lengths = tl.where(real, tl.load(columns_ptr) - skipped, 0)
     used = _used_slots(lengths, tl.load(sink_ptr + head_of, real, 0), tl.load(ring_ptr + head_of, real, 0))
     units = (used + N - 1) // N
     if SEGMENTS == 2:
@@ -129,7 +132,7 @@ def _decode_kernel(
             if count_ptr is not None:
                 count = tl.load(count_ptr + head)
                 stored = tl.minimum(packed, count * TILE_TOKENS)
-                length = tl.load(length_ptr + batch * length_batch + head * length_head).to(tl.int32)
+                length = tl.load(columns_ptr) - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
                 newest, recent = length - 1 - tl.load(sink_ptr + head), tl.load(recent_ptr + head)
             end = begin + stored // PACKED_N
             tile = tl.maximum(tl.load(first_ptr + head), 0).to(tl.int64)
@@ -156,7 +159,7 @@ def _decode_kernel(
     while unit < stop:
         row = segment - (SEGMENTS - 1) * rows
         batch, head = row // heads, row % heads
-        length = tl.load(length_ptr + batch * length_batch + head * length_head).to(tl.int32)
+        length = tl.load(columns_ptr) - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
         sink, ring, recent = tl.load(sink_ptr + head), tl.load(ring_ptr + head), tl.load(recent_ptr + head)
         slots = _used_slots(length, sink, ring)
         end = begin + (slots + N - 1) // N
@@ -248,13 +251,13 @@ def _combine_kernel(
 
 
 def decode(
-    query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring, programs: int | None = None
+    query: torch.Tensor, table: HeadTable, columns: torch.Tensor, scoring: Scoring, programs: int | None = None
 ) -> torch.Tensor:
     """Attention of one query per row and query head, over heads of every kind in one launch (and one to combine).
 
     The packed tokens of all (row, KV head) pairs and then their slots lie in one line, in units of about as many bytes,
-    of which each program takes an equal share (stream-K), so that heads of any length keep the device busy. Lengths
-    stay on the device: a CUDA graph replays this as they grow.
+    of which each program takes an equal share (stream-K), so that heads of any length keep the device busy. Columns
+    are counted on the device: a CUDA graph replays this as they grow.
 
     Floor: 2 * head_dim * itemsize bytes for each slot that holds a token which is not packed, and
     `quantization.tile_bytes(head_dim)` for each packed tile, summed over rows and KV heads, over the read bandwidth.
@@ -262,7 +265,7 @@ def decode(
     Args:
         query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already; the
             query heads of a KV head are adjacent.
-        lengths: int [batch, heads], tokens so far, also those that left a ring. Where it is 0, the result is zero.
+        columns: int32 [1, 1], columns so far. Where a head skips them all, the result is zero.
         programs: how many share the units; default as many as the device runs at once.
 
     Returns:
@@ -302,11 +305,12 @@ def decode(
             **parts,
             **_score_factors(scoring),
             q_ptr=query,
-            length_ptr=lengths,
+            columns_ptr=columns,
+            skipped_ptr=table.skipped,
             recent_ptr=table.recents,
             count_ptr=table.counts,
             **_strides(query, "q_batch", "q_head"),
-            **_strides(lengths, "length_batch", "length_head"),
+            **_strides(table.skipped, "skipped_batch", "skipped_head"),
             M=members,
             N=tokens,
             ROWS=max(triton.next_power_of_2(segments * rows), 32),  # with fewer than a warp has lanes, registers spill

@@ -30,6 +30,10 @@ class KVSurgeryModel:
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
+    def get_decoder(self):
+        decoder = super().get_decoder()
+        return getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer
+
     def _checkpoints_activations(self) -> bool:
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 

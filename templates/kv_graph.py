@@ -154,11 +154,12 @@ def hooked(model: torch.nn.Module) -> bool:
 
 
 def waits_for_the_device(config) -> bool:
-    """Whether a step of such a model reads results on the host: experts are chosen so, and some kinds of RoPE."""
+    """Whether a step of such a model needs the host: experts are chosen there, some kinds of RoPE, and positions that
+    factors of queries follow (Llama 4)."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    return bool(kinds & {"dynamic", "longrope"} or experts)
+    return bool(kinds & {"dynamic", "longrope"} or experts or getattr(config, "attn_temperature_tuning", False))
 
 
 def split_over_devices(model: torch.nn.Module) -> bool:

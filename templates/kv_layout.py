@@ -170,8 +170,9 @@ class LayerLayout:
     ones. A process of tensor parallelism has whole blocks; one block is the ordinary case.
 
     A streaming head at position i sees position j <= i when j < sink or i - j < recent. A layer with a sliding window
-    of the model's own is `native`: all its heads stream, with sink 0 and recent = window. A budgeted head keeps so many
-    tokens of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow; with
+    of the model's own is `native`: all its heads stream, with sink 0 and recent = window. Where it is `chunked`,
+    rows are cut into chunks of `recent` tokens, and a position sees its own chunk. A budgeted head keeps so many tokens
+    of the prompt as its entry in `budgets` says, the prompt's last `selection.window`, and all that follow; with
     `selection.hold`, never more than these and a block of so many.
 
     A layer without blocks has no KV cache of its own: its attention is linear, or its queries attend to the keys and
@@ -190,6 +191,7 @@ class LayerLayout:
     quantization: Quantization | None = None
     order: tuple[int, ...] = ()
     head_dim: int | None = None
+    chunked: bool = False
     source: int | None = None
 
     @property
@@ -220,7 +222,12 @@ class LayerLayout:
         if self.selection:
             return {**entry, "budgets": list(self.budgets)}
         entry |= {"sink": self.sink, "recent": self.recent}
-        return {**entry, "native": True} if self.native else entry
+        flags = {"native": self.native, "chunked": self.chunked}
+        return {**entry, **{name: True for name, is_set in flags.items() if is_set}}
+
+    def in_window(self, i, j):
+        """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
+        return i // self.recent == j // self.recent if self.chunked else i - j < self.recent
 
     @property
     def full_heads(self) -> tuple[int, ...]:
@@ -539,8 +546,10 @@ def _layer(entry: dict, selection: Selection | None, quantization: Quantization 
             raise ValueError(f"{others} budgeted heads with {len(budgets)} budgets and selection {selection}")
         return LayerLayout(blocks, 0, 1, False, budgets, selection, quantization, head_dim=head_dim)
     sink, recent = _count(entry["sink"]), _count(entry["recent"], least=1)
-    native = entry.get("native", False) is True
-    return LayerLayout(blocks, sink, recent, native, quantization=quantization, head_dim=head_dim)
+    native, chunked = (entry.get(name, False) is True for name in ("native", "chunked"))
+    if chunked and (sink or not native):
+        raise ValueError("a chunked layer is native, with sink 0")
+    return LayerLayout(blocks, sink, recent, native, quantization=quantization, head_dim=head_dim, chunked=chunked)
 
 
 def _selection(entry: dict) -> Selection:

@@ -13,14 +13,15 @@ PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself,
 PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP", "RANGES"
 
 
-@triton.jit(do_not_specialize=["position_batch", "position_head", "heads"])
+@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads"])
 def _append_kernel(
     k_ptr,
     v_ptr,
     new_k_ptr,
     new_v_ptr,
     offset_ptr,
-    position_ptr,
+    columns_ptr,
+    skipped_ptr,
     sink_ptr,
     ring_ptr,
     kv_batch,
@@ -29,14 +30,14 @@ def _append_kernel(
     new_k_head,
     new_v_batch,
     new_v_head,
-    position_batch,
-    position_head,
+    skipped_batch,
+    skipped_head,
     heads,
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    position = tl.load(position_ptr + batch * position_batch + head * position_head).to(tl.int32)
+    position = tl.load(columns_ptr) - 1 - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
     if position >= 0:
         sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
         slot = tl.where(position < sink, position, sink + (position - sink) % tl.maximum(ring, 1))
@@ -48,25 +49,26 @@ def _append_kernel(
         tl.store(v_ptr + at + d, new_v, d < D)
 
 
-def append(table: HeadTable, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store one token per row in its slot of every head, in place. Where the position is negative, nothing is stored.
+def append(table: HeadTable, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store one token per row in its slot of every head, in place; nothing where a head skips its column.
 
     Floor: a launch; what it moves is a few kilobytes per row.
 
     Args:
-        positions: int [batch, heads], each head's own: tokens that it holds already. There must be a slot for it.
+        columns: int32 [1, 1], columns so far, these tokens' included. There must be slots for them.
         keys, values: [batch, heads, 1, head_dim], after RoPE.
     """
     assert keys.stride(3) == values.stride(3) == 1
     with torch.cuda.device_of(keys):
-        _append_kernel[(positions.shape[0] * positions.shape[1],)](
+        _append_kernel[(keys.shape[0] * keys.shape[1],)](
             **_slots(table),
             new_k_ptr=keys,
             new_v_ptr=values,
-            position_ptr=positions,
+            columns_ptr=columns,
+            skipped_ptr=table.skipped,
             **_strides(keys, "new_k_batch", "new_k_head"),
             **_strides(values, "new_v_batch", "new_v_head"),
-            **_strides(positions, "position_batch", "position_head"),
+            **_strides(table.skipped, "skipped_batch", "skipped_head"),
             num_warps=1,
             enable_fp_fusion=False,
         )

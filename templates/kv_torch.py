@@ -121,12 +121,12 @@ def merge(
     return first + second, lse
 
 
-def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -> torch.Tensor:
+def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
     slots = max(1, min(seen - min(group.skips), group.slots))
     quantized = group if isinstance(group, QuantizedGroup) else None
     tiles, allowed = quantized is not None and max(group.packed) > 0, None
-    if torch.is_tensor(group.skipped) or group.margin or tiles:
+    if torch.is_tensor(group.skipped) or group.margin or tiles or layout.chunked:
         lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
@@ -134,7 +134,7 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, scoring: Scoring) -
             tiles_end = quantized.sink + torch.tensor(group.packed, device=query.device)[:, None]
             allowed = allowed & ((position < quantized.sink) | (position >= tiles_end))
         elif group.sink is not None:
-            allowed = allowed & ((position < group.sink) | (newest - position < group.recent))
+            allowed = allowed & ((position < group.sink) | layout.in_window(newest, position))
         allowed = allowed[:, None]
     stored = group.keys[:, :, :slots], group.values[:, :, :slots]
     if quantized is None or not tiles:
@@ -316,7 +316,7 @@ def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout
         )
         position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
         recent = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
-        in_window = (recent >= layout.sink) & (recent <= position) & (position - recent < layout.recent)
+        in_window = (recent >= layout.sink) & (recent <= position) & layout.in_window(position, recent)
         in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
         allowed = torch.cat([(sink <= position).expand(len(in_window), -1, -1), in_window], 2)
         outputs.append(attend(query[:, :, start:stop], keys, values, allowed, scoring))

@@ -5,7 +5,8 @@ config traits surgery does not cover, and the role of every tensor. In `[permute
 letters of the heads along it: `["q", "hidden"]` has the query heads as rows, `["hidden", "q"]` as columns, and
 `["qkv", "hidden"]` all heads one after the other; `query_heads` is one number for each query head, and `gated_queries`
 each query head's rows and as many of its gate. `*` in a name stands for a number, `**` for anything. In `[windows]`,
-`kind` is what `layer_types` calls layers without full attention. `[full_attention]` has the config keys of dimensions
+`kind` is what `layer_types` calls layers without full attention, `size` the key of their window, and `layers` that of a
+list with a number for each layer, 0 where it has full attention. `[full_attention]` has the config keys of dimensions
 that layers with full attention have of their own, and of the switch for layers without `v_proj`, whose values are made
 from the projected keys. `[parallel]` says where transformers' tensor parallelism does not split the heads, `[reform]`
 why REFORM does not cover a family, `[measure]` why its heads cannot be measured. `[rope]` says whether layer types have
@@ -33,6 +34,7 @@ from kvsurgery.templates.kv_layout import LINEAR, text_config
 
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
+MAX_POSITIONS = 1 << 30  # Llama 4 Scout has ten million
 # a row of o_proj has to fit a window of the engine
 MAX_WIDTH = 1 << 17
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
@@ -111,7 +113,7 @@ class Family:
         if not isinstance(architectures, list) or any(name not in family.classes.values() for name in architectures):
             raise UnsupportedModel(
                 f"architectures {architectures} is not supported; a {name} checkpoint must be one of "
-                f"{', '.join(family.classes.values())}"
+                f"{', '.join(dict.fromkeys(family.classes.values()))}"
             )
         family._refuse(config)
         return family._with_text(text_config(config)) if family.text else family
@@ -120,6 +122,11 @@ class Family:
     def has_linear_layers(self) -> bool:
         """Whether the layers without full attention have linear attention."""
         return self.window is not None and self.window.get("kind") == LINEAR
+
+    @property
+    def has_chunked_layers(self) -> bool:
+        """Whether the layers without full attention have chunked attention."""
+        return self.window is not None and self.window.get("kind") == "chunked_attention"
 
     @property
     def module(self) -> str:
@@ -201,8 +208,8 @@ class Family:
         return True
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
-        """Per layer, the model's own sliding window in tokens; None is full attention, and 0 linear attention, which
-        has no KV cache.
+        """Per layer, the model's own sliding window or the size of its chunks, in tokens; None is full attention, and 0
+        linear attention, which has no KV cache.
 
         A window that spans every position the model has counts as full attention.
 
@@ -215,8 +222,9 @@ class Family:
         if not any(sliding):
             return (None,) * layers
         if type(size) is not int or (size < 1 and not self.has_linear_layers):
-            raise UnsupportedModel(f"config.json has sliding layers, but sliding_window is {size!r}")
-        if size >= self._number(config, "max_position_embeddings") and not self.full_attention:
+            key = (self.window or {}).get("size", "sliding_window")
+            raise UnsupportedModel(f"config.json has sliding layers, but {key} is {size!r}")
+        if size >= self._number(config, "max_position_embeddings", MAX_POSITIONS) and not self.full_attention:
             return (None,) * layers
         return tuple(size if slides else None for slides in sliding)
 
@@ -339,7 +347,7 @@ class Family:
         if window is None:
             return [False] * layers, None
         enabled = "enabled_by" not in window or self._value(config, window["enabled_by"])
-        size = self._value(config, "sliding_window") if enabled else None
+        size = self._value(config, window.get("size", "sliding_window")) if enabled else None
         if self.has_linear_layers:
             size = 0
         types = config.get("layer_types") if window.get("layer_types") else None
@@ -354,6 +362,13 @@ class Family:
             return [item != "full_attention" for item in kinds], size
         if size is None:
             return [False] * layers, size
+        flags = self._value(config, window["layers"]) if "layers" in window else None
+        if flags:
+            if not isinstance(flags, list) or len(flags) < layers:
+                raise UnsupportedModel(
+                    f"config.json: {window['layers']} must have a number for each of {layers} layers"
+                )
+            return [bool(flag) for flag in flags[:layers]], size
         first = self._value(config, window["from_layer"]) if "from_layer" in window else 0
         every = window.get("full_every")
         if isinstance(every, str):
@@ -366,12 +381,12 @@ class Family:
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
         return config.get(key, self.defaults.get(key))
 
-    def _number(self, config: Mapping[str, Any], key: str) -> int:
+    def _number(self, config: Mapping[str, Any], key: str, most: int = MAX_DIMENSION) -> int:
         value = config.get(key)
         if value is None:
             value = self.defaults.get(key)
-        if type(value) is not int or not 0 < value <= MAX_DIMENSION:
-            raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {MAX_DIMENSION}")
+        if type(value) is not int or not 0 < value <= most:
+            raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {most}")
         return value
 
     @cached_property
@@ -393,10 +408,6 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     """Why there is no patch, after the name of a family; `config` is that of the text model."""
     if config.get("kv_lora_rank"):
         return "caches one latent for all heads (MLA), so no KV head can keep less than another"
-    if str(config.get("model_type")).startswith("llama4"):
-        return (
-            "has chunked attention, a token sees only the tokens of its own chunk; the emitted cache has no such layers"
-        )
     return f"is not supported; supported: {', '.join(supported())}"
 
 

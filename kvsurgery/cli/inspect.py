@@ -69,7 +69,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
             yield "linear", f"{linear} of {facts.dimensions.layers} layers have linear attention, with {states}"
         for window, layers in Counter(filter(None, facts.windows)).items():
             own = f", with {facts.sliding.heads}" if facts.sliding else ""
-            yield "sliding", f"{layers} of {facts.dimensions.layers} layers see {window} tokens{own}"
+            kind, seen = ("chunked", "their chunk of ") if facts.chunked else ("sliding", "")
+            yield kind, f"{layers} of {facts.dimensions.layers} layers see {seen}{window} tokens{own}"
         if facts.shared:
             yield "shared", f"{facts.shared} of {facts.dimensions.layers} layers share the KV cache of earlier ones"
     if facts.context:

@@ -86,6 +86,7 @@ class Facts:
         sliding: dimensions of layers with a sliding window, None where they are the same.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         shared: layers that share the KV cache of an earlier one.
+        chunked: whether a token sees its own chunk in place of a window.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
         context: positions that the model was made for.
         rope: its rotary embedding, as transformers 5 spells it.
@@ -104,6 +105,7 @@ class Facts:
     sliding: ModelDimensions | None
     windows: tuple[int | None, ...]
     shared: int
+    chunked: bool
     states: int
     context: int | None
     rope: Mapping[str, Any]
@@ -165,6 +167,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         sliding=None if sliding == dimensions else sliding,
         windows=windows,
         shared=_shared(config),
+        chunked=_chunked(config),
         states=_states(config),
         context=text_config(config).get("max_position_embeddings"),
         rope=_rope(text_config(config)),
@@ -223,6 +226,14 @@ def _states(config: Mapping[str, Any]) -> int:
         return Family.of(stock).state_bytes(stock)
     except UnsupportedModel:
         return 0
+
+
+def _chunked(config: Mapping[str, Any]) -> bool:
+    """Whether layers have chunked attention, as far as the family is known."""
+    try:
+        return Family.of(_stock(config)).has_chunked_layers
+    except UnsupportedModel:
+        return False
 
 
 def _replicated(config: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ def modeling_code(family: Family, reform: bool) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    model, generator = family.classes.values()
+    model, *_, generator = family.classes.values()
     return environment.get_template("modeling_kvsurgery.py.jinja").render(
         vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], reform=reform
     )

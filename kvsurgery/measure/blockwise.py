@@ -46,12 +46,17 @@ def streaming(
     scoring: Scoring,
     sink: int,
     recent: int,
+    *,
+    chunked: bool = False,
 ) -> torch.Tensor:
-    """Streaming attention: query i sees key j <= i where j < sink or i - j < recent. Shapes as in `causal`."""
+    """Streaming attention: query i sees key j <= i where j < sink or i - j < recent. Shapes as in `causal`.
+
+    With `chunked`, it sees its own chunk of `recent` tokens.
+    """
     tokens = query.shape[2]
     if tokens <= sink + recent:  # nothing has left the window yet
         return causal(query, key, value, scoring)
-    layout = LayerLayout(((0, key.shape[1]),), sink, recent)
+    layout = LayerLayout(((0, key.shape[1]),), sink, recent, chunked=chunked)
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_torch.BLOCK
@@ -65,11 +70,16 @@ def streaming(
 
 
 def own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    window: int | None,
+    chunked: bool = False,
 ) -> torch.Tensor:
-    """What a layer does by itself: full attention, or that over its own sliding window. Shapes as in `causal`."""
+    """What a layer does by itself: full attention, or that over its own window or chunk. Shapes as in `causal`."""
     states = query, key, value, scoring
-    return causal(*states) if window is None else streaming(*states, 0, window)
+    return causal(*states) if window is None else streaming(*states, 0, window, chunked=chunked)
 
 
 def again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvsurgery import __version__
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
@@ -86,10 +86,16 @@ def cache_losses(
 
     Raises:
         ProfileError: the context is too short, or passages cannot be dealt evenly.
-        UnsupportedModel: no layer has full attention.
+        UnsupportedModel: no layer has full attention, or queries that far have a factor by position.
     """
     layers = gated_layers(measured)
     sizes.check()
+    config = measured.model.config.get_text_config()
+    if getattr(config, "attn_temperature_tuning", False) and sizes.length >= config.floor_scale:
+        raise UnsupportedModel(
+            f"queries of {measured.name} have a factor by position from {config.floor_scale} tokens on, with which its "
+            "caches cannot be measured; give a shorter --context"
+        )
     measuring = _Measuring(measured, layers, sizes, progress, mesh)
     measuring.read(text, first)
     settings = measuring.settings()
@@ -130,7 +136,9 @@ class _Measuring:
         """Put the passages of this process into caches, each after the `first` tokens."""
         passages, (model, windows) = self.sizes.of(text, first), (self.measured.model, self.measured.windows)
         for number in self.mesh.share(self.sizes.passages):
-            trial = CacheTrial(model, windows, passages[number][None], self.sizes.context, self.caches)
+            trial = CacheTrial(
+                model, windows, passages[number][None], self.sizes.context, self.caches, self.measured.chunked
+            )
             self.trials.append(trial)
 
     def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.templates import kv_torch
-from kvsurgery.templates.kv_layout import TILE, Quantization
+from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
 from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
 
 LOGITS = 1 << 25  # elements of logits that are computed at a time
@@ -45,6 +46,7 @@ class CacheTrial:
         tokens: int64 [1, prompt + following].
         prompt: how many of them are in the cache.
         caches: what a head's cache can be; `EXACT` stands before them.
+        chunked: whether windows are chunks.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class CacheTrial:
         tokens: torch.Tensor,
         prompt: int,
         caches: Sequence[Quantization | Window],
+        chunked: bool = False,
     ):
-        self.model, self.windows, self.caches = model, windows, (None, *caches)
+        self.model, self.windows, self.caches, self.chunked = model, windows, (None, *caches), chunked
         self.tokens, self.following = tokens[:, :prompt].to(model.device), tokens[:, prompt:].to(model.device)
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, Stored] = {}
         self._read(None)
-        layers = model.get_decoder().layers
+        layers = decoder_of(model).layers
         hooks = [layer.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for layer in layers]
         changing = next((layer for layer, window in enumerate(windows) if window is None), 0)
         unchanged = torch.full((len(windows), self.states[changing][0].shape[1]), EXACT)
@@ -131,7 +134,7 @@ class CacheTrial:
     @contextmanager
     def _resumed(self, first: int, rows: int, count: int) -> Generator[None]:
         """Inside, layers below `first` are not computed: the last of them gives what it gave before."""
-        skipped = self.model.get_decoder().layers[:first]
+        skipped = decoder_of(self.model).layers[:first]
         for place, layer in enumerate(skipped):
             # an attribute of the instance goes before the method of its class
             layer.forward = partial(_given, _repeated(self.outputs[place], rows, count))
@@ -145,7 +148,7 @@ class CacheTrial:
         """The attention of a prompt, whose keys and values are kept."""
         layer, scoring = module.layer_idx, scoring_of(query, options)
         self.states[layer] = key, value
-        output = blockwise.own(query, key, value, scoring, self.windows[layer])
+        output = blockwise.own(query, key, value, scoring, self.windows[layer], self.chunked)
         if changes is None:
             return output.transpose(1, 2), None
         for kind, how in enumerate(self.caches):
@@ -190,7 +193,8 @@ class CacheTrial:
         """bool [1 or rows * kv_heads, count, prompt + count]: what a head's queries see."""
         j = torch.arange(self.prompt + count, device=kinds.device)
         i = j[self.prompt :, None]
-        visible = ((j <= i) & (i - j < (self.windows[layer] or len(j) + 1)))[None]
+        own = LayerLayout((), 0, self.windows[layer] or len(j), chunked=self.chunked)
+        visible = ((j <= i) & own.in_window(i, j))[None]
         for kind in kinds.unique().tolist():
             if isinstance(how := self.caches[kind], Window):
                 near = (j < how.sink) | (i - j < how.recent)

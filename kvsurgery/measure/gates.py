@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 
@@ -85,7 +86,7 @@ def mixed_attention(
     def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]
         states = query, key, value, scoring_of(query, options)
-        output = blockwise.own(*states, window)
+        output = blockwise.own(*states, window, measured.chunked)
         if gates is not None and window is None:
             own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
             gate = own.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
@@ -156,7 +157,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def part(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = _wide(model.lm_head(states))
+        logits = _wide(model.get_output_embeddings()(states))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return F.cross_entropy(logits, tokens, reduction="sum")
@@ -168,7 +169,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Generator[None]:
     """Inside, a layer saves nothing but its input for the backward pass, and is computed again then."""
-    layers = model.get_decoder().layers
+    layers = decoder_of(model).layers
     for layer in layers:
         layer.forward = partial(blockwise.again, layer.forward)
     try:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention_hooks import Attend
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.processes import Processes
 
@@ -89,9 +90,10 @@ class Mesh:
         from torch.distributed.fsdp import fully_shard
 
         mesh = DeviceMesh(torch.device(self.processes.device).type, range(self.processes.world))
-        for layer in measured.model.get_decoder().layers:
+        decoder = decoder_of(measured.model)
+        for layer in decoder.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(measured.model.get_decoder(), mesh=mesh)
+        fully_shard(decoder, mesh=mesh)
         measured.model.to(self.processes.device)
 
     def share(self, prompts: int) -> range:
@@ -173,15 +175,21 @@ class Mesh:
 
 
 def check_rope(measured: MeasuredModel) -> None:
-    """Refuse a model whose rotary embedding depends on a prompt's length: a process sees its own part of it only.
+    """Refuse a model whose rotary embedding depends on a prompt's length, or whose queries have a factor by their place
+    in the prompt: a process sees its own part of it only.
 
     Raises:
         UnsupportedModel: it does.
     """
-    kinds = getattr(getattr(measured.model.get_decoder(), "rotary_emb", None), "rope_type", None)
+    kinds = getattr(getattr(decoder_of(measured.model), "rotary_emb", None), "rope_type", None)
     by_length = {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])
     if by_length:
         raise UnsupportedModel(
             f"{measured.name} has {by_length.pop()} RoPE, which depends on the length of a prompt, so that processes "
             "cannot share its tokens; leave --sp out"
+        )
+    if getattr(measured.model.config.get_text_config(), "attn_temperature_tuning", False):
+        raise UnsupportedModel(
+            f"queries of {measured.name} have a factor that stock code counts from the start of the prompt, so that "
+            "processes cannot share its tokens; leave --sp out"
         )

@@ -18,6 +18,7 @@ from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.repo_id import is_repo_id
@@ -34,6 +35,7 @@ class MeasuredModel:
         dimensions: of attention.
         windows: per layer, the model's own sliding window in tokens, or None for full attention.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
+        chunked: whether a token sees its own chunk in place of a window.
         replicated: whether every process of tensor parallelism has all heads.
         no_reform: why REFORM cannot read its prompts, None where it can.
     """
@@ -45,6 +47,7 @@ class MeasuredModel:
     dimensions: ModelDimensions
     windows: tuple[int | None, ...]
     permutation: tuple[tuple[int, ...], ...] | None = None
+    chunked: bool = False
     replicated: bool = False
     no_reform: str | None = None
 
@@ -120,6 +123,7 @@ class MeasuredModel:
             dimensions,
             family.windows(config),
             converted.permutation if converted else None,
+            family.has_chunked_layers,
             family.replicated,
             family.no_reform,
         )
@@ -146,7 +150,7 @@ class MeasuredModel:
         The whole model is called, since its weights may be shared from its root on; of logits it makes one.
         """
         states = []
-        hook = self.model.get_decoder().register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
+        hook = decoder_of(self.model).register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
         try:
             self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
         finally:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvsurgery.errors import ProfileError
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
@@ -105,7 +106,7 @@ def step_seconds(
     each pair of a query and a key that it sees.
     """
     tokens = min(max(PROBE, options.sink + options.recent + 2), measured.max_context)
-    weights = sum(weight.numel() for weight in measured.model.get_decoder().layers.parameters())
+    weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
     model = measured.dimensions
     width = model.layers * model.query_heads * model.head_dim
 

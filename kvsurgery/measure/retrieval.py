@@ -211,10 +211,12 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
         cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
     def attend(stock, module, query, key, value, attention_mask, **options):
+        # a sliding layer's cache holds its newest keys only, as many as it sees, if it does not see a chunk
+        seen, size = len(tokens) + len(said), measured.windows[module.layer_idx]
+        visible = key[:, :, -((seen - 1) % size + 1) :] if size and measured.chunked else key
         # fp32, since scores of 16 bits would tie
-        weights = attention_weights(query.float(), key.float(), scoring_of(query, options))
-        # a sliding layer's cache holds its newest keys only, as many as it sees
-        first = len(tokens) + len(said) - key.shape[2]
+        weights = attention_weights(query.float(), visible.float(), scoring_of(query, options))
+        first = seen - visible.shape[2]
         layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first)
         return stock(module, query, key, value, attention_mask, **options)
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, ProfileError
+from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import Loss, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
@@ -234,7 +235,7 @@ def not_separated(profile: HeadProfile) -> str | None:
 def fingerprint(measured: MeasuredModel) -> str:
     """A hash of the first numbers of every weight, to know a model again, sharded or not."""
     digest = blake3()
-    for name, weight in sorted(measured.model.get_decoder().named_parameters()):
+    for name, weight in sorted(decoder_of(measured.model).named_parameters()):
         # of a sharded weight, the first process has the first rows, or the first columns
         first = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
         # a copy, since memory that numpy sees cannot be freed when weights are sharded again

@@ -14,7 +14,11 @@ from kvsurgery.policy.tensor_parallel import check_blocks
 from kvsurgery.templates.kv_layout import text_config
 
 # the projection out of an MLP, or of an expert: [hidden, inner], or stacked [experts, hidden, inner]
-DOWN = re.compile(r".*\.(?:mlp|block_sparse_moe|layers\.\d+)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?")
+DOWN = re.compile(
+    r".*\.(?:mlp|block_sparse_moe|feed_forward|layers\.\d+)\.(experts\.)?(?:\d+\.)?(?:down_proj|w2)(?:\.weight)?"
+)
+# [experts, inner, hidden] of Llama 4, where every token goes through all experts
+ALL_EXPERTS = re.compile(r".*\.feed_forward\.experts\.down_proj")
 # what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen's shared experts
 ROWS = re.compile(
     r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
@@ -79,6 +83,9 @@ class Footprint:
                 vocabulary = tensor.size * 8 // DTYPES[tensor.dtype] // max(width, 1)
             elif tensor.name.endswith("self_attn.o_proj.weight"):
                 itemsize = max(itemsize, DTYPES[tensor.dtype] // 8)
+            elif ALL_EXPERTS.fullmatch(tensor.name):
+                experts, own = tensor.shape[0], -(-tensor.shape[1] // processes)
+                inner = max(inner, experts * (hidden + max(4 * own, hidden + 3 * own)))
             elif match := DOWN.fullmatch(tensor.name):
                 # the gate after its activation, up, and their product; a fused gate lives as long as its up
                 own = -(-width // processes)

@@ -75,6 +75,7 @@ class Policy:
                 **{name: getattr(layer, name) for name in names},
                 "budgets": layer.budgets if layer.selection else None,
                 **({"blocks": layer.blocks} if len(layer.blocks) > 1 else {}),
+                **({"chunked": True} if layer.chunked else {}),
             }
             for layer in self.layers
         ]
@@ -120,6 +121,7 @@ def decide(
     budgets: HeadProfile | None = None,
     losses: CacheLosses | None = None,
     sliding: ModelDimensions | None = None,
+    chunked: bool = False,
     sources: Mapping[int, int] | None = None,
 ) -> Policy:
     """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
@@ -135,6 +137,7 @@ def decide(
         budgets: scores that budgets follow, in place of those that choose the full heads.
         losses: by which `kv_bits` "auto" chooses.
         sliding: dimensions of the layers with a sliding window, where these are not the profile's.
+        chunked: whether windows are chunks.
         sources: the layers that share the KV cache of an earlier one, and which. Their heads are what that one's are,
             decided by the largest score of a head in all of its layers.
 
@@ -165,7 +168,7 @@ def decide(
         if recipe.tp > 1 and not recipe.tp_uneven:
             mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
     layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe, sources), recipe)
-    layers = with_shared(with_native(layers, windows, profile.model, sliding), sources)
+    layers = with_shared(with_native(layers, windows, profile.model, sliding, chunked), sources)
     layout = KVLayout(layers, profile.model.head_dim)
     rounded = int(mask.sum() - asked.sum())
     layout = _quantized(layout, recipe, losses)
@@ -301,15 +304,16 @@ def with_native(
     windows: Sequence[int | None],
     model: ModelDimensions,
     sliding: ModelDimensions | None = None,
+    chunked: bool = False,
 ) -> tuple[LayerLayout, ...]:
     """The layers, but for those with linear attention or a window of the model's own, which stay as they are.
 
-    Heads of the latter may have dimensions other than the model's, those of `sliding`.
+    Heads of the latter may have dimensions other than the model's, those of `sliding`. Windows may be `chunked`.
     """
     native = sliding or model
     head_dim = None if native.head_dim == model.head_dim else native.head_dim
     return tuple(
-        layer if window is None else _native(len(layer.blocks), window, native.kv_heads, head_dim)
+        layer if window is None else _native(len(layer.blocks), window, native.kv_heads, head_dim, chunked)
         for layer, window in zip(layers, windows, strict=True)
     )
 
@@ -324,11 +328,11 @@ def with_shared(layers: Sequence[LayerLayout], sources: Mapping[int, int] | None
     )
 
 
-def _native(blocks: int, window: int, heads: int, head_dim: int | None) -> LayerLayout:
+def _native(blocks: int, window: int, heads: int, head_dim: int | None, chunked: bool) -> LayerLayout:
     if window == 0:
         return LayerLayout((), 0, 1)
-    order = tuple(range(heads))
-    return LayerLayout(((0, heads // blocks),) * blocks, 0, window, native=True, order=order, head_dim=head_dim)
+    parts, order = ((0, heads // blocks),) * blocks, tuple(range(heads))
+    return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=chunked)
 
 
 def _check_streaming(sink: int, recent: int) -> None:

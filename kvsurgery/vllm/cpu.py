@@ -31,19 +31,17 @@ class FullBackend(CPUAttentionBackend):
 
 @dataclass
 class Places:
-    """Slots of a cache group, the same in each of its layers: blocks and offsets in them, [requests, tokens]."""
+    """Slots of a cache group, the same in each of its layers: blocks [requests, 1, tokens], and each head's slots in
+    them [requests, heads, tokens]."""
 
     blocks: torch.Tensor
-    offsets: torch.Tensor
+    slots: torch.Tensor
     _rows: torch.Tensor | None = None
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
         """Their rows in `rows_of` a layer's cache, head by head: [requests * heads * tokens]."""
         if self._rows is None:
-            _, heads, size, width = cache.shape
-            blocks, offsets = self.blocks[:, None], self.offsets[:, None]
-            head = torch.arange(heads)[:, None] * size
-            self._rows = (blocks * (cache.stride(0) // width) + head + offsets).flatten()
+            self._rows = torch.add(self.slots, self.blocks, alpha=cache.stride(0) // cache.shape[3]).flatten()
         return self._rows
 
 
@@ -76,14 +74,16 @@ class Piece:
     Attributes:
         tokens: the new tokens in the batch, request by request; a slice where they are adjacent.
         rows: [requests, 1], the requests' rows in block tables.
+        new: new tokens of each request.
         columns: [requests, keys], the column of each key's block in those rows.
-        offsets: [requests, keys], the slot of each key in its block.
+        offsets: [requests, 1, keys], the slot of each key in its block.
         bias: [requests, 1, group * new, keys], 0 where a query of a group sees a key and -inf where not; None where
             all are seen.
     """
 
     tokens: slice | torch.Tensor
     rows: torch.Tensor
+    new: int
     columns: torch.Tensor
     offsets: torch.Tensor
     bias: torch.Tensor | None
@@ -128,12 +128,13 @@ def _piece(members: list[tuple[int, int, int]], new: int, mask: Mask) -> Piece:
     tokens = (firsts[:, None] + torch.arange(new)).flatten()
     span = slice(int(tokens[0]), int(tokens[0]) + len(tokens))  # indexing by a slice copies nothing
     adjacent = torch.equal(tokens, torch.arange(span.start, span.stop))
-    return Piece(span if adjacent else tokens, rows[:, None], keys // mask.size, keys % mask.size, bias)
+    keys, offsets = keys // mask.size, (keys % mask.size)[:, None]
+    return Piece(span if adjacent else tokens, rows[:, None], new, keys, offsets, bias)
 
 
 @dataclass
 class Step:
-    """A batch for a cache group: the number of tokens, their slots, [tokens, 1], and the slots of each piece's keys."""
+    """A batch for a cache group: the number of tokens, their slots, and the slots of each piece's keys."""
 
     tokens: int
     slots: Places
@@ -149,17 +150,18 @@ class StreamingBuilder(AttentionMetadataBuilder[Step]):
         group = layer.num_heads // layer.num_kv_heads
         dtype = vllm_config.model_config.dtype
         self.mask = Mask(layer.sink, layer.recent, kv_cache_spec.block_size, group, dtype)
+        self.heads = torch.arange(layer.num_kv_heads)[:, None] * kv_cache_spec.block_size
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """The plan of a batch, in slots of this cache group."""
         starts = tuple(common_attn_metadata.query_start_loc.tolist())
         table = common_attn_metadata.block_table_tensor.long()
         pieces = [
-            (piece, Places(table[piece.rows, piece.columns], piece.offsets))
+            (piece, Places(table[piece.rows, piece.columns][:, None], piece.offsets + self.heads))
             for piece in plan(starts, tuple(common_attn_metadata.seq_lens.tolist()), self.mask)
         ]
-        slots = common_attn_metadata.slot_mapping[: starts[-1], None]  # tokens after these are padding
-        return Step(starts[-1], Places(slots // self.mask.size, slots % self.mask.size), pieces)
+        slots = common_attn_metadata.slot_mapping[: starts[-1], None, None]  # tokens after these are padding
+        return Step(starts[-1], Places(slots // self.mask.size, slots % self.mask.size + self.heads), pieces)
 
 
 class StreamingImpl(CPUAttentionBackendImpl):
@@ -184,14 +186,18 @@ class StreamingImpl(CPUAttentionBackendImpl):
         rows, count = rows_of(kv_cache), attn_metadata.tokens
         states = torch.cat((key[:count], value[:count]), -1)
         rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), states.flatten(0, 1))
+        heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
         for piece, keys in attn_metadata.pieces:
-            requests = len(piece.rows)
-            shape = (requests, -1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
-            # the queries of a group one after the other, since they share keys
-            states = query[piece.tokens].view(shape).permute(0, 2, 3, 1, 4)
-            held = rows.index_select(0, keys.rows(kv_cache)).view(requests, self.num_kv_heads, -1, rows.shape[1])
-            attended = self._attend(states.flatten(2, 3), *held.split(self.head_size, -1), piece.bias)
-            output[piece.tokens] = attended.view(states.shape).permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:])
+            requests, new = len(piece.rows), piece.new
+            held = rows.index_select(0, keys.rows(kv_cache)).view(requests, heads, -1, 2 * size)
+            states = query[piece.tokens]
+            if new > 1:  # the queries of a group one after the other, since they share keys
+                states = states.view(requests, new, heads, group, size).permute(0, 2, 3, 1, 4)
+            states = states.reshape(requests, heads, -1, size)
+            attended = self._attend(states, held[..., :size], held[..., size:], piece.bias)
+            if new > 1:
+                attended = attended.view(requests, heads, group, new, size).permute(0, 3, 1, 2, 4)
+            output[piece.tokens] = attended.reshape(-1, heads * group, size)
         return output
 
     def _attend(

@@ -13,10 +13,10 @@ from kvsurgery.errors import UnsupportedModel
 from tests.helpers.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})
-# families whose config may give layers a window; two are asked for more, below
+# families whose config may give layers a window; three are asked for more, below
 SLIDING = [name for name in TYPES if Family.of({"model_type": name}).window is not None]
 SLIDING = [name for name in SLIDING if not Family.of({"model_type": name}).has_linear_layers]
-SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe")]
+SLIDING = [name for name in SLIDING if name not in ("smollm3", "qwen2_moe", "llama4_text")]
 SMALL = {"num_hidden_layers": 7, "max_position_embeddings": 512}
 
 
@@ -31,7 +31,8 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
     window = getattr(config, "sliding_window", None)
     layers = range(config.num_hidden_layers)
     if getattr(config, "layer_types", None) and model_type != "qwen3_moe":
-        sizes = {"sliding_attention": window, "linear_attention": 0}
+        chunk = getattr(config, "attention_chunk_size", None)
+        sizes = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0}
         windows = [sizes.get(config.layer_types[layer]) for layer in layers]
     else:
         windows = [window for _ in layers]
@@ -41,7 +42,7 @@ def reference_windows(model_type: str, settings: dict[str, object]) -> tuple[int
 
 
 def test_one_patch_per_tested_family() -> None:
-    assert supported() == tuple(sorted([*TYPES, "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"]))
+    assert supported() == tuple(sorted([*TYPES, "llama4", "llava", "mistral3", "qwen3_5", "qwen3_5_moe", "gemma4"]))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -111,6 +112,36 @@ def test_smollm3_has_to_say_which_layers_slide() -> None:
         family.windows(config)
     assert family.windows({**config, "layer_types": ["sliding_attention", "full_attention"]}) == (8, None)
     assert family.windows({**config, "use_sliding_window": False}) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"no_rope_layers": []},
+        {"no_rope_layers": None, "no_rope_layer_interval": 3},
+        {"no_rope_layers": [0, 1, 1, 0, 0, 1, 1]},
+        {"no_rope_layers": [1] * 7, "layer_types": ["chunked_attention"] * 3 + ["full_attention"] * 4},
+        {"attention_chunk_size": 512},
+    ],
+    ids=str,
+)
+def test_chunked_layers_are_those_of_transformers(settings: dict[str, object]) -> None:
+    settings = {**SMALL, "attention_chunk_size": 16, **settings}
+    family, config = family_and_config("llama4_text", **settings)
+    assert family.has_chunked_layers
+    assert family.windows(config) == reference_windows("llama4_text", settings)
+
+
+def test_the_largest_published_number_of_positions() -> None:
+    family, config = family_and_config("llama4_text", max_position_embeddings=10_485_760, num_hidden_layers=4)
+    assert family.windows(config) == (8192, 8192, 8192, None)
+
+
+def test_chunked_layers_need_a_number_for_each_layer() -> None:
+    family, config = family_and_config("llama4_text", num_hidden_layers=4, no_rope_layers=[1, 0])
+    with pytest.raises(UnsupportedModel, match="no_rope_layers must have a number for each of 4 layers"):
+        family.windows(config)
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,13 @@ def test_after_a_lost_connection_only_the_missing_shards_are_sent(hub, converted
     assert lost.returncode == 1
     assert "run again" in the_line(lost)
     assert on_hub(hub) == {}
-    assert sorted(hub.received) == sorted(others)
+    arrived = {*hub.received}  # shards are sent at the same time, and some may not have been when one was lost
+    assert arrived <= {*others}
 
     hub.faults, hub.received = [], []
     assert hub.run(tmp_path, "push", converted, "surgeon/duo").returncode == 0
     assert on_hub(hub) == contents(converted)
-    assert hub.received == [first]
+    assert sorted(hub.received) == sorted({first, *others} - arrived)
 
 
 @pytest.mark.parametrize("fault", [Fault("PUT", drop=20_000), Fault("PUT", status=500)], ids=["dropped", "500"])

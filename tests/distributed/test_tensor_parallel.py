@@ -40,6 +40,7 @@ FAMILIES += [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "llama4",
 ]
 # transformers 4 fails to load the scalars of Apertus's activation in several processes
 FAMILIES = [name for name in FAMILIES if name in AVAILABLE and (process.FIVE or name != "apertus")]

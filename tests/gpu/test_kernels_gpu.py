@@ -76,18 +76,18 @@ def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
     heads, head_dim, slots = 2, 128, 3000
     query = torch.randn(1, heads * 4, head_dim, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 1, heads * slots, head_dim, device="cuda", dtype=torch.bfloat16)
-    lengths = torch.tensor([[100, 100]], device="cuda")
+    columns, skipped = (torch.tensor(start, dtype=torch.int32, device="cuda") for start in ([[150]], [[50, 0]]))
     sinks, rings, recents = torch.tensor([[EVERY, 4], [1, 256], [1, 256]], dtype=torch.int32, device="cuda")
     offsets, scoring = torch.tensor([0, slots], device="cuda"), Scoring(head_dim**-0.5)
-    table = HeadTable(keys, values, offsets, sinks, rings, recents, lengths)
-    decode(query, table, lengths, scoring)
+    table = HeadTable(keys, values, offsets, sinks, rings, recents, skipped)
+    decode(query, table, columns, scoring)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode(query, table, lengths, scoring)
-    for length in (100, 2900, 7):
-        lengths.fill_(length)
+        out = decode(query, table, columns, scoring)
+    for count in (150, 2900, 57):
+        columns.fill_(count)
         graph.replay()
-        cases.check_decoded(out, query, table, lengths, scoring)
+        cases.check_decoded(out, query, table, columns, scoring)
 
 
 def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
@@ -100,27 +100,29 @@ def test_a_graph_packs_and_decodes_what_has_grown_since_its_capture() -> None:
     tiles = empty_tiles(keys, room, quantization)
     for part in tiles:
         part.copy_(torch.randint(256, part.shape) if part.dtype == torch.uint8 else torch.rand(part.shape))
-    lengths, confirmed, packed = torch.zeros(3, 1, heads, dtype=torch.int32, device="cuda")
+    skipped, confirmed, packed = torch.zeros(3, 1, heads, dtype=torch.int32, device="cuda")
+    columns = cases.columns("cuda")
     sinks, rings, recents, first_tiles = torch.tensor(
         [[0, 4], [ring, 256], [EVERY, 256], [0, -1]], dtype=torch.int32, device="cuda"
     )
     offsets = torch.tensor([0, ring], device="cuda")
     stored = tiles, first_tiles, packed, None, quantization
-    table = HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored)
+    table = HeadTable(keys, values, offsets, sinks, rings, recents, skipped, *stored)
     scoring = Scoring(head_dim**-0.5)
 
     def step() -> torch.Tensor:
         flush(table, confirmed)
-        return decode(query, table, lengths, scoring)
+        return decode(query, table, columns, scoring)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
     for tokens, before, after in ((200, 0, 0), (256, 0, 0), (257, 0, 128), (600, 128, 256), (4900, 4608, 4736)):
-        lengths.copy_(torch.tensor([[tokens, tokens + 1000]]))
+        lengths = torch.tensor([[tokens, tokens + 1000]], device="cuda")
+        skipped.copy_(cases.skipped(lengths))
         confirmed.copy_(lengths - 1)
         packed[0, 0] = before
         graph.replay()
         assert packed.tolist() == [[after, 0]]
-        cases.check_decoded(out, query, table, lengths, scoring)
+        cases.check_decoded(out, query, table, columns, scoring)

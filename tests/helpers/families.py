@@ -91,6 +91,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 32, **MOE},
     "glm4_moe": {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 4, **GLM, **MOE},
     "gpt_oss": {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 9, "layer_types": INTERLEAVED, **MIXTRAL},
+    # layers without RoPE are the full ones; two chunks and a half in 40 tokens
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "intermediate_size_mlp": 56,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "no_rope_layer_interval": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    },
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, **MIXTRAL},
     "qwen3_next": {
         "model_type": "qwen3_next",
@@ -186,6 +197,14 @@ QWEN = {
     "num_position_embeddings": 16,
     "out_hidden_size": SMALL["hidden_size"],
 }
+LLAMA_4_TOWER = {
+    **{**TOWER, "intermediate_size": 16},  # as wide as what the pixel shuffle makes
+    "patch_size": 4,
+    "pixel_shuffle_ratio": 1.0,
+    "projector_input_dim": 24,
+    "projector_output_dim": 24,
+    "vision_output_dim": 24,
+}
 GEMMA_4_TOWER = {
     "model_type": "gemma4_vision",
     "hidden_size": 16,
@@ -226,6 +245,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {"model_type": "qwen3_5_moe", **TOKENS, "vision_config": {**QWEN, "model_type": "qwen3_5_moe_vision"}},
     ),
+    "llama4-images": ("llama4", {"model_type": "llama4", "vision_config": LLAMA_4_TOWER}),
     "gemma4-images": (
         "gemma4",
         {

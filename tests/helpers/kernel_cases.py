@@ -19,6 +19,7 @@ from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
 FULL = (EVERY, 1, 1)  # sink, ring, recent
+COLUMNS = 6000  # of all decode steps
 
 
 def _suffix(case: Decode | Packed | Prefill) -> str:
@@ -175,10 +176,9 @@ def check_decode(case: Decode, dtype: torch.dtype, device: str) -> None:
                 states[row, offset : offset + used] = torch.randn(used, case.head_dim)
     query = torch.randn(batch, case.head_dim, heads * case.group).transpose(1, 2).contiguous()
     lengths = torch.tensor(case.lengths)[:, None].expand(-1, heads)
-    table = HeadTable(keys.to(dtype), values.to(dtype), offsets, sinks, rings, recents, lengths)
-    query, table, lengths = query.to(device, dtype), moved(table, device), lengths.to(device)
-    scoring = _scoring(case, heads, device, dtype)
-    check_decoded(decode(query, table, lengths, scoring, case.programs), query, table, lengths, scoring)
+    table = HeadTable(keys.to(dtype), values.to(dtype), offsets, sinks, rings, recents, skipped(lengths))
+    query, table, scoring = query.to(device, dtype), moved(table, device), _scoring(case, heads, device, dtype)
+    check_decoded(decode(query, table, columns(device), scoring, case.programs), query, table, columns(device), scoring)
 
 
 def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
@@ -221,10 +221,19 @@ def check_packed(case: Packed, dtype: torch.dtype, device: str) -> None:
     query = torch.randn(len(lengths), len(kinds) * case.group, head_dim).to(dtype)
     sinks, rings, recents = (torch.tensor(of, dtype=torch.int32) for of in zip(*kinds, strict=True))
     stored = tiles, first_tiles, packed, counts if case.window else None, quantization
-    table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, lengths, *stored), device)
-    query, lengths, scoring = query.to(device), lengths.to(device), _scoring(case, len(kinds), device, dtype)
-    out = decode(query, table, lengths, scoring, case.programs)
-    check_decoded(out, query, table, lengths, scoring)
+    table = moved(HeadTable(keys, values, offsets, sinks, rings, recents, skipped(lengths), *stored), device)
+    query, scoring = query.to(device), _scoring(case, len(kinds), device, dtype)
+    check_decoded(decode(query, table, columns(device), scoring, case.programs), query, table, columns(device), scoring)
+
+
+def columns(device: str) -> torch.Tensor:
+    """How many columns there are."""
+    return torch.full((1, 1), COLUMNS, dtype=torch.int32, device=device)
+
+
+def skipped(lengths: torch.Tensor) -> torch.Tensor:
+    """Columns that heads skip which have this many tokens, int32 [batch, heads]."""
+    return (COLUMNS - lengths).int()
 
 
 def moved(table: HeadTable, device: str) -> HeadTable:
@@ -235,15 +244,15 @@ def moved(table: HeadTable, device: str) -> HeadTable:
 
 
 def check_decoded(
-    out: torch.Tensor, query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring
+    out: torch.Tensor, query: torch.Tensor, table: HeadTable, columns: torch.Tensor, scoring: Scoring
 ) -> None:
     """`check` of what `decode` returned; rows of no tokens are zero."""
 
     def reference(query, keys, values):
-        return decode_reference(query, table._replace(keys=keys, values=values), lengths, scoring)
+        return decode_reference(query, table._replace(keys=keys, values=values), columns, scoring)
 
     check(out, reference, [query, table.keys, table.values])
-    assert not out.unflatten(1, (lengths.shape[1], -1))[lengths == 0].any()
+    assert not out.unflatten(1, (table.skipped.shape[1], -1))[table.skipped == columns].any()
 
 
 FLUSH = [
@@ -353,7 +362,9 @@ def check_append(device: str) -> None:
     torch.manual_seed(0)
     batch, heads, head_dim, tokens = 3, 3, 80, 40
     sinks, rings, recents = torch.tensor([[EVERY, 2, 0], [1, 9, 6], [0, 5, 5]], dtype=torch.int32, device=device)
-    padding = torch.tensor([[0, 0, 0], [17, 17, 17], [tokens, 3, tokens]], device=device)  # tokens a head did not get
+    # tokens a head did not get
+    padding = torch.tensor([[0, 0, 0], [17, 17, 17], [tokens, 3, tokens]], dtype=torch.int32, device=device)
+    seen = torch.zeros(1, 1, dtype=torch.int32, device=device)
     offsets = torch.tensor([0, tokens, tokens + 11], device=device)
     keys, values, same_keys, same_values = torch.full((4, batch, tokens + 17, head_dim), torch.nan, device=device)
     table = HeadTable(keys, values, offsets, sinks, rings, recents, padding)
@@ -362,22 +373,22 @@ def check_append(device: str) -> None:
     for column in range(tokens):
         new_keys, new_values = came[:, :, column, :, None]
         token = new_keys.contiguous(), new_values
-        append(table, column - padding, *token)
-        append_reference(same, column - padding, *token)
+        seen += 1
+        append(table, seen, *token)
+        append_reference(same, seen, *token)
     torch.testing.assert_close(keys, same_keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, same_values, rtol=0, atol=0, equal_nan=True)
 
     query = torch.randn(batch, heads * 2, head_dim, device=device)
-    lengths = tokens - padding
-    out = decode(query, table, lengths, Scoring(head_dim**-0.5), programs=4)
+    out = decode(query, table, seen, Scoring(head_dim**-0.5), programs=4)
     age = tokens - 1 - torch.arange(tokens, device=device)
     for row, of_heads in enumerate(padding.tolist()):
         for head, pad in enumerate(of_heads):
             if pad == tokens:
                 continue
             position = torch.arange(tokens, device=device) - pad
-            seen = (position >= 0) & ((position < sinks[head]) | (age < recents[head]))
-            own_keys, own_values = came[:, row, seen, head].double()
+            visible = (position >= 0) & ((position < sinks[head]) | (age < recents[head]))
+            own_keys, own_values = came[:, row, visible, head].double()
             scores = query[row, head * 2 : head * 2 + 2].double() @ own_keys.T * head_dim**-0.5
             torch.testing.assert_close(
                 out[row, head * 2 : head * 2 + 2].double(), scores.softmax(-1) @ own_values, rtol=0, atol=1e-5

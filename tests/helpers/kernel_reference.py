@@ -9,9 +9,9 @@ from kvsurgery.templates.kv_tiles import Tiles, dequantize, quantize
 from kvsurgery.templates.kv_torch import Scoring
 
 
-def append_reference(table: HeadTable, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def append_reference(table: HeadTable, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """What `append` does, token by token."""
-    for row, of_heads in enumerate(positions.tolist()):
+    for row, of_heads in enumerate((columns - 1 - table.skipped).tolist()):
         for head, position in enumerate(of_heads):
             if position >= 0:
                 slot = table.offsets[head] + _slot(table, head, torch.tensor(position))
@@ -33,13 +33,13 @@ def flush_reference(table: HeadTable, confirmed: torch.Tensor) -> None:
                 table.packed[row, head] += TILE
 
 
-def decode_reference(query: torch.Tensor, table: HeadTable, lengths: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def decode_reference(query: torch.Tensor, table: HeadTable, columns: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """What `decode` computes, row by row; tiles are dequantized in the query's precision."""
     out = torch.zeros_like(query)
     group = query.shape[1] // len(table.offsets)
-    for row, of_heads in enumerate(lengths.tolist()):
+    for row, of_heads in enumerate((columns - table.skipped).tolist()):
         for head, length in enumerate(of_heads):
-            if length:
+            if length > 0:
                 here = slice(head * group, (head + 1) * group)
                 states = _visible(table, row, head, length, query.dtype)
                 allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)

@@ -20,5 +20,6 @@ def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) 
         tokenizer,
         dimensions=family.dimensions(config),
         windows=family.windows(config),
+        chunked=family.has_chunked_layers,
         **given,
     )

@@ -12,12 +12,15 @@ NAME = "tests_dense_reference"
 
 
 @cache
-def visible(tokens: int, padding: int, sink: int | None, recent: int) -> torch.Tensor:
+def visible(tokens: int, padding: int, sink: int | None, recent: int, chunked: bool = False) -> torch.Tensor:
     """bool [tokens, tokens]: which column j a query at column i sees, by the definition, one pair at a time."""
     result = torch.eye(tokens, dtype=torch.bool)
     for i in range(padding, tokens):
         for j in range(padding, i + 1):
-            result[i, j] = sink is None or j - padding < sink or i - j < recent
+            if chunked:
+                result[i, j] = j >= i - (i - padding) % recent
+            else:
+                result[i, j] = sink is None or j - padding < sink or i - j < recent
     return result
 
 
@@ -45,12 +48,16 @@ def dense_attention(
     tokens = query.shape[2]
     mask = torch.ones(len(query), tokens) if attention_mask is None else attention_mask[:, 0, 0]
     full, sink, recent = module.reference
+    kinds = getattr(module.config, "layer_types", None) or ()
+    chunked = kinds[module.layer_idx : module.layer_idx + 1] == ["chunked_attention"]
     rows = []
     for row in mask.bool().tolist():
         padding = row.index(True) if True in row else tokens
         heads = []
         for is_full in full:
-            if sliding_window is not None:
+            if chunked:
+                heads.append(visible(tokens, padding, 0, module.config.attention_chunk_size, True))
+            elif sliding_window is not None:
                 heads.append(visible(tokens, padding, 0, sliding_window))
             else:
                 heads.append(visible(tokens, padding, None if is_full else sink, recent))
@@ -84,6 +91,7 @@ def reference_logits(
     Layers with a sliding window of their own keep it.
     """
     decoder = model.get_decoder()
+    decoder = getattr(decoder, "model", decoder)  # of Llama 4, it has the output layer
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation = NAME
     for layer, heads in zip(decoder.layers, full, strict=True):

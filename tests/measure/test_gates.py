@@ -38,12 +38,13 @@ def dense_states(measured, gates, ids):
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
 
-        def over(sink, recent):
-            return softmax(scores.masked_fill(~visible(tokens, 0, sink, recent), float("-inf")), s_aux) @ value
+        def over(sink, recent, chunked=False):
+            seen = visible(tokens, 0, sink, recent, chunked)
+            return softmax(scores.masked_fill(~seen, float("-inf")), s_aux) @ value
 
         window = measured.windows[module.layer_idx]
         if window is not None:
-            output = over(0, window)
+            output = over(0, window, measured.chunked)
         elif gates is None:
             output = over(None, 1)
         else:

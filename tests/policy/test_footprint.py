@@ -159,7 +159,7 @@ WIDE_HEADS = {"hidden_size": 32, "intermediate_size": 8, "moe_intermediate_size"
 
 
 @pytest.mark.parametrize("widths", [WIDE_MLP, WIDE_HEADS], ids=["mlp", "heads"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3", "mixtral", "qwen3_moe", "llama4"])
 def test_a_prefill_grows_as_predicted(tmp_path, family, widths):
     """All heads stream, so that what a CPU keeps masks for does not grow with the chunk."""
     source = make(family, tmp_path / family, max_position_embeddings=4096, **widths)
@@ -172,4 +172,4 @@ def test_a_prefill_grows_as_predicted(tmp_path, family, widths):
         )
     )
     # attention of some families takes less than that of the widest
-    assert (0.95 if widths is WIDE_MLP else 0.5) * predicted < measured < 1.05 * predicted
+    assert (0.95 if widths is WIDE_MLP else 0.4) * predicted < measured < 1.05 * predicted

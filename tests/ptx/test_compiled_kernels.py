@@ -74,12 +74,8 @@ LENGTHS = [[0], [1], [127], [128], [129], [129, 0, 1, 128, 127, 300, 2, 64], *([
 
 @pytest.mark.parametrize("emulator", [80, *([90] if ALL else [])], indirect=True)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: ".".join(map(str, lengths)))
-def test_what_production_launches(emulator: Emulator, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths of 32 bit, one row and several, with tiles and without."""
-    decode = kernel_cases.decode
-    monkeypatch.setattr(
-        kernel_cases, "decode", lambda query, table, given, *args: decode(query, table, given.int().contiguous(), *args)
-    )
+def test_what_production_launches(emulator: Emulator, lengths: list[int]) -> None:
+    """One row and several, with tiles and without."""
     kinds = [FULL, (4, 128, 128)]
     kernel_cases.check_decode(Decode(kinds, 4, 128, lengths, 8), torch.bfloat16, "cpu")
     packed = Packed(kernel_cases.Quantization(4), 2, kinds[1:], 4, 128, lengths, 8)

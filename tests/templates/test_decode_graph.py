@@ -86,6 +86,23 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     return turn_on
 
 
+def test_kernels_are_all_that_a_step_of_attention_launches(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stores, and the other attends, which are two launches on a device; views are none."""
+    model, decode, launched = emitted("llama", 1), kv_cuda.decode, []
+
+    def watched(*args):
+        with Tape() as tape:
+            out = decode(*args)
+        calls = [function for function, *_ in tape.calls]
+        launched.append([each for each in calls if not getattr(each, "is_view", False)])
+        return out
+
+    graphs()
+    monkeypatch.setattr(kv_cuda, "decode", watched)
+    model.generate(tokens(1, 20), **GREEDY, max_new_tokens=4)
+    assert launched == [[append_reference, decode_reference]] * 3
+
+
 @pytest.mark.parametrize("kind", ["16 bit", "quantized", "budgeted", "held", "held, quantized", "held, accumulated"])
 def test_steps_from_a_graph(kind: str, graphs) -> None:
     model = emitted("llama")

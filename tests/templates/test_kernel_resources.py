@@ -137,8 +137,9 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     query = torch.zeros(batch, heads * group, head_dim, dtype=dtype)
     table = HeadTable(states, states, each, each, each, each, row)
     learned = torch.zeros(heads * group, dtype=dtype) if head_dim == 64 else None
-    kv_store.append(table, row, token, token)
-    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
+    columns = torch.zeros(1, 1, dtype=torch.int32)
+    kv_store.append(table, columns, token, token)
+    kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
     assert decode.metadata.shared < kv_decode.PROGRAM_BYTES - 1024
@@ -175,7 +176,8 @@ def test_decode_of_tiles(
     query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantization)
     stored = tiles, each, packed, each if windows else None, quantization
     table = HeadTable(states, states, each, each, each, each, row, *stored)
-    kv_decode.decode(query, table, row, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
+    columns = torch.zeros(1, 1, dtype=torch.int32)
+    kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
     three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.vllm.serving import assert_equal, converted, engine, preemptions, prompts, reference
 
-REQUESTS, NEW, BLOCKS = 150, 24, 40
+REQUESTS, NEW, BLOCKS = int(os.environ.get("LOAD_REQUESTS", "150")), 24, 40
 
 
 def test_no_block_is_lost_and_no_token_is_wrong(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_every_new_token_sees_sinks_and_window_once(
     seen: dict[int, list[int]] = {}
     for piece in plan(starts, lengths, Mask(sink, recent, size, group, torch.float32)):
         tokens = torch.arange(starts[-1])[piece.tokens].view(len(piece.rows), -1)
-        keys = piece.columns * size + piece.offsets
+        keys = piece.columns * size + piece.offsets[:, 0]
         for index, row in enumerate(piece.rows.flatten().tolist()):
             first, end = starts[row : row + 2]
             for place, token in enumerate(tokens[index].tolist()):
