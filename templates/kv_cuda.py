@@ -49,9 +49,7 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
 
 def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
-    table = layer.head_table()
-    lengths = layer.columns.on(query.device) - table.skipped
-    return kv_decode.decode(query[:, :, 0], table, lengths, scoring)[:, None]
+    return kv_decode.decode(query[:, :, 0], layer.head_table(), layer.columns.on(query.device), scoring)[:, None]
 
 
 def pack(layer: KVLayerCache) -> None:

@@ -85,8 +85,8 @@ class Facts:
         dimensions: attention dimensions, None where the family is unknown; where layers differ, of full attention.
         sliding: dimensions of layers with a sliding window, None where they are the same.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
-        chunked: whether a token sees its own chunk in place of a window.
         shared: layers that share the KV cache of an earlier one.
+        chunked: whether a token sees its own chunk in place of a window.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
         context: positions that the model was made for.
         rope: its rotary embedding, as transformers 5 spells it.
@@ -104,8 +104,8 @@ class Facts:
     dimensions: ModelDimensions | None
     sliding: ModelDimensions | None
     windows: tuple[int | None, ...]
-    chunked: bool
     shared: int
+    chunked: bool
     states: int
     context: int | None
     rope: Mapping[str, Any]
@@ -166,8 +166,8 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         dimensions=dimensions,
         sliding=None if sliding == dimensions else sliding,
         windows=windows,
-        chunked=_chunked(config),
         shared=_shared(config),
+        chunked=_chunked(config),
         states=_states(config),
         context=text_config(config).get("max_position_embeddings"),
         rope=_rope(text_config(config)),

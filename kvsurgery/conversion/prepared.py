@@ -89,8 +89,7 @@ class PreparedConversion:
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
         sliding = family.sliding_dimensions(checkpoint.config)
-        chunked = family.has_chunked_layers
-        policy = decide(profile, windows, recipe, budgets, losses, sliding, chunked, sources)
+        policy = decide(profile, windows, recipe, budgets, losses, sliding, family.has_chunked_layers, sources)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
