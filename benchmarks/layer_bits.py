@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
@@ -42,7 +43,7 @@ def chosen(losses: CacheLosses, path: str, budget: float) -> list[int]:
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
     recipe = Recipe(sparsity=0.0, kv_bits="auto", kv_budget=budget, kv_measured=path)
     assert losses.windows is not None  # as the command measures them
-    layers = decide(profile, losses.windows, recipe, None, losses).layers
+    layers = decide(profile, ModelLayers(losses.windows), recipe, None, losses).layers
     return [layer.quantization.bits for layer in layers if layer.quantization]
 
 

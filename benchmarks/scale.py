@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery import console, figure
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.policy.policy import Policy, Quantization, decide
@@ -131,7 +131,7 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
             asked, strict = (
-                decide(profile, [None] * model.layers, replace(recipe, tp=blocks, tp_uneven=uneven))
+                decide(profile, ModelLayers([None] * model.layers), replace(recipe, tp=blocks, tp_uneven=uneven))
                 for uneven in (True, False)
             )
             best, kept = (score(scores, policy) for policy in (asked, strict))

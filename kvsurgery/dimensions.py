@@ -1,8 +1,11 @@
-"""The attention dimensions of a model, shared by every artifact."""
+"""The attention dimensions of a model, shared by every artifact, and what its layers are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,25 @@ class ModelDimensions:
 
     def __str__(self) -> str:
         return f"{self.layers} layers, {self.query_heads} query heads, {self.heads}"
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """What attention each layer of a model has, and where its KV cache is.
+
+    Attributes:
+        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
+        chunked: whether windows are chunks.
+        sliding: dimensions of the layers with a window, where these are not the model's.
+        sources: the layers that share the KV cache of an earlier one, and which.
+    """
+
+    windows: Sequence[int | None]
+    chunked: bool = False
+    sliding: ModelDimensions | None = None
+    sources: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """bool [layers]: those with full attention and a KV cache of their own."""
+        return np.array([window is None and layer not in self.sources for layer, window in enumerate(self.windows)])

@@ -27,7 +27,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from kvsurgery.checkpoint.role import Role
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.resources import PATCHES
 from kvsurgery.templates.kv_layout import LINEAR, text_config
@@ -206,6 +206,16 @@ class Family:
         if type(beyond) is not int or layer >= layers + beyond:
             raise UnsupportedModel(f"tensors of layer {layer} lie beyond the {layers} layers of config.json")
         return True
+
+    def layers(self, config: Mapping[str, Any]) -> ModelLayers:
+        """What attention each layer has, and where its KV cache is.
+
+        Raises:
+            UnsupportedModel: as `windows`, `sources` and `sliding_dimensions`.
+        """
+        return ModelLayers(
+            self.windows(config), self.has_chunked_layers, self.sliding_dimensions(config), self.sources(config)
+        )
 
     def windows(self, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Per layer, the model's own sliding window or the size of its chunks, in tokens; None is full attention, and 0

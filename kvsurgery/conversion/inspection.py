@@ -15,7 +15,7 @@ from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import heads_by_layer, plan_moves
 from kvsurgery.conversion.resemblance import resemblance
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
@@ -158,17 +158,17 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
     parameters: Counter[str] = Counter()
     for tensor in checkpoint.tensors if checkpoint else ():
         parameters[tensor.dtype] += math.prod(tensor.shape)
-    dimensions, sliding, windows = _dimensions(config)
+    dimensions, layers, states = _attention(config)
     return Facts(
         name=name,
         revision=revision,
         model_type=config.get("model_type"),
         dimensions=dimensions,
-        sliding=None if sliding == dimensions else sliding,
-        windows=windows,
-        shared=_shared(config),
-        chunked=_chunked(config),
-        states=_states(config),
+        sliding=None if layers.sliding == dimensions else layers.sliding,
+        windows=tuple(layers.windows),
+        shared=len(layers.sources),
+        chunked=layers.chunked,
+        states=states,
         context=text_config(config).get("max_position_embeddings"),
         rope=_rope(text_config(config)),
         parameters=dict(parameters.most_common()),
@@ -198,42 +198,14 @@ def _unknown(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
-def _dimensions(
-    config: Mapping[str, Any],
-) -> tuple[ModelDimensions | None, ModelDimensions | None, tuple[int | None, ...]]:
-    """Dimensions of full and of sliding layers, and windows, as far as the family is known."""
+def _attention(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, ModelLayers, int]:
+    """Attention dimensions, layers, and bytes of a sequence's states, as far as the family is known."""
     stock = _stock(config)
     try:
         family = Family.of(stock)
-        return family.dimensions(stock), family.sliding_dimensions(stock), family.windows(stock)
+        return family.dimensions(stock), family.layers(stock), family.state_bytes(stock)
     except UnsupportedModel:
-        return None, None, ()
-
-
-def _shared(config: Mapping[str, Any]) -> int:
-    """Layers that share the KV cache of an earlier one, as far as the family is known."""
-    stock = _stock(config)
-    try:
-        return len(Family.of(stock).sources(stock))
-    except UnsupportedModel:
-        return 0
-
-
-def _states(config: Mapping[str, Any]) -> int:
-    """Bytes of a sequence's states, as far as the family is known."""
-    stock = _stock(config)
-    try:
-        return Family.of(stock).state_bytes(stock)
-    except UnsupportedModel:
-        return 0
-
-
-def _chunked(config: Mapping[str, Any]) -> bool:
-    """Whether layers have chunked attention, as far as the family is known."""
-    try:
-        return Family.of(_stock(config)).has_chunked_layers
-    except UnsupportedModel:
-        return False
+        return None, ModelLayers(()), 0
 
 
 def _replicated(config: Mapping[str, Any]) -> bool:

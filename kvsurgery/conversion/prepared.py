@@ -73,23 +73,21 @@ class PreparedConversion:
             if dimensions != measured.model:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
-        windows, fitted, losses = family.windows(checkpoint.config), None, None
-        sources = family.sources(checkpoint.config)
+        model, fitted, losses = family.layers(checkpoint.config), None, None
         if recipe.kv_measured is not None:
             losses = load_losses(recipe.kv_measured)
-            if (dimensions, windows) != (losses.model, losses.windows):
+            if (dimensions, model.windows) != (losses.model, losses.windows):
                 raise ProfileError(
                     f"{recipe.kv_measured} was measured on {losses.base_model}, not on {checkpoint.name}"
                 )
             recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
         if recipe.fit is not None:
             footprint = Footprint.of(checkpoint, family, recipe.tp)
-            fitted = fit(profile, windows, footprint, recipe, budgets, losses, sources)
+            fitted = fit(profile, model, footprint, recipe, budgets, losses)
             recipe = fitted.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
-        sliding = family.sliding_dimensions(checkpoint.config)
-        policy = decide(profile, windows, recipe, budgets, losses, sliding, family.has_chunked_layers, sources)
+        policy = decide(profile, model, recipe, budgets, losses)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)

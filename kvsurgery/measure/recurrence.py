@@ -159,8 +159,9 @@ class RecurrentPass(kv_encode.ChunkEncoder):
 
 
 def _attend(stock, module, query, key, value, attention_mask, **options):
-    layer, key, value = key  # of a `Handle`
-    return layer.attend(query, key, value, kv_torch, scoring_of(query, options)).transpose(1, 2), None
+    handle = key
+    states = query, handle.keys, handle.values
+    return handle.layer.attend(*states, kv_torch, scoring_of(query, options)).transpose(1, 2), None
 
 
 def _attention(query, seen, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:

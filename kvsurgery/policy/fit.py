@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvsurgery import console
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import decide, own_full_attention, usual_rest
+from kvsurgery.policy.policy import decide, usual_rest
 from kvsurgery.policy.prices import ERRORS, LEAST_BUDGET, Candidate, Prices, quantizations
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import kv_scores
@@ -58,12 +59,11 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 def fit(
     profile: HeadProfile,
-    windows: Sequence[int | None],
+    model: ModelLayers,
     footprint: Footprint,
     recipe: Recipe,
     budgets: HeadProfile | None = None,
     losses: CacheLosses | None = None,
-    sources: Mapping[int, int] | None = None,
 ) -> Fit:
     """Price every policy and choose the best that fits: over full heads, budgets and bits.
 
@@ -75,7 +75,7 @@ def fit(
     do not cover, prices are a guess, and caches of 2 bits are no candidates.
 
     Args:
-        profile, windows, budgets, sources: as `decide` takes them.
+        profile, model, budgets: as `decide` takes them.
         footprint: what a process holds and computes of the model.
         recipe: what has to fit, and all that is not chosen: what the rest is, its sizes, and how a cache is quantized.
         losses: of this model, with the recipe's streaming heads.
@@ -90,9 +90,8 @@ def fit(
     budget = LEAST_BUDGET if priced.rest == "budgeted" else None
     # raises what is wrong with the recipe before anything is priced
     asked = priced.changed(full_heads=0, budget=budget, kv_bits=8 if recipe.kv_streaming else None)
-    beta = decide(profile, windows, asked, budgets, sources=sources).recipe.beta
-    eligible = own_full_attention(windows, sources)
-    scores = kv_scores(profile, recipe.group_reduce, sources)[eligible]
+    beta = decide(profile, model, asked, budgets).recipe.beta
+    scores = kv_scores(profile, recipe.group_reduce, model.sources)[model.eligible]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
 
@@ -107,12 +106,12 @@ def fit(
             f"{recipe.sink} and {recipe.recent}; give the same, or measure again"
         )
     hows = quantizations(priced, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
-    stored = [0 if layer in (sources or ()) else window for layer, window in enumerate(windows)]
+    stored = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
     prices = Prices(footprint, demand, stored, scores, hows, run, losses)
     if priced.rest == "streaming":
         candidates = [*prices.streaming(range(0, prices.heads + 1, run), recipe.sink, recipe.recent)]
     else:
-        followed = kv_scores(budgets or profile, recipe.group_reduce, sources)[eligible]
+        followed = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
         candidates = [
             *prices.streaming([prices.heads], 0, 1),
             *prices.budgeted(followed, beta, recipe.selection),

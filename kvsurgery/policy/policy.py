@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from blake3 import blake3
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.budgets import BETA, allocate_budgets
 from kvsurgery.policy.layer_bits import with_layer_bits
@@ -116,13 +116,10 @@ class Policy:
 
 def decide(
     profile: HeadProfile,
-    windows: Sequence[int | None],
+    model: ModelLayers,
     recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
     budgets: HeadProfile | None = None,
     losses: CacheLosses | None = None,
-    sliding: ModelDimensions | None = None,
-    chunked: bool = False,
-    sources: Mapping[int, int] | None = None,
 ) -> Policy:
     """Choose the full heads: exactly this many of the highest scores, then the earlier layer, then the earlier head.
 
@@ -131,23 +128,20 @@ def decide(
 
     Args:
         profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
-        windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
+        model: its layers. Those that share a KV cache have one layer's heads, decided by the largest score of a head in
+            all of them.
         recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
             them not full, halves to the even count; blocks are ordered by `arrange`.
         budgets: scores that budgets follow, in place of those that choose the full heads.
         losses: by which `kv_bits` "auto" chooses.
-        sliding: dimensions of the layers with a sliding window, where these are not the profile's.
-        chunked: whether windows are chunks.
-        sources: the layers that share the KV cache of an earlier one, and which. Their heads are what that one's are,
-            decided by the largest score of a head in all of its layers.
 
     Raises:
         PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
         ProfileError: `budgets` has no scores.
     """
-    if len(windows) != profile.model.layers:
-        raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(windows)}")
-    eligible = own_full_attention(windows, sources)
+    if len(model.windows) != profile.model.layers:
+        raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(model.windows)}")
+    eligible = model.eligible
     for measured in (profile, budgets or profile):
         if (unmeasured := np.flatnonzero(eligible & ~measured.eligible)).size:
             raise PolicyError(
@@ -156,28 +150,22 @@ def decide(
             )
     if not eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    for model in (profile.model, sliding or profile.model):
-        check_blocks(recipe.tp, model.kv_heads)
+    for dimensions in (profile.model, model.sliding or profile.model):
+        check_blocks(recipe.tp, dimensions.kv_heads)
     recipe = completed(recipe, profile, budgets)
     if profile.scores is None:
-        scores = np.ones((len(windows), profile.model.kv_heads), np.float32)
+        scores = np.ones((profile.model.layers, profile.model.kv_heads), np.float32)
         mask = asked = scores > 0
     else:
-        scores = kv_scores(profile, recipe.group_reduce, sources)
+        scores = kv_scores(profile, recipe.group_reduce, model.sources)
         mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
         if recipe.tp > 1 and not recipe.tp_uneven:
             mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
-    layers = _layers(mask, _budgets(mask, budgets or profile, eligible, recipe, sources), recipe)
-    layers = with_shared(with_native(layers, windows, profile.model, sliding, chunked), sources)
-    layout = KVLayout(layers, profile.model.head_dim)
+    layers = _layers(mask, _budgets(mask, budgets or profile, model, recipe), recipe)
+    layout = KVLayout(with_unchanged(layers, model, profile.model), profile.model.head_dim)
     rounded = int(mask.sum() - asked.sum())
     layout = _quantized(layout, recipe, losses)
     return Policy(layout, recipe, _options(recipe, profile, budgets, losses), rounded=rounded)
-
-
-def own_full_attention(windows: Sequence[int | None], sources: Mapping[int, int] | None) -> np.ndarray:
-    """bool [layers]: those with full attention and a KV cache of their own."""
-    return np.array([window is None and layer not in (sources or ()) for layer, window in enumerate(windows)])
 
 
 def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None = None) -> Recipe:
@@ -260,19 +248,13 @@ def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> 
     return layout
 
 
-def _budgets(
-    full: np.ndarray,
-    followed: HeadProfile,
-    eligible: np.ndarray,
-    recipe: Recipe,
-    sources: Mapping[int, int] | None = None,
-) -> np.ndarray | None:
+def _budgets(full: np.ndarray, followed: HeadProfile, model: ModelLayers, recipe: Recipe) -> np.ndarray | None:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
     if recipe.rest != "budgeted":
         return None
     _check_selection(recipe.selection)
-    scores = kv_scores(followed, recipe.group_reduce, sources)
-    budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & eligible[:, None]
+    scores = kv_scores(followed, recipe.group_reduce, model.sources)
+    budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
     if recipe.budget is not None:
         budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
     elif METHODS[followed.method].kind == "budget" and recipe.beta is None:
@@ -299,40 +281,27 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
     return result
 
 
-def with_native(
-    layers: Sequence[LayerLayout],
-    windows: Sequence[int | None],
-    model: ModelDimensions,
-    sliding: ModelDimensions | None = None,
-    chunked: bool = False,
+def with_unchanged(
+    layers: Sequence[LayerLayout], model: ModelLayers, dimensions: ModelDimensions
 ) -> tuple[LayerLayout, ...]:
-    """The layers, but for those with linear attention or a window of the model's own, which stay as they are.
-
-    Heads of the latter may have dimensions other than the model's, those of `sliding`. Windows may be `chunked`.
-    """
-    native = sliding or model
-    head_dim = None if native.head_dim == model.head_dim else native.head_dim
+    """The layers, but for those that stay as they are: with linear attention, a window of the model's own, or the KV
+    cache of an earlier layer."""
     return tuple(
-        layer if window is None else _native(len(layer.blocks), window, native.kv_heads, head_dim, chunked)
-        for layer, window in zip(layers, windows, strict=True)
+        layer if changes else _unchanged(place, len(layer.blocks), model, dimensions)
+        for place, (layer, changes) in enumerate(zip(layers, model.eligible, strict=True))
     )
 
 
-def with_shared(layers: Sequence[LayerLayout], sources: Mapping[int, int] | None) -> tuple[LayerLayout, ...]:
-    """The layers, but for those that share the KV cache of an earlier one."""
-    if not sources:
-        return tuple(layers)
-    return tuple(
-        LayerLayout((), 0, 1, source=sources[place]) if place in sources else layer
-        for place, layer in enumerate(layers)
-    )
-
-
-def _native(blocks: int, window: int, heads: int, head_dim: int | None, chunked: bool) -> LayerLayout:
-    if window == 0:
+def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
+    """A layer that stays as it is, its heads in this many blocks."""
+    window, own = model.windows[place], model.sliding or dimensions
+    if place in model.sources:
+        return LayerLayout((), 0, 1, source=model.sources[place])
+    if not window:
         return LayerLayout((), 0, 1)
-    parts, order = ((0, heads // blocks),) * blocks, tuple(range(heads))
-    return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=chunked)
+    parts, order = ((0, own.kv_heads // blocks),) * blocks, tuple(range(own.kv_heads))
+    head_dim = None if own.head_dim == dimensions.head_dim else own.head_dim
+    return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
 
 
 def _check_streaming(sink: int, recent: int) -> None:

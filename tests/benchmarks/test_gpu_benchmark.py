@@ -179,8 +179,8 @@ def test_bytes_that_decode_reads(bits: int, full: int) -> None:
         unread = group.heads * (slots - (tokens - group.packed[0])) * 2 * gpu_kernels.HEAD_DIM * 2
     assert gpu_kernels.bytes_to_read(1, tokens, full, bits) == cache.allocated_bytes() - unread
     assert cache.allocated_bytes() == KVLayout.from_config(config).kv_bytes(1, tokens) or bits < 16
-    table, lengths, _ = gpu_kernels.arguments(cache.layers[0], 1)
-    assert lengths.tolist() == [[tokens] * gpu_kernels.HEADS]
+    table, columns, _ = gpu_kernels.arguments(cache.layers[0])
+    assert (columns - table.skipped).tolist() == [[tokens] * gpu_kernels.HEADS]
     assert table.keys.ndim == 3
     assert (table.tiles is not None) == (bits < 16)
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
@@ -66,7 +67,7 @@ def test_counts_are_those_of_the_policy(model):
     profile, facts = HeadProfile.load("p.safetensors"), shown()
     assert facts["windows"] == list(windows)
     for sparsity in SPARSITIES:
-        policy = decide(profile, windows, Recipe(sparsity=sparsity, rest="streaming"))
+        policy = decide(profile, ModelLayers(windows), Recipe(sparsity=sparsity, rest="streaming"))
         expected = [None if layer.native else layer.full for layer in policy.layers]
         assert facts["full_heads_per_layer"][str(sparsity)] == expected
         assert sum(filter(None, expected)) == policy.eligible - round(sparsity * policy.eligible)
@@ -136,8 +137,11 @@ def test_profiles_of_models_with_other_windows():
 def test_scores_of_sliding_layers_choose_no_full_heads(model):
     profile = HeadProfile.load("p.safetensors")
     with pytest.raises(PolicyError, match="layer 0 has full attention in this model and a sliding window in the"):
-        decide(profile, [None] * LAYERS)
-    assert decide(replace(profile, windows=None), [None] * LAYERS, Recipe(rest="streaming")).eligible == LAYERS * 2
+        decide(profile, ModelLayers([None] * LAYERS))
+    assert (
+        decide(replace(profile, windows=None), ModelLayers([None] * LAYERS), Recipe(rest="streaming")).eligible
+        == LAYERS * 2
+    )
 
 
 @pytest.mark.parametrize("windows", [(None,), (-1,) * LAYERS, ("4096",) * LAYERS, (True,) * LAYERS])

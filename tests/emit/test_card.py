@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
 from kvsurgery.policy.policy import decide
@@ -38,7 +38,7 @@ base_model: someone/else
 @pytest.fixture(scope="module")
 def decided():
     profile = HeadProfile(np.linspace(0, 1, 8).reshape(2, 4), "duo", "kv", "org/base", MODEL)
-    policy = decide(profile, (None, None))
+    policy = decide(profile, ModelLayers((None, None)))
     return profile, policy, converted_config(CONFIG, policy)
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.emit.config import (
     both_rope_spellings,
     converted_config,
@@ -67,7 +68,9 @@ def convert(config):
     family = Family.of(config)
     model = family.dimensions(config)
     profile = HeadProfile(np.zeros((model.layers, model.kv_heads)), "duo", "kv", "test", model)
-    return converted_config(config, decide(profile, family.windows(config), Recipe(sparsity=0, sink=0, recent=1)))
+    return converted_config(
+        config, decide(profile, ModelLayers(family.windows(config)), Recipe(sparsity=0, sink=0, recent=1))
+    )
 
 
 def frequencies(config, folder):

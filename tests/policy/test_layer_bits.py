@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.layer_bits import least_loss
 from kvsurgery.policy.policy import Policy, decide
@@ -29,7 +30,11 @@ def decided(recipe: Recipe = AUTO, seed: int = 0, **options) -> Policy:
     windows = options.pop("windows", [None] * LAYERS)
     measured = losses(model, windows=windows, seed=seed)
     return decide(
-        HeadProfile(scores, "duo", "kv", "made up", model), windows, replace(recipe, **options), None, measured
+        HeadProfile(scores, "duo", "kv", "made up", model),
+        ModelLayers(windows),
+        replace(recipe, **options),
+        None,
+        measured,
     )
 
 
@@ -119,5 +124,7 @@ def test_heads_that_have_no_small_width() -> None:
     measured = losses(model)
     profile = HeadProfile(np.ones((2, 3), np.float32), "duo", "kv", "made up", model)
     with pytest.raises(PolicyError, match="heads of 12 have at least 4 bits a value"):
-        decide(profile, [None, None], AUTO, None, measured)
-    assert decide(profile, [None, None], replace(AUTO, kv_budget=4.0), None, measured).quantization.bits == 4
+        decide(profile, ModelLayers([None, None]), AUTO, None, measured)
+    assert (
+        decide(profile, ModelLayers([None, None]), replace(AUTO, kv_budget=4.0), None, measured).quantization.bits == 4
+    )

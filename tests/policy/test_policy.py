@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.embedding_heads import EmbeddingHead
@@ -59,7 +59,7 @@ class TestSelection:
     @given(cases(), st.decimals(0, 1, places=3))
     def test_sparsity_is_exact(self, case, sparsity):
         made, windows = case
-        policy = decide(made, windows, Recipe(sparsity=float(sparsity)))
+        policy = decide(made, ModelLayers(windows), Recipe(sparsity=float(sparsity)))
         eligible = windows.count(None) * made.model.kv_heads
         streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
         assert policy.streaming == streaming
@@ -71,19 +71,19 @@ class TestSelection:
         made, windows = case
         ranked = ranking(made, windows)
         count = data.draw(st.integers(0, len(ranked)))
-        assert full(decide(made, windows, Recipe(full_heads=count))) == set(ranked[:count])
+        assert full(decide(made, ModelLayers(windows), Recipe(full_heads=count))) == set(ranked[:count])
 
     @given(cases(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.1]))
     def test_threshold(self, case, threshold):
         made, windows = case
         expected = {place for place in ranking(made, windows) if made.scores[place] >= threshold}
-        assert full(decide(made, windows, Recipe(threshold=threshold))) == expected
+        assert full(decide(made, ModelLayers(windows), Recipe(threshold=threshold))) == expected
 
     @given(cases(), st.floats(0, 1))
     def test_layers_are_permutations_in_source_order(self, case, sparsity):
         made, windows = case
         for layer, window in zip(
-            decide(made, windows, Recipe(sparsity=sparsity, sink=3, recent=5)).layers, windows, strict=True
+            decide(made, ModelLayers(windows), Recipe(sparsity=sparsity, sink=3, recent=5)).layers, windows, strict=True
         ):
             assert sorted(layer.order) == list(range(made.model.kv_heads))
             for group in (layer.order[: layer.full], layer.order[layer.full :]):
@@ -97,19 +97,22 @@ class TestSelection:
     def test_a_profile_without_scores(self):
         model = ModelDimensions(2, 4, 2, 8)
         made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
-        policy = decide(made, [None, 9])
+        policy = decide(made, ModelLayers([None, 9]))
         assert [(layer.order, layer.full, layer.native) for layer in policy.layers] == [
             ((0, 1), 2, False),
             ((0, 1), 0, True),
         ]
         for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}):
             with pytest.raises(PolicyError, match="has embedding heads and no scores to choose full heads by"):
-                decide(made, [None] * 2, Recipe(**option))
+                decide(made, ModelLayers([None] * 2), Recipe(**option))
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):
-        low, high = sorted((one, other))
-        assert full(decide(*case, Recipe(sparsity=high))) <= full(decide(*case, Recipe(sparsity=low)))
+        made, windows = case
+        low, high = (
+            full(decide(made, ModelLayers(windows), Recipe(sparsity=sparsity))) for sparsity in sorted((one, other))
+        )
+        assert high <= low
 
     @pytest.mark.parametrize(
         ("sparsity", "heads", "streaming"),
@@ -128,45 +131,51 @@ class TestSelection:
     )
     def test_counts_by_hand(self, sparsity, heads, streaming):
         made = profile(np.linspace(0, 1, heads)[None])
-        policy = decide(made, [None], Recipe(sparsity=sparsity))
+        policy = decide(made, ModelLayers([None]), Recipe(sparsity=sparsity))
         assert policy.streaming == streaming
         assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
 
     def test_ties_fall_to_the_earlier_layer_then_head(self):
         made = profile([[0, 1, 1], [1, 0.5, 1], [1, 1, 1]])
-        assert full(decide(made, full_windows(made), Recipe(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
-        assert full(decide(made, full_windows(made), Recipe(full_heads=5))) == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)}
+        assert full(decide(made, ModelLayers(full_windows(made)), Recipe(full_heads=3))) == {(0, 1), (0, 2), (1, 0)}
+        assert full(decide(made, ModelLayers(full_windows(made)), Recipe(full_heads=5))) == {
+            (0, 1),
+            (0, 2),
+            (1, 0),
+            (1, 2),
+            (2, 0),
+        }
 
     def test_order_by_hand(self):
         made = profile([[0.1, 0.9, 0.2, 0.8], [1, 1, 1, 1], [0, 0, 0, 0]])
-        first, all_full, all_streaming = decide(made, full_windows(made), Recipe(sparsity=0.5)).layers
+        first, all_full, all_streaming = decide(made, ModelLayers(full_windows(made)), Recipe(sparsity=0.5)).layers
         assert (first.order, first.full) == ((1, 3, 0, 2), 2)
         assert (all_full.order, all_full.full) == ((0, 1, 2, 3), 4)
         assert (all_streaming.order, all_streaming.full) == ((0, 1, 2, 3), 0)
 
     def test_native_layers_win_nothing_by_high_scores(self):
         made = profile([[1, 1], [0.1, 0.2], [1, 1], [0.4, 0.3]])
-        policy = decide(made, [8, None, 8, None], Recipe(sparsity=0.5))
+        policy = decide(made, ModelLayers([8, None, 8, None]), Recipe(sparsity=0.5))
         assert full(policy) == {(3, 0), (3, 1)}
         assert policy.eligible == 4
-        assert full(decide(made, [8, None, 8, None], Recipe(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
+        assert full(decide(made, ModelLayers([8, None, 8, None]), Recipe(threshold=0.2))) == {(1, 1), (3, 0), (3, 1)}
 
     def test_threshold_in_the_scores_own_precision(self):
         # 0.3 in float32 is below and 0.1 above the float64 of the same spelling
         made = profile([[0.1, 0.3]])
-        assert full(decide(made, [None], Recipe(threshold=0.3))) == {(0, 1)}
-        assert full(decide(made, [None], Recipe(threshold=0.1))) == {(0, 0), (0, 1)}
+        assert full(decide(made, ModelLayers([None]), Recipe(threshold=0.3))) == {(0, 1)}
+        assert full(decide(made, ModelLayers([None]), Recipe(threshold=0.1))) == {(0, 0), (0, 1)}
 
     def test_threshold_beyond_float32(self):
         made = profile([[0.1, 0.3]])
-        assert decide(made, [None], Recipe(threshold=1e39)).streaming == 2
-        assert decide(made, [None], Recipe(threshold=-1e39)).streaming == 0
+        assert decide(made, ModelLayers([None]), Recipe(threshold=1e39)).streaming == 2
+        assert decide(made, ModelLayers([None]), Recipe(threshold=-1e39)).streaming == 0
 
     def test_defaults_are_the_paper_s(self):
         gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
-        assert decide(gqa, [None] * 2).streaming == 4
-        assert decide(mha, [None] * 2).streaming == 6
-        assert {(layer.sink, layer.recent) for layer in decide(gqa, [None] * 2).layers} == {(64, 256)}
+        assert decide(gqa, ModelLayers([None] * 2)).streaming == 4
+        assert decide(mha, ModelLayers([None] * 2)).streaming == 6
+        assert {(layer.sink, layer.recent) for layer in decide(gqa, ModelLayers([None] * 2)).layers} == {(64, 256)}
 
 
 class TestGroupReduce:
@@ -175,9 +184,13 @@ class TestGroupReduce:
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
         np.testing.assert_allclose(kv_scores(made, "mean"), [[0.3, 0.4]])
         np.testing.assert_allclose(kv_scores(made, "max"), [[0.6, 0.4]])
-        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming", group_reduce="mean"))) == {(0, 1)}
-        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming", group_reduce="max"))) == {(0, 0)}
-        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming"))) == {(0, 1)}
+        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming", group_reduce="mean"))) == {
+            (0, 1)
+        }
+        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming", group_reduce="max"))) == {
+            (0, 0)
+        }
+        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming"))) == {(0, 1)}
 
     def test_groups_are_neighbours(self):
         made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
@@ -189,7 +202,7 @@ class TestGroupReduce:
         shuffled = [group[place] for place in order]
         made = query_profile([[*shuffled, *group]], kv_heads=2)
         assert kv_scores(made)[0, 0] == kv_scores(made)[0, 1]
-        assert full(decide(made, [None], Recipe(full_heads=1, rest="streaming"))) == {(0, 0)}
+        assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming"))) == {(0, 0)}
 
     def test_kv_scores_are_left_alone(self):
         made = profile([[0.1, 0.3]])
@@ -197,36 +210,40 @@ class TestGroupReduce:
 
     def test_recorded_where_it_matters(self):
         made = query_profile([[0, 0.6, 0.4, 0.4]], kv_heads=2)
-        assert decide(made, [None], Recipe(rest="streaming", group_reduce="max")).options["group_reduce"] == "max"
-        assert "group_reduce" not in decide(profile([[0.1, 0.3]]), [None]).options
+        assert (
+            decide(made, ModelLayers([None]), Recipe(rest="streaming", group_reduce="max")).options["group_reduce"]
+            == "max"
+        )
+        assert "group_reduce" not in decide(profile([[0.1, 0.3]]), ModelLayers([None])).options
 
     def test_unknown(self):
         for made in (profile([[0.1, 0.3]]), query_profile([[0, 1]], kv_heads=1)):
             with pytest.raises(PolicyError, match="`group_reduce` is mean or max, got 'median'"):
-                decide(made, [None], Recipe(group_reduce="median"))
+                decide(made, ModelLayers([None]), Recipe(group_reduce="median"))
 
 
 class TestRecord:
     def test_options(self):
-        options = decide(profile([[0.1, 0.3]]), [None], Recipe(full_heads=1, sink=2, recent=3)).options
+        options = decide(profile([[0.1, 0.3]]), ModelLayers([None]), Recipe(full_heads=1, sink=2, recent=3)).options
         assert options == {"full_heads": 1, "method": "ablation", "rest": "streaming", "sink": 2, "recent": 3}
 
     def test_default_sparsity_is_recorded(self):
-        assert decide(profile([[0.1, 0.3]]), [None]).options["sparsity"] == 0.5
+        assert decide(profile([[0.1, 0.3]]), ModelLayers([None])).options["sparsity"] == 0.5
 
     def test_hash_is_of_the_layers_not_of_the_way_there(self):
         made = profile([[0.1, 0.3], [0.2, 0.9]])
         windows = full_windows(made)
         same = [
-            decide(made, windows, Recipe(**how)) for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})
+            decide(made, ModelLayers(windows), Recipe(**how))
+            for how in ({"sparsity": 0.5}, {"full_heads": 2}, {"threshold": 0.3})
         ]
         assert len({policy.hash for policy in same}) == 1
         others = [
-            decide(made, windows, Recipe(full_heads=1)),
-            decide(made, windows, Recipe(full_heads=2, sink=1)),
-            decide(made, windows, Recipe(full_heads=2, recent=1)),
-            decide(made, [None, 256], Recipe(full_heads=1)),
-            decide(made, windows, Recipe(sparsity=0.0)),
+            decide(made, ModelLayers(windows), Recipe(full_heads=1)),
+            decide(made, ModelLayers(windows), Recipe(full_heads=2, sink=1)),
+            decide(made, ModelLayers(windows), Recipe(full_heads=2, recent=1)),
+            decide(made, ModelLayers([None, 256]), Recipe(full_heads=1)),
+            decide(made, ModelLayers(windows), Recipe(sparsity=0.0)),
         ]
         assert len({policy.hash for policy in [same[0], *others]}) == 6
 
@@ -254,25 +271,25 @@ class TestRefusals:
     )
     def test_options(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(profile(np.eye(2)), [None, None], Recipe(**options))
+            decide(profile(np.eye(2)), ModelLayers([None, None]), Recipe(**options))
 
     def test_full_heads_counts_eligible_layers_only(self):
         with pytest.raises(PolicyError, match=r"`full_heads` lies in \[0, 2\] for this model, got 3"):
-            decide(profile(np.eye(2)), [None, 8], Recipe(full_heads=3))
+            decide(profile(np.eye(2)), ModelLayers([None, 8]), Recipe(full_heads=3))
 
     def test_nothing_eligible(self):
         with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
-            decide(profile(np.eye(2)), [8, 8])
+            decide(profile(np.eye(2)), ModelLayers([8, 8]))
 
     def test_another_model_s_layers(self):
         with pytest.raises(PolicyError, match="the profile has 2 layers, the model 3"):
-            decide(profile(np.eye(2)), [None] * 3)
+            decide(profile(np.eye(2)), ModelLayers([None] * 3))
 
 
 class TestBudgets:
     def test_headkv_profiles_give_budgets(self):
         made = query_profile([[4, 4, 2, 2], [1, 1, 1, 1]], kv_heads=2)
-        policy = decide(made, [None, None], Recipe(budget=100, beta=2))
+        policy = decide(made, ModelLayers([None, None]), Recipe(budget=100, beta=2))
         # share 50, pool 50 x 4 by 4 2 1 1 of 8
         assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
         assert (policy.full, policy.streaming, policy.budgeted) == (0, 0, 4)
@@ -281,7 +298,7 @@ class TestBudgets:
 
     def test_full_heads_come_first_and_the_rest_shares_the_total(self):
         made = profile([[0.1, 0.9], [0.4, 0.4]])
-        policy = decide(made, [None, None], Recipe(rest="budgeted", budget=10, beta=1.5, full_heads=2))
+        policy = decide(made, ModelLayers([None, None]), Recipe(rest="budgeted", budget=10, beta=1.5, full_heads=2))
         assert [layer.order for layer in policy.layers] == [(1, 0), (0, 1)]
         assert [layer.full for layer in policy.layers] == [1, 1]
         assert sum(sum(layer.budgets) for layer in policy.layers) == 2 * 10
@@ -289,15 +306,17 @@ class TestBudgets:
 
     def test_shares_keep_their_proportions(self):
         made = replace(profile([[0.1, 0.3], [0.4, 0.0]]), method="lu-kv")
-        policy = decide(made, [None, None], Recipe(budget=100))
+        policy = decide(made, ModelLayers([None, None]), Recipe(budget=100))
         assert [layer.budgets for layer in policy.layers] == [(50, 150), (200, 0)]
         assert "beta" not in policy.options
-        more_even = decide(made, [None, None], Recipe(budget=100, beta=2))
+        more_even = decide(made, ModelLayers([None, None]), Recipe(budget=100, beta=2))
         assert [layer.budgets for layer in more_even.layers] == [(75, 125), (150, 50)]
 
     @given(hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 1 << 24)), st.integers(0, 5))
     def test_budgets_are_given_as_they_are(self, tokens, full_heads):
-        policy = decide(replace(profile(tokens), method="budgets"), [None, None], Recipe(full_heads=full_heads))
+        policy = decide(
+            replace(profile(tokens), method="budgets"), ModelLayers([None, None]), Recipe(full_heads=full_heads)
+        )
         kept = sorted(tokens.ravel())[: 6 - full_heads]
         assert sorted(budget for layer in policy.layers for budget in layer.budgets) == kept
         assert Recipe.from_toml(policy.recipe.to_toml()) == policy.recipe
@@ -311,8 +330,8 @@ class TestBudgets:
     def test_another_profile_s_shares(self, gates, shares, full_heads, budget):
         gates, shares = profile(gates), replace(profile(shares), method="wg-kv")
         recipe = Recipe(full_heads=full_heads, budget=budget, budgets_from="shares")
-        policy = decide(gates, [None, None], recipe, shares)
-        assert full(policy) == full(decide(gates, [None, None], Recipe(full_heads=full_heads)))
+        policy = decide(gates, ModelLayers([None, None]), recipe, shares)
+        assert full(policy) == full(decide(gates, ModelLayers([None, None]), Recipe(full_heads=full_heads)))
         found = {
             (n, head): tokens
             for n, layer in enumerate(policy.layers)
@@ -326,9 +345,9 @@ class TestBudgets:
     def test_a_profile_beside_shares_says_how_many_full_heads(self):
         gates, shares = profile([[0.1, 0.9]]), replace(profile([[0.5, 0.5]]), method="wg-kv")
         with pytest.raises(PolicyError, match="say how many with `full_heads` or `sparsity`, or leave the profile out"):
-            decide(gates, [None], Recipe(budget=9), shares)
+            decide(gates, ModelLayers([None]), Recipe(budget=9), shares)
         with pytest.raises(PolicyError, match="`budget` is missing"):
-            decide(gates, [None], Recipe(full_heads=1), shares)
+            decide(gates, ModelLayers([None]), Recipe(full_heads=1), shares)
         with pytest.raises(PolicyError, match="`budgets_from` is for budgeted heads"):
             Recipe(rest="streaming", budgets_from="shares")
 
@@ -337,10 +356,10 @@ class TestBudgets:
             None, "reform", None, "test", ModelDimensions(1, 4, 2, 8), embedding_heads=(EmbeddingHead(0, "q", 1),)
         )
         with pytest.raises(ProfileError, match="has embedding heads and no scores"):
-            decide(profile([[0.1, 0.9]]), [None], Recipe(full_heads=1, budget=9), heads)
+            decide(profile([[0.1, 0.9]]), ModelLayers([None]), Recipe(full_heads=1, budget=9), heads)
 
     def test_native_layers_have_none(self):
-        policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), [5, None], Recipe(rest="budgeted", budget=10))
+        policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), ModelLayers([5, None]), Recipe(rest="budgeted", budget=10))
         assert policy.layers[0].kind == "window"
         assert policy.layers[0].native
         assert sum(policy.layers[1].budgets) == 20
@@ -360,9 +379,9 @@ class TestBudgets:
     )
     def test_impossible(self, options, message):
         with pytest.raises(PolicyError, match=message):
-            decide(query_profile([[1, 2]], kv_heads=1), [None], Recipe(**options))
+            decide(query_profile([[1, 2]], kv_heads=1), ModelLayers([None]), Recipe(**options))
 
     def test_hash_covers_the_selection(self):
         made = query_profile([[1, 2]], kv_heads=1)
-        hashes = {decide(made, [None], Recipe(budget=9, window=w)).hash for w in (4, 8)}
+        hashes = {decide(made, ModelLayers([None]), Recipe(budget=9, window=w)).hash for w in (4, 8)}
         assert len(hashes) == 2

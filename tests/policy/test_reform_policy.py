@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.policy import decide
 from kvsurgery.policy.reform import with_reform
@@ -19,7 +19,7 @@ SCORES = HeadProfile([[0.1, 0.2, 0.9, 0.3], [0.1, 0.8, 0.2, 0.9]], "duo", "kv", 
 
 
 def test_heads_are_named_by_their_places_after_surgery():
-    policy = decide(SCORES, [None] * 2, Recipe(full_heads=3))
+    policy = decide(SCORES, ModelLayers([None] * 2), Recipe(full_heads=3))
     assert [layer.order for layer in policy.layers] == [(2, 0, 1, 3), (1, 3, 0, 2)]
     reform = with_reform(policy, REFORM, None, marker=[7, 8]).reform
     # query heads 4 and 5 belong to KV head 2, which comes first
@@ -28,7 +28,7 @@ def test_heads_are_named_by_their_places_after_surgery():
 
 
 def test_the_hash_tells_policies_apart():
-    policy = decide(SCORES, [None] * 2)
+    policy = decide(SCORES, ModelLayers([None] * 2))
     made = [policy, with_reform(policy, REFORM, None), with_reform(policy, REFORM, None, sizes=ReformSizes(keep=9))]
     assert len({each.hash for each in made}) == 3
     assert made[2].options["reform"]["keep"] == 9
@@ -37,7 +37,7 @@ def test_the_hash_tells_policies_apart():
 
 @given(st.integers(2048, 200_000), st.none() | st.integers(600, 1024), st.none() | st.integers(600, 1024))
 def test_sizes_fit_the_model(positions, chunk, encode_budget):
-    policy = decide(REFORM, [None] * 2)
+    policy = decide(REFORM, ModelLayers([None] * 2))
     reform = with_reform(policy, REFORM, positions, sizes=ReformSizes(chunk, encode_budget)).reform
     assert reform.chunk + reform.encode_budget <= positions
     assert reform.recompute_budget <= positions
@@ -58,9 +58,9 @@ def test_sizes_fit_the_model(positions, chunk, encode_budget):
 )
 def test_sizes_that_contradict_are_refused(positions, sizes, words):
     with pytest.raises(PolicyError, match=words):
-        with_reform(decide(REFORM, [None] * 2), REFORM, positions, sizes=ReformSizes(**sizes))
+        with_reform(decide(REFORM, ModelLayers([None] * 2)), REFORM, positions, sizes=ReformSizes(**sizes))
 
 
 def test_a_profile_of_scores_has_no_embedding_heads():
     with pytest.raises(PolicyError, match="the duo profile has no embedding heads"):
-        with_reform(decide(SCORES, [None] * 2), SCORES, None)
+        with_reform(decide(SCORES, ModelLayers([None] * 2)), SCORES, None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.comparison import compare
@@ -78,7 +78,7 @@ class TestOverlap:
         for overlap in compare(ablation(a), ablation(b)).overlaps:
             full = []
             for scores in (a, b):
-                policy = decide(ablation(scores), [None] * 3, Recipe(sparsity=overlap.sparsity))
+                policy = decide(ablation(scores), ModelLayers([None] * 3), Recipe(sparsity=overlap.sparsity))
                 full.append({(n, head) for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]})
             assert len(full[0]) == len(full[1]) == overlap.full
             assert len(full[0] & full[1]) == overlap.shared

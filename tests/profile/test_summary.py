@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
@@ -19,7 +19,9 @@ def test_facts():
     found = facts(DUO)
     assert (found["shape"], found["score_min"], found["score_max"], found["at_max"]) == ([2, 4], 0, 1, 3)
     for sparsity, full in found["full_heads_per_layer"].items():
-        assert full == [layer.full for layer in decide(DUO, [None] * 2, Recipe(sparsity=float(sparsity))).layers]
+        assert full == [
+            layer.full for layer in decide(DUO, ModelLayers([None] * 2), Recipe(sparsity=float(sparsity))).layers
+        ]
     assert found["hash"] == DUO.hash
     assert found["scores"] == DUO.scores.tolist()
 

@@ -174,12 +174,11 @@ def test_memory_counts_the_heads_of_each_kind(checkpoint, family):
 def test_prices_are_those_of_the_decided_policy(checkpoint, family, rest):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     known = Family.of(source.config)
-    windows, sliding = known.windows(source.config), known.sliding_dimensions(source.config)
+    layers, footprint = known.layers(source.config), Footprint.of(source, known)
     asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest=rest)
-    footprint = Footprint.of(source, known)
-    found = fit(profile, windows, footprint, asked)
+    found = fit(profile, layers, footprint, asked)
     for candidate in found.candidates[::7]:
-        layout = decide(profile, windows, candidate.recipe(asked), sliding=sliding).layout
+        layout = decide(profile, layers, candidate.recipe(asked)).layout
         assert candidate.kv_bytes == layout.kv_bytes(1, 1000, itemsize=4)
         activations = footprint.activation_bytes(1, 1000, 1000, tiles=False)
         peak = layout.prefill_peak_bytes(1, 1000, itemsize=4)

@@ -57,11 +57,11 @@ def shared(checkpoint, tmp_path_factory):
 def test_a_head_keeps_what_any_of_its_layers_needs(checkpoint, family, layer):
     source = Checkpoint.open(checkpoint(family))
     known = Family.of(source.config)
-    sources = known.sources(source.config)
-    assert sources == {3: 1, 4: 2, 5: 1}
+    layers = known.layers(source.config)
+    assert layers.sources == {3: 1, 4: 2, 5: 1}
     profile = scored(checkpoint(family), layer)
-    assert kv_scores(profile, sources=sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
-    policy = decide(profile, known.windows(source.config), Recipe(full_heads=2), sources=sources)
+    assert kv_scores(profile, sources=layers.sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
+    policy = decide(profile, layers, Recipe(full_heads=2))
     assert [each.full_heads for each in policy.layout.attended] == [(), (1, 3), (), (1, 3), (), (1, 3)]
     assert policy.orders == ((0, 1, 2, 3), (1, 3, 0, 2)) + ((0, 1, 2, 3), (1, 3, 0, 2)) * 2
     assert (policy.full, policy.streaming) == (2, 2)
@@ -166,13 +166,12 @@ def test_shared_layers_store_nothing(shared, family):
 def test_prices_are_those_of_the_decided_policy(checkpoint, family):
     source, profile = Checkpoint.open(checkpoint(family)), random_profile(checkpoint(family))
     known = Family.of(source.config)
-    windows, sliding = known.windows(source.config), known.sliding_dimensions(source.config)
-    sources = known.sources(source.config)
+    layers = known.layers(source.config)
     asked = Recipe(fit=Demand(1 << 30, 1000, chunk=1000), rest="streaming")
-    found = fit(profile, windows, Footprint.of(source, known), asked, sources=sources)
+    found = fit(profile, layers, Footprint.of(source, known), asked)
     assert {candidate.full_heads for candidate in found.candidates} == {0, 1, 2, 3, 4}
     for candidate in found.candidates[::5]:
-        layout = decide(profile, windows, candidate.recipe(asked), sliding=sliding, sources=sources).layout
+        layout = decide(profile, layers, candidate.recipe(asked)).layout
         assert candidate.kv_bytes == layout.kv_bytes(1, 1000, itemsize=4)
 
 
