@@ -4,10 +4,10 @@
 
 The losses are those of `kvsurgery profile compute --method kv-bits`, measured on another text. They price the policies,
 and their streaming heads are those of the recipe. Full heads are ranked by a profile, or by these losses. For every
-memory, the policies are those of each width with the most full heads that fit. As they are one ranking's, more full
-heads lose less. Each is measured as the converted model computes it: streaming heads stream while the prompt is read.
-The divergence is the mean Kullback-Leibler divergence, in nats, of the distribution of the next token from the
-original's on the tokens that follow 1,024. An interrupted run continues from its JSON file.
+memory, the policies are the choice, and of each width the one with the most full heads that fits. Each is measured as
+the converted model computes it: streaming heads stream while the prompt is read. The divergence is the mean
+Kullback-Leibler divergence, in nats, of the distribution of the next token from the original's on the tokens that
+follow 1,024. An interrupted run continues from its JSON file.
 """
 
 from __future__ import annotations
@@ -53,14 +53,12 @@ def fitted(model: Path, profile: HeadProfile, losses: str, memory: int, context:
 
 
 def compared(found: Fit) -> list[Candidate]:
-    """Of each width, the policy with the most full heads that fits."""
+    """The choice, and of each width the policy with the most full heads that fits."""
     best: dict[int, Candidate] = {}
-    for candidate in found.candidates:
-        if candidate.total <= found.demand.memory and candidate.full_heads > getattr(
-            best.get(candidate.bits), "full_heads", -1
-        ):
+    for candidate in sorted(found.candidates, key=lambda one: one.full_heads):
+        if candidate.total <= found.demand.memory:
             best[candidate.bits] = candidate
-    return sorted(best.values(), key=lambda one: -one.bits)
+    return [found.choice, *(each for each in best.values() if each != found.choice)]
 
 
 def named(candidate: Candidate) -> str:
@@ -120,7 +118,6 @@ def main() -> None:
         each.quantization for each in {each.bits: each for each in policies.values() if each.quantization}.values()
     ]
     caches.append(Window(losses.sink, losses.recent))
-    rows = rows_of([*policies.values()], profile, caches)
 
     sizes = TrialSizes(passages=arguments.passages)
     measured = MeasuredModel.load(arguments.model, dtype="float32")
@@ -135,10 +132,11 @@ def main() -> None:
     }
     text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
-        if str(number) not in known["losses"]:
+        own = known["losses"].setdefault(str(number), {})
+        if missing := [name for name in policies if name not in own]:
             trial = CacheTrial(measured.model, measured.windows, passage[None], sizes.context, caches)
-            found = trial.converted_divergence(rows).tolist()
-            known["losses"][str(number)] = dict(zip(policies, found, strict=True))
+            rows = rows_of([policies[name] for name in missing], profile, caches)
+            own |= dict(zip(missing, trial.converted_divergence(rows).tolist(), strict=True))
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")
     print("\n".join(table(known)))
 

@@ -24,6 +24,7 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import STREAMING, WIDTHS, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
 
+EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
 SHARED = 8  # bits whose loss is too small to measure head by head: it is divided as that of the next width
 
 
@@ -197,13 +198,13 @@ class _Measuring:
             place for place in streaming.argsort(axis=None, kind="stable") if place // self.shape[1] in self.layers
         ]
         low = [bits for bits in self.widths if bits != SHARED]
-        for quarters in (1, 2, 3, 4):
-            some = ranking[: len(ranking) * quarters // 4]
-            for bits in (None, *low) if quarters == 2 else (None,):
+        half = len(ranking) // 2
+        for count in sorted({len(ranking) * eighths // 8 for eighths in EIGHTHS} - {0}):
+            for bits in (None, *low) if count == half else (None,):
                 changes = self._every(EXACT if bits is None else best[bits])
-                changes.flat[some] = window
+                changes.flat[ranking[:count]] = window
                 others = "" if bits is None else f", the others in {bits} bits"
-                yield f"{len(some)} heads streaming{others}", changes
+                yield f"{count} heads streaming{others}", changes
         if len(low) > 1:
             changes = self._every(EXACT)
             changes[self.layers] = np.resize([best[bits] for bits in low], changes[self.layers].shape)

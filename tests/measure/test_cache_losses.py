@@ -164,7 +164,7 @@ class TestLosses:
         names = [one.name for one in found.combinations]
         assert "8 heads streaming" in names
         assert "4 heads streaming, the others in 2 bits" in names
-        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 6, 8, 0]
+        assert [one.streaming for one in found.combinations] == [2, 4, 0, 0, 0, 6, 7, 8, 0]
         assert found.expected("streaming").sum() == pytest.approx(found.combinations[-2].measured)
         for one in found.combinations:
             assert 0.3 < one.measured / one.expected < 3, one

@@ -40,7 +40,7 @@ PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve", "minutes")
 NEEDLES = ("needles", "lengths", "depths")
 KV_BITS = "kv-bits"
-SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 8}
+SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 12}
 CONTEXT = {"reform": 8192, KV_BITS: 1024}
 TEXTS = 8  # of generated text, how many contexts are drawn from
 ALIKE = ("duo", "attention")  # methods of which all processes compute layers equally often
@@ -110,7 +110,8 @@ OPTIONS = {
 @click.option(
     "--samples",
     type=POSITIVE,
-    help="attention, reform: number of prompts; kv-bits: number of passages of the text.  [default: (50; kv-bits: 12)]",
+    help="attention, reform: number of prompts; kv-bits: number of passages of the text.  "
+    f"[default: ({SAMPLES['attention']}; kv-bits: {SAMPLES[KV_BITS]})]",
 )
 @click.option(
     "--context",
