@@ -232,6 +232,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: every model beside the original."""
+    lines = [
+        "| full heads | requests per second of CPU | requests at once, mean | requests at once, most | preemptions |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in found["results"].items():
+        ratios, heads = found["ratios"][name], "all (original)" if name == "dense" else name.removesuffix(" full")
+        cells = (
+            heads,
+            f"× {ratios['requests_per_cpu_second']:.2f}",
+            f"{result['running']:.2f} (× {ratios['concurrency']:.2f})",
+            f"{result['most_running']}",
+            f"{result['preemptions']}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
@@ -249,9 +268,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options)
-    for name, ratios in found["ratios"].items():
-        figures = [ratios[figure] for figure in ("requests_per_second", "requests_per_cpu_second", "concurrency")]
-        print(name, "requests a second {:.2f}x, a second of CPU {:.2f}x, at once {:.2f}x".format(*figures))
+    print("\n".join(table(found)))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,7 +1,8 @@
-"""What the serving benchmark converts before it starts an engine."""
+"""What the serving benchmark converts before it starts an engine, and what it found."""
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +14,8 @@ import vllm_serving
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.templates.kv_layout import KVLayout
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-recall" / "model"
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "tiny-recall" / "model"
 
 
 def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: Path) -> None:
@@ -24,3 +26,8 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
     heads = sum(layer.heads for layer in layouts[0].layers)
     assert [layout.counts["full"] for layout in layouts] == [heads // 4, heads // 2]
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
+
+
+def test_the_documented_table_is_the_committed_result() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "vllm-serving.json").read_text())
+    assert "\n".join(vllm_serving.table(found)) in (ROOT / "docs" / "vllm.md").read_text()
