@@ -6,7 +6,7 @@ the same result; of a quantized cache, but for what quantizing earlier tokens ch
 
 With tensor parallelism, transformers gives every process an equal run of heads. A checkpoint converted for T processes
 has the heads of a layer in T blocks of equal size, in each block the full heads first, so that a process gets whole
-whole blocks. Where it gets several, its full heads are brought together before attention, and its output back in order.
+blocks. Where it gets several, its full heads are brought together before attention, and its output back in order.
 
 Where layers share the KV cache of an earlier one, the earlier layer stores and leaves a `Read` in its handle, by which
 their queries attend as its own did, to what was there when it attended.
@@ -36,8 +36,6 @@ except ImportError:  # no triton: torch does everything
 
 # one registry entry per copy of this module: two converted checkpoints may live in one process
 NAME = "kvsurgery_" + __name__.replace(".", "_")
-
-
 # attention of queries [batch, query_heads, n, head_dim] at the last n columns of a forward, over what was stored of it
 Read = Callable[[torch.Tensor, Scoring], torch.Tensor]
 
