@@ -78,8 +78,8 @@ test-extras: .venv-extras/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(PYTEST) tests/vllm
 
-# an hour's worth of requests, which takes about ten minutes
-test-vllm-load: export LOAD_REQUESTS = 5000
+# random requests for about ten minutes
+test-vllm-load: export LOAD_REQUESTS = 60000
 test-vllm-load: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest -q tests/vllm/test_load.py
 

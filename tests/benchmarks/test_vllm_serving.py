@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import pytest
 import vllm_serving
 
 from kvsurgery.checkpoint.source import read_config
@@ -28,6 +29,7 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
 
 
-def test_the_documented_table_is_the_committed_result() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "vllm-serving.json").read_text())
+@pytest.mark.parametrize("name", ["vllm-serving", "vllm-equal-load-100", "vllm-equal-load-1000"])
+def test_the_documented_tables_are_the_committed_results(name: str) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert "\n".join(vllm_serving.table(found)) in (ROOT / "docs" / "vllm.md").read_text()
