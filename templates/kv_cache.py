@@ -438,12 +438,11 @@ class KVSurgeryCache(Cache):
         self.columns.crop(min(seen, length))
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Columns seen, padding included: by a layer with a KV cache, which earlier ones are ahead of during a forward.
-
-        By default the same for every layer that runs here; layers that run elsewhere have seen none.
-        """
-        layer = None if layer_idx is None else self.layers[layer_idx]
-        return layer.seen if isinstance(layer, KVLayerCache) else max(each.seen for each in self.attention)
+        """Columns that a layer has seen, padding included. During a forward, earlier layers have seen more than later
+        ones; without a layer, or for one without a KV cache of its own, it is the most that any has seen."""
+        own = self.layers[layer_idx : layer_idx + 1] if layer_idx is not None else []
+        seen = [layer.seen for layer in own if isinstance(layer, KVLayerCache)]
+        return max(seen or [layer.seen for layer in self.attention])
 
     def reset(self) -> None:
         super().reset()

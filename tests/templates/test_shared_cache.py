@@ -73,8 +73,9 @@ def test_mixed_heads_equal_the_dense_reference(shared, family, tp):
     converted, ids = shared(family, tp=tp), tokens(2, LENGTH)
     expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
     for size in (1, 7, 64):
-        found, _ = chunked(converted.model, ids, size)
+        found, cache = chunked(converted.model, ids, size)
         assert largest(found - expected, expected) <= 1e-4
+        assert {cache.get_seq_length(layer) for layer in (None, *range(6))} == {LENGTH}
 
 
 @families
