@@ -1,7 +1,7 @@
 """Decode over packed tiles: codes become floats by bit operations, and scales go into queries, scores or weights.
 
 The instructions of a warp bound it, not the memory. So lanes sum what they have, and are summed once, after a loop; and
-codes stay lifted by a power of two, which dots with a constant take off the sums.
+codes of bfloat16 stay as they are: a mantissa under the least exponent, an integer times 2 ** -133.
 """
 
 from .kv_kernels import LOWEST, TILE_TOKENS, _capped, tl, triton
@@ -39,15 +39,9 @@ def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, ...]:
 
 
 @triton.constexpr_function
-def _lift(place: int, bits: int, lifted: bool) -> int:
-    """What codes left in the mantissa of a bfloat16 exceed those by that `_unpacking` gives.
-
-    To take the excess off sums over them costs less than to take it off each.
-    """
-    if not lifted:
-        return 0
-    exponent = 7 if bits == 3 else 7 - place * bits % (7 // bits * bits)
-    return 2**exponent + 2 ** (bits - 1)
+def _raw_place(plane: int, bits: int) -> int:
+    """Where a raw code of a plane lies in the low byte of its float: it counts 2 ** place times as much."""
+    return 0 if bits == 3 else plane * bits % 8
 
 
 @triton.constexpr_function
@@ -57,17 +51,25 @@ def _place(plane: int, planes: int) -> int:
 
 
 @triton.constexpr_function
-def _unpacking_asm(plane: int, bits: int, mantissa: int, lifted: bool) -> str:
-    """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16; two of lifted codes."""
+def _raw_asm(plane: int, bits: int) -> str:
+    """Codes of two words as bfloat16s with all other bits zero, in one instruction or two.
+
+    The byte b as a float is b * 2 ** -133 exactly: the numbers under the least exponent are as far apart as those with
+    it, so that the eighth bit may lie in the exponent. Matrix units multiply such numbers as any others.
+    """
+    place = plane * bits % 8
+    if bits == 8 and plane:
+        return "prmt.b32 $0, $1, 0, 0x4341;"
+    mask = ((2**bits - 1) << place) * 0x10001
+    return f"{{.reg .b32 word; shr.b32 word, $1, {plane * bits - place}; and.b32 $0, word, {mask};}}"
+
+
+@triton.constexpr_function
+def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
+    """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16."""
     shift, mask, exponent, added_mask, added = _unpacking(plane, bits, mantissa)
     kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
     of_added = f"lop3.b32 b, word, {added_mask * 0x10001}, b, 0x6a;" if added_mask else ""
-    if lifted:
-        return f"""{{
-            .reg .b32 word;
-            shr.b32 word, $1, {shift};
-            lop3.b32 $0, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
-        }}"""
     return f"""{{
         .reg .b32 word, a, b, one;
         mov.b32 one, {one * 0x10001};
@@ -80,10 +82,10 @@ def _unpacking_asm(plane: int, bits: int, mantissa: int, lifted: bool) -> str:
 
 
 @triton.constexpr_function
-def _unpacking_third_asm(plane: int, mantissa: int, lifted: bool) -> str:
+def _unpacking_third_asm(plane: int, mantissa: int, raw: bool) -> str:
     """The same of two words with two low bits each, and of the third ones beside them, in five instructions or four."""
     kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
-    exponent = (2 ** (14 - mantissa) - 1 + mantissa) << mantissa
+    exponent = 0 if raw else (2 ** (14 - mantissa) - 1 + mantissa) << mantissa
     to_third = f"shr.b32 word, $2, {plane - 2};" if plane > 2 else f"shl.b32 word, $2, {2 - plane};"
     return f"""{{
         .reg .b32 word, a, b, one;
@@ -93,7 +95,7 @@ def _unpacking_third_asm(plane: int, mantissa: int, lifted: bool) -> str:
         lop3.b32 a, word, {3 * 0x10001}, {exponent * 0x10001}, 0xea;
         {to_third}
         lop3.b32 a, word, {4 * 0x10001}, a, 0xea;
-        {"mov.b32 $0, a;" if lifted else f"fma.rn.{kind} $0, a, one, b;"}
+        {"mov.b32 $0, a;" if raw else f"fma.rn.{kind} $0, a, one, b;"}
     }}"""
 
 
@@ -109,15 +111,15 @@ def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _codes(
-    words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, LIFTED: tl.constexpr, dtype: tl.constexpr
+    words, third, PLANE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr, dtype: tl.constexpr
 ):
-    """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or LIFTED; of 3 bits one is in `third`."""
+    """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or RAW; of 3 bits one is in `third`."""
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
     if ASM and BITS == 3:
-        of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, LIFTED)
+        of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, RAW)
         codes = tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
     elif ASM:
-        asm: tl.constexpr = _unpacking_asm(PLANE, BITS, MANTISSA, LIFTED)
+        asm: tl.constexpr = _raw_asm(PLANE, BITS) if RAW else _unpacking_asm(PLANE, BITS, MANTISSA)
         codes = tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
     elif BITS == 3:
         low, high = (words >> (PLANE * 2)) & 3, (third >> PLANE) & 1
@@ -293,30 +295,33 @@ def _over_tiles(
     W: tl.constexpr = D * WORD_BITS // 16
     PLANES: tl.constexpr = 16 // WORD_BITS
     HALF: tl.constexpr = 2 ** (BITS - 1)
-    LIFTED: tl.constexpr = ASM and BITS < 8 and dtype == tl.bfloat16
+    # raw codes are multiples of 2 ** -133: what they multiply is 2 ** 64 times as much, and sums are 2 ** -69 of theirs
+    V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and GROUPS == 1
+    K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0)
+    RISE: tl.constexpr = 64 if V_RAW else 0
+    SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
+    scale = scale * (1.0 / SMALL)
     m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
     R: tl.constexpr = max(_power(G), 128 // KW)  # fewer, and every thread would add up all channels
     r = tl.arange(0, R)
     q, exact, acc = (), (), ()
+    q_sum = tl.zeros([M], tl.float32)
     for plane in tl.static_range(PLANES):
         of_q = q_ptr + m[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
-        q += (tl.load(of_q, (m < G)[:, None] & (kw < W)[None, :], 0.0),)
+        of_plane = tl.load(of_q, (m < G)[:, None] & (kw < W)[None, :], 0.0)
+        if KEY_ROWS == 0:
+            q_sum += tl.sum(of_plane.to(tl.float32), 1) * SMALL
+        if K_RAW:  # exactly
+            of_plane = (of_plane.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
+        q += (of_plane,)
         of_group = q_ptr + r[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
-        exact += (tl.load(of_group, (r < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32),)
+        exact += (tl.load(of_group, (r < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
         acc += (tl.zeros([M, VW], tl.float32),)
-    q_sum = tl.zeros([M], tl.float32)
-    q_lift = tl.zeros([M], tl.float32)
-    if KEY_ROWS == 0:
-        for plane in tl.static_range(PLANES):
-            of_plane = tl.sum(q[plane].to(tl.float32), 1)
-            q_sum += of_plane
-            q_lift += of_plane * _lift(_place(plane, PLANES), BITS, LIFTED)
     top = tl.full([M], LOWEST, tl.float32)
     # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
     LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
     total = tl.zeros([M, LANES], tl.float32)
     zeros = tl.zeros([M, LANES], tl.float32)  # what the zeros of values add to every channel
-    rounded = tl.zeros([M, VW], tl.float32)  # sums of the factors of values, as the dots take them
     for unit in range(begin, end):
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
@@ -328,37 +333,34 @@ def _over_tiles(
         k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
-        scores = tl.zeros([M, N], tl.float32) - q_lift[:, None] * (GROUPS == 1)
+        scores = tl.zeros([M, N], tl.float32)
         if KEY_ROWS > 0:
             of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             folded, of_zeros = (), tl.zeros([R, KW], tl.float32)
             factors, lows = _of_channels(of_row, kw, W, PLANES // 2, KEY_ROWS * D, ASM, dtype)
             for plane in tl.static_range(PLANES):
                 folded += (_product(q[plane], factors[plane][None, :], ASM),)
-                zero = lows[plane].to(tl.float32) + factors[plane].to(tl.float32) * HALF
+                zero = lows[plane].to(tl.float32)
+                if not K_RAW:
+                    zero += factors[plane].to(tl.float32) * HALF
                 of_zeros += exact[plane] * zero[None, :]
-            excess = tl.zeros([M, LANES], tl.float32) + _repeated(tl.sum(of_zeros, 1)[:, None], M)
-            if LIFTED:
-                for plane in tl.static_range(PLANES):
-                    lift = tl.full([KW, LANES], -_lift(_place(plane, PLANES), BITS, LIFTED), dtype)
-                    excess = tl.dot(folded[plane], lift, excess, input_precision="ieee")
-            scores = tl.reshape(tl.broadcast_to(excess[:, None, :], [M, N // LANES, LANES]), [M, N])
+            scores += _repeated(tl.sum(of_zeros, 1)[:, None], M)
             for plane in tl.static_range(PLANES):
-                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
         else:
             for plane in tl.static_range(PLANES):
-                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 if GROUPS > 1:
                     k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
                     k_factor, k_zero = _of_groups(
                         *(k_scales, tile, first + n, k_channel, kw < W),
-                        *(GROUPS, D, HALF - _lift(_place(plane, PLANES), BITS, LIFTED)),
+                        *(GROUPS, D, HALF),
                     )
                     codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
                 scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
             if GROUPS == 1:
-                token_factor, token_zero = _of_tokens(k_scales, tile, first + n, HALF, dtype)
+                token_factor, token_zero = _of_tokens(k_scales, tile, first + n, 0 if K_RAW else HALF, dtype)
                 scores = scores * token_factor[None, :] + q_sum[:, None] * token_zero[None, :]
         if CAP:
             scores = _capped(scores * scale, cap, CAP)
@@ -368,28 +370,25 @@ def _over_tiles(
             scores = tl.where((newest - token < recent)[None, :], scores, float("-inf"))
 
         factor = 1.0 if CAP else scale  # which is positive, and a part of the subtraction
-        higher = tl.maximum(top, tl.max(scores, 1) * factor)
+        higher = tl.maximum(top, tl.max(scores, 1) * factor - RISE)
         weights = tl.exp2(scores * factor - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade[:, None] + _in_part(weights, LANES)
         if GROUPS == 1:
-            v_factor, v_zero = _of_tokens(v_scales, tile, first + n, HALF, dtype)
+            v_factor, v_zero = _of_tokens(v_scales, tile, first + n, 0 if V_RAW else HALF, dtype)
             zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :], LANES)
             weights *= v_factor[None, :]
         faded, acc = acc, ()
         for plane in tl.static_range(PLANES):
-            codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, LIFTED, dtype)
+            codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
             if GROUPS > 1:
                 v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
                 v_factor, v_zero = _of_groups(
                     *(v_scales, tile, first + n, v_channel, vw < W),
-                    *(GROUPS, D, HALF - _lift(_place(plane, PLANES), BITS, LIFTED)),
+                    *(GROUPS, D, HALF),
                 )
                 codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
             acc += (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
-        if LIFTED and GROUPS == 1:
-            ones = tl.full([N, VW], 1.0, dtype)
-            rounded = tl.dot(weights.to(dtype), ones, rounded * fade[:, None], input_precision="ieee")
         top = higher
     total, zeros = tl.sum(total, 1), tl.sum(zeros, 1)
     safe = tl.where(total > 0, total, 1.0)
@@ -397,7 +396,7 @@ def _over_tiles(
     for plane in tl.static_range(PLANES):
         channel = plane // 2 * 2 * W + 2 * vw + plane % 2
         own = acc[plane]
-        if LIFTED and GROUPS == 1:
-            own -= rounded * _lift(_place(plane, PLANES), BITS, LIFTED)
+        if V_RAW:  # in two steps: their product is more than a float holds
+            own = own * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
         out = (own + zeros[:, None]) / safe[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

@@ -222,7 +222,10 @@ def _define_floats() -> None:
     _define("fma.rn.ftz.f32", _flushing(_fused), ("f32",) * 3)
     _define("ex2.approx.f32", np.exp2, "f32")
     _define("ex2.approx.ftz.f32", _flushing(np.exp2), "f32")
+    _define("mul.bf16", _in_float32(np.multiply), ("bf16", "bf16"))
+    _define("fma.rn.bf16", _in_float32(lambda a, b, c: a * b + c), ("bf16",) * 3)
     for kind in ("bf16", "f16"):
+        _define(f"mul.{kind}x2", _packed(kind, np.multiply), ("b32",) * 2)
         _define(f"fma.rn.{kind}x2", _packed(kind, lambda a, b, c: a * b + c), ("b32",) * 3)
     for name, function in COMPARISONS.items():
         _define(f"setp.{name}.f16", _compared(function, False), ("f16", "f16"), "pred")

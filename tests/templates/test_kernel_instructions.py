@@ -1,4 +1,4 @@
-"""Instructions of the decode kernel's loops, counted in the machine code for H100: ceilings, and what they predict.
+"""Instructions of the decode kernel's loops, counted in the machine code: ceilings, and what they predict.
 
 The kernel reads packed tiles so fast that the instructions of a warp bound it, rather than the memory.
 """
@@ -26,19 +26,19 @@ from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, compiled  #
 
 LONGER = 80  # instructions than any loop has but those over units of tokens
 
-# quantization, tokens of a unit, and the most instructions that a warp may execute for one
+# quantization, tokens of a unit, and the most instructions that a warp may execute for one on A100 and H100
 CEILINGS = [
-    (None, 32, 224),
-    (Quantization(8), 64, 657),
-    (Quantization(4), 128, 756),
-    (Quantization(2), 128, 820),
-    (Quantization(4, group_size=32), 32, 550),
-    (Quantization(4, "per-token"), 128, 654),
+    (None, 32, {80: 233, 90: 224}),
+    (Quantization(8), 64, {80: 478, 90: 468}),
+    (Quantization(4), 128, {80: 641, 90: 635}),
+    (Quantization(2), 128, {80: 741, 90: 736}),
+    (Quantization(4, group_size=32), 32, {80: 543, 90: 534}),
+    (Quantization(4, "per-token"), 128, {80: 569, 90: 565}),
 ]
 
-# H100 SXM by its data sheet: bytes of memory a second; multiprocessors; and the clock at which 132 x 128 lanes of two
-# operations have its 67 TFLOPS. Each of the four schedulers of a multiprocessor issues an instruction of a warp a cycle
-BANDWIDTH, MULTIPROCESSORS, CLOCK = 3.35e12, 132, 1.98e9
+# By their data sheets: bytes of memory a second; multiprocessors; and the clock at which their lanes of two operations
+# have 19.5 and 67 TFLOPS. Each of the four schedulers of a multiprocessor issues an instruction of a warp a cycle
+DEVICES = {80: (2.039e12, 108, 1.41e9), 90: (3.35e12, 132, 1.98e9)}  # A100 of 80 GB and H100, both SXM
 HEAD_DIM = 128
 
 
@@ -48,22 +48,26 @@ def named(quantization: Quantization | None) -> str:
     return name + (f", groups of {quantization.group_size}" if quantization and quantization.group_size else "")
 
 
-def predicted(quantization: Quantization | None, tokens: int, instructions: int) -> tuple[float, float]:
+def predicted(target: int, quantization: Quantization | None, tokens: int, instructions: int) -> tuple[float, float]:
     """Shares of the bandwidth if a unit's instructions issue before or after its bytes arrive, or all meanwhile.
 
     One program has a warp for each scheduler, so that a unit's instructions of a warp are as many cycles.
     """
     size = 4 * HEAD_DIM * TILE if quantization is None else quantization.tile_bytes(HEAD_DIM)
-    arriving = size * tokens / TILE / (BANDWIDTH / MULTIPROCESSORS / CLOCK)
+    bandwidth, multiprocessors, clock = DEVICES[target]
+    arriving = size * tokens / TILE / (bandwidth / multiprocessors / clock)
     return arriving / (arriving + instructions), min(arriving / instructions, 1.0)
 
 
 def test_documented_predictions() -> None:
     """The table in docs/kernels.md is what the model gives for the ceilings."""
     page = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
-    for quantization, tokens, ceiling in CEILINGS:
-        apart, meanwhile = predicted(quantization, tokens, ceiling)
-        assert f"| {named(quantization)} | {ceiling} | {apart:.0%} | {meanwhile:.0%} |" in page
+    for quantization, tokens, ceilings in CEILINGS:
+        line = f"| {named(quantization)} |"
+        for target in (90, 80):
+            apart, meanwhile = predicted(target, quantization, tokens, ceilings[target])
+            line += f" {ceilings[target]} | {apart:.0%} | {meanwhile:.0%} |"
+        assert line in page
 
 
 def loops(binary: Path) -> list[list[str]]:
@@ -81,14 +85,14 @@ def loops(binary: Path) -> list[list[str]]:
 
 
 @pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
-@pytest.mark.parametrize("compiled", [90], indirect=True)
-def test_instructions_of_a_unit(compiled: dict, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(("compiled", "target"), [(80, 80), (90, 90)], indirect=["compiled"])
+def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> None:  # noqa: F811
     """As a batch of one row launches it: 8 KV heads of 4 query heads, head_dim 128, bfloat16; nothing spills there."""
     heads, head_dim, binary, found = 8, HEAD_DIM, tmp_path / "kernel.cubin", []
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, heads, dtype=torch.int32)
     states, query = torch.zeros(2, 1, 4096, head_dim, dtype=torch.bfloat16), torch.zeros(1, heads * 4, head_dim)
-    print(f"\n{'decode kernel, H100':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
-    for quantization, tokens, ceiling in CEILINGS:
+    print(f"\n{f'decode kernel, sm_{target}':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
+    for quantization, tokens, ceilings in CEILINGS:
         table = HeadTable(*states, each, each, each, each, row)
         if quantization:
             tiles = empty_tiles(states[0], 64, quantization)
@@ -97,7 +101,7 @@ def test_instructions_of_a_unit(compiled: dict, tmp_path: Path) -> None:  # noqa
         binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
         body = loops(binary)[0]  # over tiles, where there are any
         name = named(quantization)
-        print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceiling:>9}")
+        print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceilings[target]:>9}")
         assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)], name
         found.append(len(body))
-    assert all(count <= ceiling for count, (_, _, ceiling) in zip(found, CEILINGS, strict=True))
+    assert all(count <= ceilings[target] for count, (_, _, ceilings) in zip(found, CEILINGS, strict=True))

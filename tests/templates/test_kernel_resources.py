@@ -229,8 +229,26 @@ def test_unpacking(bits: int, dtype: str) -> None:
             first, second = ((term >> place).to(torch.uint16).view(kind) for term in terms)
             codes = (of_half >> plane * bits & 2**bits - 1) - 2 ** (bits - 1)
             assert torch.equal((first + second).long(), codes)
-            if bits < 8 and dtype == "bf16":
-                assert torch.equal(first.long(), codes + kv_packed._lift(plane, bits, True))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_raw_codes(bits: int) -> None:
+    """The same without an exponent: a code is its float times 2 ** 133, and 2 ** place times as much."""
+    low = torch.arange(2**16)
+    high = low.flip(0) * 40503 % 2**16
+    words = high << 16 | low
+    for plane in range(16 // bits):
+        asm = kv_packed._raw_asm(plane, bits)
+        if "prmt" in asm:
+            assert "0x4341" in asm  # bytes 1 and 3 with bytes of zero above them
+            found = words >> 8 & 0xFF00FF
+        else:
+            shift, mask = (int(number) for number in re.findall(r"(?:\$1|word), (\d+);", asm))
+            found = words >> shift & mask
+        for place, of_half in ((0, low), (16, high)):
+            floats = (found >> place & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double()
+            codes = of_half >> plane * bits & 2**bits - 1
+            assert torch.equal(floats * 2.0 ** (133 - kv_packed._raw_place(plane, bits)), codes.double())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
