@@ -99,6 +99,7 @@ def train_gates(
     options: GateOptions,
     *,
     data: Mapping[str, Any],
+    method: str = "duo",
     kept: KeptState | None = None,
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
@@ -111,6 +112,7 @@ def train_gates(
         measured: the model; its weights stay as they are.
         prompts: called for every step and every place in its batch; what it gives depends on these two alone.
         data: what the prompts are, for the provenance and to know a training again.
+        method: of the profile, a key of `METHODS`.
         kept: where the state is kept; None: nowhere.
         progress: called after every step, in the first process.
         mesh: the processes that share the prompts of a step.
@@ -158,7 +160,7 @@ def train_gates(
         raise
     profile = measured.profile(
         gate_scores(measured, gates),
-        "duo",
+        method,
         "kv",
         sink=options.sink,
         recent=options.recent,

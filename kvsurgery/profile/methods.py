@@ -30,6 +30,7 @@ class Method:
 METHODS = {
     "duo": Method("gate", 1.0, "streaming"),
     "rlkv": Method("gate", 1.0, "streaming"),
+    "rlkv-lite": Method("gate", 1.0, "streaming"),
     "attention": Method("importance", 1.0, "streaming"),
     "ablation": Method("importance", None, "streaming"),
     "kv-bits": Method("importance", None, "streaming"),

@@ -102,6 +102,22 @@ def test_language_modelling_and_attention(folder):
     assert HeadProfile.load("p.safetensors").method == "attention"
 
 
+def test_gates_of_the_models_own_answers(folder):
+    start = ["profile", "compute", folder, "--method", "rlkv-lite", *GATES, "--min-context", 600, "--samples", 2]
+    arguments = [*start, "--max-context", 620, "--answers", "answers.jsonl"]
+    done(*arguments, "-o", "p.safetensors")
+    made = HeadProfile.load("p.safetensors")
+    assert (made.method, made.sink, made.recent) == ("rlkv-lite", 4, 16)
+    assert made.provenance["data"]["answers"] == 2
+    lines = Path("answers.jsonl").read_text().splitlines()
+    assert all(set(json.loads(line)) == {"prompt", "answer"} for line in lines)
+    done(*arguments, "-o", "again.safetensors")
+    assert np.array_equal(scores("again.safetensors"), scores())
+    done("convert", folder, "--profile", "p.safetensors", "--out", "out")
+    Path("answers.jsonl").write_text("[]")
+    assert "answers.jsonl, line 1: expected" in refused(*arguments, "-o", "p2.safetensors")
+
+
 def test_embedding_heads(folder):
     arguments = ["--context", 600, "--samples", 1, "--chunk", 512, "-o", "p.safetensors"]
     said = done("profile", "compute", folder, "--method", "reform", *arguments)
@@ -154,6 +170,9 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
     [
         (["--method", "duo", "--needles", "x"], "--needles does not go with --method duo"),
         (["--method", "reform", "--passkeys", "3"], "--passkeys does not go with --method reform"),
+        (["--method", "rlkv-lite", "--passkeys", "3"], "--passkeys does not go with --method rlkv-lite"),
+        (["--method", "rlkv-lite", "--text", "x.txt"], "--text does not go with --method rlkv-lite"),
+        (["--method", "rlkv-lite", "--answers", "no/x"], "there is no folder no"),
         (["--method", "duo", "--resume"], "--resume goes on from --checkpoint"),
         (["--method", "headkv-r", "--lengths", "1K,x"], "'x' is not a number of tokens"),
         (["--method", "duo", "--max-context", "4K"], "exceeds the 2048 positions"),

@@ -37,16 +37,17 @@ if TYPE_CHECKING:
     Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
 
 PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
-GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve", "minutes")
+GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
 NEEDLES = ("needles", "lengths", "depths")
-KV_BITS = "kv-bits"
-SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 12}
+KV_BITS, RLKV_LITE = "kv-bits", "rlkv-lite"
+SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 12, RLKV_LITE: 64}
 CONTEXT = {"reform": 8192, KV_BITS: 1024}
 TEXTS = 8  # of generated text, how many contexts are drawn from
-ALIKE = ("duo", "attention")  # methods of which all processes compute layers equally often
+ALIKE = ("duo", RLKV_LITE, "attention")  # methods of which all processes compute layers equally often
 # the options that a method has, beside those of all
 OPTIONS = {
-    "duo": (*GATES, *PROMPTS),
+    "duo": (*GATES, "minutes", *PROMPTS),
+    RLKV_LITE: (*GATES, "min_context", "max_context", "samples", "answers"),
     "attention": ("samples", *PROMPTS),
     "headkv-r": NEEDLES,
     "headkv-er": NEEDLES,
@@ -66,10 +67,22 @@ OPTIONS = {
 @device_option
 @dtype_option
 @click.option(
-    "--min-context", type=Tokens(), default="1000", show_default=True, help="duo, attention: shortest prompt."
+    "--min-context",
+    type=Tokens(),
+    default="1000",
+    show_default=True,
+    help="duo, attention: shortest prompt; rlkv-lite: shortest prompt with its answer.",
 )
 @click.option(
-    "--max-context", type=Tokens(), help="duo, attention: longest prompt.  [default: (32000, or the model's maximum)]"
+    "--max-context",
+    type=Tokens(),
+    help="duo, attention: longest prompt; rlkv-lite: longest prompt with its answer.  "
+    "[default: (32000, or the model's maximum)]",
+)
+@click.option(
+    "--answers",
+    type=click.Path(path_type=Path),
+    help="rlkv-lite: file of answers (JSON lines): read where it exists, else written once they are generated.",
 )
 @click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {says.PASSKEYS}.")
 @click.option(
@@ -84,34 +97,49 @@ OPTIONS = {
     type=click.Choice(["distill", "lm"]),
     default="distill",
     show_default=True,
-    help="duo: distill compares last hidden states with the full model's; lm, an ablation, predicts the next token.",
+    help="duo, rlkv-lite: distill compares last hidden states with the full model's; lm, an ablation, predicts the "
+    "next token.",
 )
-@click.option("--steps", type=int, default=2000, show_default=True, help="duo: training steps.")
+@click.option("--steps", type=int, default=2000, show_default=True, help="duo, rlkv-lite: training steps.")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     help="duo: time for the training, in place of --steps; contexts and passkeys follow where they are not given.",
 )
-@click.option("--lr", type=float, default=0.02, show_default=True, help="duo: peak learning rate.")
-@click.option("--reg", type=float, default=0.05, show_default=True, help="duo: weight of the mean gate.")
+@click.option("--lr", type=float, default=0.02, show_default=True, help="duo, rlkv-lite: peak learning rate.")
+@click.option("--reg", type=float, default=0.05, show_default=True, help="duo, rlkv-lite: weight of the mean gate.")
 @click.option(
-    "--sink", type=int, default=64, show_default=True, help="duo, kv-bits: first tokens that streaming heads see."
+    "--sink",
+    type=int,
+    default=64,
+    show_default=True,
+    help="duo, rlkv-lite, kv-bits: first tokens that streaming heads see.",
 )
 @click.option(
-    "--recent", type=int, default=256, show_default=True, help="duo, kv-bits: latest tokens that streaming heads see."
+    "--recent",
+    type=int,
+    default=256,
+    show_default=True,
+    help="duo, rlkv-lite, kv-bits: latest tokens that streaming heads see.",
 )
-@click.option("--batch", type=POSITIVE, default=1, show_default=True, help="duo: prompts per step, over all processes.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="duo: file for the state of the training.")
-@click.option("--resume", is_flag=True, help="duo: continue from --checkpoint.")
-@click.option("--curve", type=click.Path(path_type=Path), help="duo: plot loss and gates over the steps as a PNG.")
+@click.option(
+    "--batch", type=POSITIVE, default=1, show_default=True, help="duo, rlkv-lite: prompts per step, over all processes."
+)
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), help="duo, rlkv-lite: file for the state of the training."
+)
+@click.option("--resume", is_flag=True, help="duo, rlkv-lite: continue from --checkpoint.")
+@click.option(
+    "--curve", type=click.Path(path_type=Path), help="duo, rlkv-lite: plot loss and gates over the steps as a PNG."
+)
 @click.option("--needles", default="auto", show_default=True, help=f"headkv: {says.NEEDLES}.")
 @click.option("--lengths", type=Several(Tokens()), help="headkv: tokens of prompts.  [default: (five up to 32000)]")
 @click.option("--depths", type=Several(click.FLOAT), help=f"headkv: {says.DEPTHS}.  [default: (ten)]")
 @click.option(
     "--samples",
     type=POSITIVE,
-    help="attention, reform: number of prompts; kv-bits: number of passages of the text.  "
-    f"[default: ({SAMPLES['attention']}; kv-bits: {SAMPLES[KV_BITS]})]",
+    help="attention, reform: number of prompts; rlkv-lite: of answers; kv-bits: of passages of the text.  "
+    f"[default: ({SAMPLES['attention']}; rlkv-lite: {SAMPLES[RLKV_LITE]}; kv-bits: {SAMPLES[KV_BITS]})]",
 )
 @click.option(
     "--context",
@@ -146,14 +174,15 @@ def compute(
 
     \b
     duo        DuoAttention's gates, trained to recall passkeys with as few full heads as possible
+    rlkv-lite  the same gates, trained on long answers that the model itself generates
     attention  the attention of each head while passkeys are recalled, without training
     headkv-*   how much of a needle's answer comes through each head: copied (r, er) or reasoned about (r2)
     reform     the heads whose states find the tokens that a question needs
     kv-bits    what a quantized cache loses on a text, and how to rotate and clip; --kv-measured takes the file
 
     Processes started by `torchrun` share the prompts, or with --tp the heads and weights of each layer (tensor
-    parallelism). For duo and attention they also share the weights (FSDP2), and with --sp the tokens of each prompt,
-    for contexts that do not fit one device.
+    parallelism). For duo, rlkv-lite and attention they also share the weights (FSDP2), and with --sp the tokens of
+    each prompt, for contexts that do not fit one device.
 
     \b
     kvsurgery profile compute ./llama3 --method duo -o duo.safetensors
@@ -170,6 +199,8 @@ def compute(
         raise click.UsageError("--resume goes on from --checkpoint; name it")
     if method == KV_BITS and options["text"] is None:
         raise click.UsageError("--text is missing: --method kv-bits measures on real text")
+    if method == RLKV_LITE and options["text"] is not None:
+        raise click.UsageError("--text does not go with --method rlkv-lite; give the model's answers with --answers")
     if options["minutes"] is not None:
         _leave_open(ctx, options)
     options["samples"] = options["samples"] or SAMPLES.get(method)
@@ -189,7 +220,7 @@ def compute(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     (CacheLosses if method == KV_BITS else HeadProfile).check_output(out)
-    if method in ALIKE and options["loss"] == "distill":
+    if "passkeys" in OPTIONS[method] and options["loss"] == "distill":
         _check_passkeys(options)
     _check_files(options)
     with started_processes(device) as processes:
@@ -201,7 +232,8 @@ def compute(
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)
         measured = mesh.load(source, revision, dtype=dtype, sharded=alike)
-        measures = {"duo": _duo, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}
+        gates = {"duo": partial(_gates, "duo"), RLKV_LITE: partial(_gates, RLKV_LITE)}
+        measures = {**gates, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}
         measure = measures.get(method, partial(_headkv, method))
         try:
             with console.step_progress(f"measuring {method}") as advance:
@@ -248,6 +280,7 @@ def _check_files(options: dict[str, Any]) -> None:
     """Refuse files that cannot be read or written, before the model is loaded."""
     from kvsurgery.figure import check_picture
     from kvsurgery.files import check_file
+    from kvsurgery.measure.own_answers import read_answers
     from kvsurgery.measure.training_state import TrainingState
     from kvsurgery.text.haystack import check_text
     from kvsurgery.text.needle_sets import AUTO, read_set
@@ -255,6 +288,11 @@ def _check_files(options: dict[str, Any]) -> None:
     check_text(options["text"])
     if options["needles"] != AUTO:
         read_set(options["needles"])
+    if (answers := options["answers"]) is not None:
+        if answers.exists():
+            read_answers(answers)
+        else:
+            check_file(answers)
     if (checkpoint := options["checkpoint"]) is not None:
         check_file(checkpoint)
         if options["resume"]:
@@ -265,10 +303,13 @@ def _check_files(options: dict[str, Any]) -> None:
         check_picture(options["curve"])
 
 
-def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
+def _gates(
+    method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
+) -> Measurement:
     from dataclasses import replace
 
     from kvsurgery import console
+    from kvsurgery.measure.own_answers import OwnAnswers
     from kvsurgery.measure.prompts import Passages
     from kvsurgery.measure.training import GateOptions, KeptState, Progress, not_separated, train_gates
 
@@ -278,7 +319,12 @@ def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], opti
         gates = replace(gates, steps=pace.steps)
         options |= {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
     contexts = _contexts(measured, options)
-    if gates.loss == "lm":
+    if method == RLKV_LITE:
+        count, kept = options["samples"], options["answers"]
+        prompts = OwnAnswers.of(
+            measured, contexts, count, kept, lambda done: advance(done, None, f"{done} of {count} answers"), mesh
+        )
+    elif gates.loss == "lm":
         prompts = Passages(contexts, contexts.read(options["text"], measured.text))
     else:
         prompts = _passkeys(measured, options)
@@ -291,6 +337,7 @@ def _duo(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], opti
         prompts,
         gates,
         data=prompts.facts,
+        method=method,
         kept=KeptState(options["checkpoint"], resume=options["resume"]) if options["checkpoint"] else None,
         progress=progress,
         mesh=mesh,

@@ -1,0 +1,167 @@
+"""A model's own long answers, to train its gates on: what heads do while it generates.
+
+RLKV (Du et al. 2025) rewards gates for right answers of a reasoning model, by reinforcement learning. Here the model
+answers once, and the gates are trained as DuoAttention's are, over the tokens of these answers instead of passkeys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from blake3 import blake3
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.files import write_bytes_whole
+from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.prompts import Contexts
+from kvsurgery.text.chat import turn_tokens
+from kvsurgery.text.long_tasks import long_task
+
+TOGETHER = 8  # answers generated at a time
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 0,
+}  # greedy answers of small models repeat themselves
+
+
+class Answer(NamedTuple):
+    """Token ids of a prompt, and of what the model answered."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class OwnAnswers:
+    """Answers by step and place, in turn: at most as long as the context of the step, prompt included."""
+
+    contexts: Contexts
+    answers: list[Answer]
+
+    @classmethod
+    def of(
+        cls,
+        measured: MeasuredModel,
+        contexts: Contexts,
+        count: int,
+        kept: Path | None = None,
+        progress: Callable[[int], None] | None = None,
+        mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    ) -> OwnAnswers:
+        """Read the answers, or let the model answer sums and lists to recall.
+
+        Args:
+            contexts: an answer goes on until prompt and answer have the shortest context, and stops at the longest.
+            count: answers that are generated.
+            kept: a file of answers, JSON lines of `{"prompt": [ids], "answer": [ids]}`: read where it exists, written
+                where it does not.
+            progress: called in the first process with the number of answers generated so far.
+            mesh: all processes generate the same.
+
+        Raises:
+            ProfileError: the shortest context has no room for an answer, or the file holds none of that length, or
+                tokens that the model does not have.
+            OutputError: the file cannot be written.
+        """
+        if kept is not None and mesh.processes.agree(kept.exists()):
+            answers = read_answers(kept)
+            known = measured.model.config.get_text_config().vocab_size
+            if any(max(each.prompt + each.answer, default=0) >= known for each in answers):
+                raise ProfileError(f"{kept} has tokens that {measured.name} does not have; leave it out")
+        else:
+            answers = []
+            for answer in generated(measured, contexts, count):
+                answers.append(answer)
+                if progress is not None and mesh.processes.rank == 0:
+                    progress(len(answers))
+            answers = mesh.processes.agree(answers)
+            if kept is not None and mesh.processes.rank == 0:
+                lines = "".join(json.dumps(each._asdict()) + "\n" for each in answers)
+                write_bytes_whole(kept, lines.encode(), "answers")
+        long = [each for each in answers if len(each.prompt) < contexts.shortest <= len(each.prompt + each.answer)]
+        if not long:
+            raise ProfileError(
+                f"no answer has {contexts.shortest} tokens with its prompt; give a smaller --min-context"
+            )
+        return cls(contexts, long)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a profile's provenance."""
+        digest = blake3(json.dumps(self.answers).encode()).hexdigest()[:32]
+        return {"prompts": "own answers", "answers": len(self.answers), "hash": digest, **asdict(self.contexts)}
+
+    def __call__(self, step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens int64 [1, tokens] and targets bool [1, tokens], True in the answer."""
+        prompt, answer = self.answers[self.contexts.rng(step, place).integers(len(self.answers))]
+        tokens = torch.tensor([prompt + answer])[:, : self.contexts.length(step)]
+        targets = torch.zeros_like(tokens, dtype=torch.bool)
+        targets[:, len(prompt) :] = True
+        return tokens, targets
+
+
+@torch.no_grad()
+def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterator[Answer]:
+    """The model's answers, sampled with the seed of the contexts.
+
+    Raises:
+        ProfileError: a prompt is as long as the shortest context, or the tokenizer does not know its words.
+    """
+    prompts = [turn_tokens(measured.text, long_task(each, contexts.seed)).tolist() for each in range(count)]
+    if any(measured.text.unk_token_id in each for each in prompts):
+        raise ProfileError(f"the tokenizer of {measured.name} does not know all words of the tasks; give --answers")
+    longest = max(map(len, prompts))
+    if longest >= contexts.shortest:
+        raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a longer --min-context")
+    ends = measured.model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    for begin in range(0, count, TOGETHER):
+        batch = prompts[begin : begin + TOGETHER]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(each)) + each for each in batch])
+        mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch])
+        least = min(map(len, batch))
+        with torch.random.fork_rng():
+            torch.manual_seed(contexts.seed + begin)
+            whole = measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
+                ids.to(measured.model.device),
+                attention_mask=mask.to(measured.model.device),
+                min_new_tokens=contexts.shortest - least,
+                max_new_tokens=contexts.longest - least,
+                pad_token_id=0,
+                **SAMPLING,
+            )
+        for prompt, answer in zip(batch, whole[:, width:].tolist(), strict=True):
+            end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+            yield Answer(prompt, answer[: min(end, contexts.longest - len(prompt))])
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Answers of a file of JSON lines.
+
+    Raises:
+        ProfileError: the file cannot be read, or a line is not an answer.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read answers {path}: {error}") from error
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answer = Answer(**json.loads(line))
+            fine = all(type(token) is int and token >= 0 for token in answer.prompt + answer.answer)
+        except (ValueError, TypeError):
+            fine = False
+        if not fine:
+            raise ProfileError(f'{path}, line {number}: expected {{"prompt": [ids], "answer": [ids]}}')
+        answers.append(answer)
+    return answers

@@ -1,0 +1,33 @@
+"""Tasks whose long answers recall facts of the prompt, or go on from numbers that the answer found earlier."""
+
+from __future__ import annotations
+
+import numpy as np
+
+NUMBERS, LARGEST = 16, 40
+SUMS = (
+    "Add these numbers one after the other: {}. Show every step: say which number is next, and the total so far. "
+    "Then add them again from the last to the first."
+)
+NAMES = (
+    "Ada", "Bruno", "Clara", "Dmitri", "Elena", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kamala", "Leo", "Mira",
+    "Nils", "Olga", "Pablo",
+)  # fmt: skip
+THINGS = (
+    "apple", "river", "lantern", "piano", "tortoise", "silver", "violin", "window", "garden", "bottle", "castle",
+    "feather", "ladder", "mirror", "needle", "basket",
+)  # fmt: skip
+PEOPLE = 12
+CHOSEN = (
+    "These people each chose a word: {}. Write a long story in which every person appears with the chosen word. "
+    "At the end, list all people and words again."
+)
+
+
+def long_task(number: int, seed: int) -> str:
+    """A user's words: sums where the number is even, a list to recall where it is odd; the same for equal arguments."""
+    rng = np.random.default_rng([seed, number])
+    if number % 2 == 0:
+        return SUMS.format(", ".join(map(str, rng.integers(2, LARGEST + 1, NUMBERS))))
+    pairs = zip(rng.permutation(NAMES)[:PEOPLE], rng.permutation(THINGS)[:PEOPLE], strict=True)
+    return CHOSEN.format("; ".join(f"{name} chose {thing}" for name, thing in pairs))
