@@ -4,9 +4,9 @@
         --facts-in book.txt --text other.txt --json which_heads.json
 
 Every choice of heads converts MODEL at each share of full heads; the other heads stream. Each is measured by the facts
-that it recalls and by what follows other texts: perplexity, and divergence from the original. The original answers
-first, then choices take the shares in turn, so that an interrupted run, which continues from its JSON file, has
-comparisons early. `heads_report.py` shows the file.
+that it recalls and by what follows other texts, or MODEL's own long answers: perplexity, and divergence from the
+original. The original answers first, then choices take the shares in turn, so that an interrupted run, which continues
+from its JSON file, has comparisons early. `heads_report.py` shows the file.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from trials import Prompt, Window, answered, divergence, nats, next_tokens, prom
 from kvsurgery import __version__, console
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
@@ -102,7 +103,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
     parser.add_argument("--profile", type=Path, action="append", required=True, help="head scores; called by file name")
     parser.add_argument("--facts-in", type=Path, required=True, help="UTF-8 text that facts are hidden in")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text that is continued")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 text that is continued")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        help="long answers of MODEL to its own prompts, kept by `profile compute --method rlkv-lite`, read like texts",
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a text with facts")
     parser.add_argument("--facts", type=int, default=4, help="in each")
     parser.add_argument("--prompts", type=int, default=25, help="texts with facts")
@@ -115,6 +121,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=RANDOM, help="choices of random heads")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
+    if not (arguments.text or arguments.answers):
+        parser.error("--text or --answers is missing")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -137,8 +145,11 @@ def main() -> None:
             )
         ],
     )
+    answers = read_answers(arguments.answers) if arguments.answers else []
+    trials.windows.extend(Window(np.array(each.prompt + each.answer), len(each.prompt)) for each in answers)
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "prompt", "new", "windows")}
     settings |= {"facts_in": arguments.facts_in.name, "texts": [text.name for text in arguments.text]}
+    settings |= {"answers": len(answers)} if answers else {}
     versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:

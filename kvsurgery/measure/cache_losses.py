@@ -82,7 +82,7 @@ def cache_losses(
         text: int64 [tokens], with room for a passage.
         first: tokens that stand before any text that the model reads.
         data: what the text is, for the provenance.
-        progress: called with caches measured and all, over all passages, in the first process.
+        progress: called with tokens read and all, over all passages and caches, in the first process.
         mesh: the processes that share the passages.
 
     Raises:
@@ -131,7 +131,8 @@ class _Measuring:
         self.done, self.progress = 0, progress
         alone = (len(self.widths) - (SHARED in self.widths) + 1) * len(layers) * self.shape[1]
         several = len([*self._several({STREAMING: np.zeros(self.shape)}, dict.fromkeys(self.widths, 1))])
-        self.total = len(self.mesh.share(sizes.passages)) * (len(self.caches) - 1 + alone + several)
+        tokens = (len(self.caches) - 1) * sizes.scored + alone * sizes.alone + several * sizes.length
+        self.total = len(self.mesh.share(sizes.passages)) * tokens
 
     def read(self, text: np.ndarray, first: Sequence[int]) -> None:
         """Put the passages of this process into caches, each after the `first` tokens."""
@@ -145,7 +146,8 @@ class _Measuring:
     def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:
         """Losses with every head quantized, in each way that is tried."""
         ways = [how for how in self.caches if isinstance(how, Quantization)]
-        losses = self._mean([self._every(place) for place, _ in enumerate(ways, 1)], CacheTrial.divergence)
+        changes = [self._every(place) for place, _ in enumerate(ways, 1)]
+        losses = self._mean(changes, CacheTrial.divergence, self.sizes.scored)
         found: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
         for how, loss in zip(ways, losses, strict=True):
             found[how.bits] += (WholeCacheLoss(str(how.rotate), bool(how.clip), float(loss)),)
@@ -162,7 +164,8 @@ class _Measuring:
                 for head in range(self.shape[1]):
                     changes.append(self._every(EXACT))
                     changes[-1][layer, head] = place
-            losses = self._mean(changes, partial(CacheTrial.divergence, tokens=self.sizes.alone))
+            alone = partial(CacheTrial.divergence, tokens=self.sizes.alone)
+            losses = self._mean(changes, alone, self.sizes.alone)
             for name, each in zip(places, losses.reshape(len(places), -1), strict=True):
                 found[name][layer] = each
         if SHARED in self.widths:
@@ -183,7 +186,7 @@ class _Measuring:
             for changes in several.values()
         ]
         # as a converted model has it: a prompt that streaming heads read is another
-        measured = self._mean(several.values(), CacheTrial.converted_divergence)
+        measured = self._mean(several.values(), CacheTrial.converted_divergence, self.sizes.length)
         window = len(self.caches)
         streaming = [
             int((changes == window).sum()) if np.isin(changes, (EXACT, window)).all() else 0
@@ -225,14 +228,14 @@ class _Measuring:
         return found
 
     def _mean(
-        self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], torch.Tensor]
+        self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], torch.Tensor], tokens: int
     ) -> np.ndarray:
-        """float64 [changes]: means over all passages of all processes."""
+        """float64 [changes]: means over all passages of all processes. Each change reads `tokens` of a passage."""
         rows = torch.from_numpy(np.stack([*changes]))
         total = torch.zeros(len(rows), dtype=torch.float64)
         for trial in self.trials:
             total += divergence(trial, rows)
-            self.done += len(rows)
+            self.done += len(rows) * tokens
             if self.progress is not None and self.mesh.processes.rank == 0:
                 self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)
         total = self.mesh.processes.add(total.to(self.mesh.processes.device)).cpu()
