@@ -91,7 +91,7 @@ def main() -> None:
     text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         if str(number) not in known["losses"]:
-            trial = CacheTrial(measured.model, measured.windows, passage[None], sizes.context, caches)
+            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             found = trial.divergence(torch.stack(rows)).tolist()
             known["losses"][str(number)] = dict(zip(bits, found, strict=True))
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")

@@ -134,7 +134,7 @@ def main() -> None:
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         own = known["losses"].setdefault(str(number), {})
         if missing := [name for name in policies if name not in own]:
-            trial = CacheTrial(measured.model, measured.windows, passage[None], sizes.context, caches)
+            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             rows = rows_of([policies[name] for name in missing], profile, caches)
             own |= dict(zip(missing, trial.converted_divergence(rows).tolist(), strict=True))
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")

@@ -90,7 +90,7 @@ def attention_mass(
             # the last queries over all keys up to their own, for one passkey at a time
             weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scoring)
             mass[module.layer_idx, own] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
-        output = blockwise.own(query, key, value, scoring, window, measured.chunked)
+        output = blockwise.own(query, key, value, scoring, window, measured.layers.chunked)
         return output.transpose(1, 2).contiguous(), None
 
     positions = torch.arange(tokens.shape[1], device=device)[None]

@@ -136,11 +136,9 @@ class _Measuring:
 
     def read(self, text: np.ndarray, first: Sequence[int]) -> None:
         """Put the passages of this process into caches, each after the `first` tokens."""
-        passages, (model, windows) = self.sizes.of(text, first), (self.measured.model, self.measured.windows)
+        passages, (model, layers) = self.sizes.of(text, first), (self.measured.model, self.measured.layers)
         for number in self.mesh.share(self.sizes.passages):
-            trial = CacheTrial(
-                model, windows, passages[number][None], self.sizes.context, self.caches, self.measured.chunked
-            )
+            trial = CacheTrial(model, layers, passages[number][None], self.sizes.context, self.caches)
             self.trials.append(trial)
 
     def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:

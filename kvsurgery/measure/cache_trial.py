@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvsurgery.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.decoder import decoder_of
@@ -42,32 +43,30 @@ class CacheTrial:
 
     Args:
         model: any causal language model whose attention goes through transformers' attention interface.
-        windows: per layer, the model's own sliding window in tokens, or None.
+        layers: what attention each of the model's has.
         tokens: int64 [1, prompt + following].
         prompt: how many of them are in the cache.
         caches: what a head's cache can be; `EXACT` stands before them.
-        chunked: whether windows are chunks.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        windows: Sequence[int | None],
+        layers: ModelLayers,
         tokens: torch.Tensor,
         prompt: int,
         caches: Sequence[Quantization | Window],
-        chunked: bool = False,
     ):
-        self.model, self.windows, self.caches, self.chunked = model, windows, (None, *caches), chunked
+        self.model, self.layers, self.caches = model, layers, (None, *caches)
         self.tokens, self.following = tokens[:, :prompt].to(model.device), tokens[:, prompt:].to(model.device)
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
         self.states: dict[int, Stored] = {}
         self._read(None)
-        layers = decoder_of(model).layers
-        hooks = [layer.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for layer in layers]
-        changing = next((layer for layer, window in enumerate(windows) if window is None), 0)
-        unchanged = torch.full((len(windows), self.states[changing][0].shape[1]), EXACT)
+        modules = decoder_of(model).layers
+        hooks = [module.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for module in modules]
+        changing = next((layer for layer, window in enumerate(layers.windows) if window is None), 0)
+        unchanged = torch.full((len(modules), self.states[changing][0].shape[1]), EXACT)
         try:
             self.exact = self._log_probabilities(unchanged[None], 0, self.following.shape[1])[0]
         finally:
@@ -91,7 +90,9 @@ class CacheTrial:
         found = []
         for rows in changes.split(at_once):
             changed = (rows != EXACT).any(2).any(0).nonzero()
-            logs = self._log_probabilities(rows, int(changed[0]) if len(changed) else len(self.windows) - 1, count)
+            logs = self._log_probabilities(
+                rows, int(changed[0]) if len(changed) else len(self.layers.windows) - 1, count
+            )
             # row by row, since logits are most of the memory
             found += [self._divergence(row) for row in logs]
         return torch.stack(found)
@@ -148,7 +149,7 @@ class CacheTrial:
         """The attention of a prompt, whose keys and values are kept."""
         layer, scoring = module.layer_idx, scoring_of(query, options)
         self.states[layer] = key, value
-        output = blockwise.own(query, key, value, scoring, self.windows[layer], self.chunked)
+        output = blockwise.own(query, key, value, scoring, self.layers.windows[layer], self.layers.chunked)
         if changes is None:
             return output.transpose(1, 2), None
         for kind, how in enumerate(self.caches):
@@ -164,7 +165,7 @@ class CacheTrial:
     def _attend(self, stock, module, query, key, value, attention_mask, *, changes: torch.Tensor, **options):
         """The attention of the following tokens over each row's cache and themselves."""
         layer, (rows, heads) = module.layer_idx, key.shape[:2]
-        if self.windows[layer] is None:
+        if self.layers.windows[layer] is None:
             kinds = changes[:, layer].expand(rows, heads)
         else:  # it may have another number of heads
             kinds = changes.new_full((rows, heads), EXACT)
@@ -193,7 +194,7 @@ class CacheTrial:
         """bool [1 or rows * kv_heads, count, prompt + count]: what a head's queries see."""
         j = torch.arange(self.prompt + count, device=kinds.device)
         i = j[self.prompt :, None]
-        own = LayerLayout((), 0, self.windows[layer] or len(j), chunked=self.chunked)
+        own = LayerLayout((), 0, self.layers.windows[layer] or len(j), chunked=self.layers.chunked)
         visible = ((j <= i) & own.in_window(i, j))[None]
         for kind in kinds.unique().tolist():
             if isinstance(how := self.caches[kind], Window):

@@ -86,7 +86,7 @@ def mixed_attention(
     def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]
         states = query, key, value, scoring_of(query, options)
-        output = blockwise.own(*states, window, measured.chunked)
+        output = blockwise.own(*states, window, measured.layers.chunked)
         if gates is not None and window is None:
             own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
             gate = own.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]

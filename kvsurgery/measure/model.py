@@ -16,7 +16,7 @@ from kvsurgery import hub
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.processes import tensor_parallel
@@ -33,9 +33,8 @@ class MeasuredModel:
         tokenizer: None where the model is measured on token ids.
         name, revision: the original's Hub id or folder, and its commit where known.
         dimensions: of attention.
-        windows: per layer, the model's own sliding window in tokens, or None for full attention.
+        layers: what attention each has.
         permutation: per layer, the original KV head at each place; None: they lie as they did.
-        chunked: whether a token sees its own chunk in place of a window.
         replicated: whether every process of tensor parallelism has all heads.
         no_reform: why REFORM cannot read its prompts, None where it can.
     """
@@ -45,9 +44,8 @@ class MeasuredModel:
     name: str
     revision: str | None
     dimensions: ModelDimensions
-    windows: tuple[int | None, ...]
+    layers: ModelLayers
     permutation: tuple[tuple[int, ...], ...] | None = None
-    chunked: bool = False
     replicated: bool = False
     no_reform: str | None = None
 
@@ -95,7 +93,8 @@ class MeasuredModel:
         family = Family.of(config)
         if family.no_measure:
             raise UnsupportedModel(family.no_measure)
-        if family.sources(config):
+        layers = family.layers(config)
+        if layers.sources:
             raise UnsupportedModel(
                 f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
                 "import a profile"
@@ -121,12 +120,16 @@ class MeasuredModel:
             name,
             revision,
             dimensions,
-            family.windows(config),
+            layers,
             converted.permutation if converted else None,
-            family.has_chunked_layers,
             family.replicated,
             family.no_reform,
         )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, the model's own sliding window in tokens, or None for full attention."""
+        return tuple(self.layers.windows)
 
     @property
     def max_context(self) -> int:

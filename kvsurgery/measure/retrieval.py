@@ -213,7 +213,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
     def attend(stock, module, query, key, value, attention_mask, **options):
         # a sliding layer's cache holds its newest keys only, as many as it sees, if it does not see a chunk
         seen, size = len(tokens) + len(said), measured.windows[module.layer_idx]
-        visible = key[:, :, -((seen - 1) % size + 1) :] if size and measured.chunked else key
+        visible = key[:, :, -((seen - 1) % size + 1) :] if size and measured.layers.chunked else key
         # fp32, since scores of 16 bits would tie
         weights = attention_weights(query.float(), visible.float(), scoring_of(query, options))
         first = seen - visible.shape[2]

@@ -19,7 +19,6 @@ def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) 
         model.requires_grad_(False),
         tokenizer,
         dimensions=family.dimensions(config),
-        windows=family.windows(config),
-        chunked=family.has_chunked_layers,
+        layers=family.layers(config),
         **given,
     )

@@ -60,7 +60,7 @@ class TestTrial:
         found = log_probabilities(made, ids, KVSurgeryCache(made.config, quantization=how))
         expected = (exact.exp() * (exact - found)).sum(-1).mean()
 
-        trial = CacheTrial(original, measured.windows, ids, PROMPT, [how, Window(3, 5)])
+        trial = CacheTrial(original, measured.layers, ids, PROMPT, [how, Window(3, 5)])
         changes = torch.zeros(1, 4, 4, dtype=torch.int64)
         for layer, entry in enumerate(made.config.kv_surgery["layers"]):
             if not entry.get("native"):
@@ -79,7 +79,7 @@ class TestTrial:
         """Several changes together give what each gives alone, though layers below a lone change are not computed."""
         model = gemma()
         caches = [Quantization(2), Window(3, 20)]
-        trial = CacheTrial(model, measured_model(model).windows, tokens(1, PROMPT + FOLLOWING), PROMPT, caches)
+        trial = CacheTrial(model, measured_model(model).layers, tokens(1, PROMPT + FOLLOWING), PROMPT, caches)
         rows = data.draw(st.integers(1, 4))
         changes = torch.zeros(rows, 4, 4, dtype=torch.int64)
         for row in range(rows):
@@ -92,18 +92,18 @@ class TestTrial:
 
     def test_the_first_tokens_do_not_see_the_others(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
-        windows, caches = measured_model(model).windows, [Quantization(2), Window(3, 20)]
+        layers, caches = measured_model(model).layers, [Quantization(2), Window(3, 20)]
         changes = torch.zeros(2, 4, 4, dtype=torch.int64)
         changes[0, 3], changes[1, 1] = 1, 2
-        found = CacheTrial(model, windows, ids, PROMPT, caches).divergence(changes, tokens=5)
-        shorter = CacheTrial(model, windows, ids[:, : PROMPT + 5], PROMPT, caches)
+        found = CacheTrial(model, layers, ids, PROMPT, caches).divergence(changes, tokens=5)
+        shorter = CacheTrial(model, layers, ids[:, : PROMPT + 5], PROMPT, caches)
         assert found.tolist() == pytest.approx(shorter.divergence(changes).tolist(), rel=1e-3)
 
     def test_rows_share_the_prompt_of_their_streaming_heads(self) -> None:
         model = gemma()
         trial = CacheTrial(
             model,
-            measured_model(model).windows,
+            measured_model(model).layers,
             tokens(1, PROMPT + FOLLOWING),
             PROMPT,
             [Quantization(2), Window(3, 20)],
@@ -120,7 +120,7 @@ class TestTrial:
     def test_the_model_is_left_as_it_was(self) -> None:
         model, ids = gemma(), tokens(1, PROMPT + FOLLOWING)
         before = model(ids).logits
-        trial = CacheTrial(model, measured_model(model).windows, ids, PROMPT, [Quantization(4)])
+        trial = CacheTrial(model, measured_model(model).layers, ids, PROMPT, [Quantization(4)])
         trial.divergence(torch.ones(1, 4, 4, dtype=torch.int64))
         assert model(ids).logits.equal(before)
 

@@ -44,7 +44,7 @@ def dense_states(measured, gates, ids):
 
         window = measured.windows[module.layer_idx]
         if window is not None:
-            output = over(0, window, measured.chunked)
+            output = over(0, window, measured.layers.chunked)
         elif gates is None:
             output = over(None, 1)
         else:

@@ -136,7 +136,7 @@ def test_losses_of_caches_are_those_of_the_emitted_model(checkpoint, tmp_path):
             logs.append(model(ids[:, prompt:], past_key_values=past).logits[0].log_softmax(-1))
     expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
     measured = measured_model(converted.stock)
-    trial = CacheTrial(measured.model, measured.windows, ids, prompt, [how, Window(SINK, RECENT)], measured.chunked)
+    trial = CacheTrial(measured.model, measured.layers, ids, prompt, [how, Window(SINK, RECENT)])
     changes = torch.zeros(1, 4, 4, dtype=torch.int64)
     for layer in (1, 3):
         changes[0, layer] = torch.tensor([1 if full else 2 for full in converted.full[layer]])
