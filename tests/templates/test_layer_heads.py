@@ -258,7 +258,7 @@ def test_losses_of_caches_are_those_of_the_emitted_model(interleaved, family):
             past = model(ids[:, :300], use_cache=True).past_key_values
             logs.append(model(ids[:, 300:], past_key_values=past).logits[0].log_softmax(-1))
     expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
-    trial = CacheTrial(original, measured_model(original).windows, ids, 300, [how, Window(SINK, RECENT)])
+    trial = CacheTrial(original, measured_model(original).layers, ids, 300, [how, Window(SINK, RECENT)])
     changes = torch.zeros(1, 4, 4, dtype=torch.int64)
     for layer in (1, 3):
         changes[0, layer] = torch.tensor([1 if full else 2 for full in converted.full[layer]])
