@@ -353,10 +353,7 @@ def _over_tiles(
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 if GROUPS > 1:
                     k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-                    k_factor, k_zero = _of_groups(
-                        *(k_scales, tile, first + n, k_channel, kw < W),
-                        *(GROUPS, D, HALF),
-                    )
+                    k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
                     codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
                 scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
             if GROUPS == 1:
@@ -383,10 +380,7 @@ def _over_tiles(
             codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
             if GROUPS > 1:
                 v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-                v_factor, v_zero = _of_groups(
-                    *(v_scales, tile, first + n, v_channel, vw < W),
-                    *(GROUPS, D, HALF),
-                )
+                v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
                 codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
             acc += (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
         top = higher

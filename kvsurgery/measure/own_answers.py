@@ -24,12 +24,8 @@ from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.long_tasks import long_task
 
 TOGETHER = 8  # answers generated at a time
-SAMPLING = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_p": 0.95,
-    "top_k": 0,
-}  # greedy answers of small models repeat themselves
+# greedy answers of small models repeat themselves
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}
 
 
 class Answer(NamedTuple):
@@ -41,7 +37,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnAnswers:
-    """Answers by step and place, in turn: at most as long as the context of the step, prompt included."""
+    """Answers drawn for each step and place, prompt included no longer than the context of the step."""
 
     contexts: Contexts
     answers: list[Answer]
@@ -75,7 +71,7 @@ class OwnAnswers:
             answers = read_answers(kept)
             known = measured.model.config.get_text_config().vocab_size
             if any(max(each.prompt + each.answer, default=0) >= known for each in answers):
-                raise ProfileError(f"{kept} has tokens that {measured.name} does not have; leave it out")
+                raise ProfileError(f"{kept} has tokens that {measured.name} does not have; give answers of this model")
         else:
             answers = []
             for answer in generated(measured, contexts, count):
@@ -88,9 +84,7 @@ class OwnAnswers:
                 write_bytes_whole(kept, lines.encode(), "answers")
         long = [each for each in answers if len(each.prompt) < contexts.shortest <= len(each.prompt + each.answer)]
         if not long:
-            raise ProfileError(
-                f"no answer has {contexts.shortest} tokens with its prompt; give a smaller --min-context"
-            )
+            raise ProfileError(f"no answer has {contexts.shortest} tokens with its prompt; give a smaller minimum")
         return cls(contexts, long)
 
     @property
@@ -117,10 +111,12 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
     """
     prompts = [turn_tokens(measured.text, long_task(each, contexts.seed)).tolist() for each in range(count)]
     if any(measured.text.unk_token_id in each for each in prompts):
-        raise ProfileError(f"the tokenizer of {measured.name} does not know all words of the tasks; give --answers")
+        raise ProfileError(
+            f"the tokenizer of {measured.name} does not know all words of the tasks; give answers of its own"
+        )
     longest = max(map(len, prompts))
     if longest >= contexts.shortest:
-        raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a longer --min-context")
+        raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a greater minimum")
     ends = measured.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     for begin in range(0, count, TOGETHER):

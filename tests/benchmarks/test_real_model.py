@@ -106,14 +106,16 @@ def test_a_run_goes_on_from_its_file(
     HeadProfile(scores, "ablation", "kv", str(source), shape).save(tmp_path / "gates.safetensors")
     command = ["which_heads.py", source, "--profile", tmp_path / "gates.safetensors", "--facts-in", text]
     command += ["--text", text, "--length", LENGTH, "--prompts", 2, "--prompt", 60, "--new", 20, "--windows", 2]
-    command += ["--size", "2+4", "--draws", 1, "--json", results]
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"prompt": [*range(5, 45)], "answer": [*range(9, 30)]}))
+    command += ["--answers", tmp_path / "answers.jsonl", "--size", "2+4", "--draws", 1, "--json", results]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     monkeypatch.setattr(which_heads, "SHARES", (0.5,))
     which_heads.main()
     found = json.loads(results.read_text())
     names = ["original", *(f"{heads}, 50% full, 2+4" for heads in ("gates", "first layers", "random 0"))]
     assert list(found["results"]) == names
-    assert found["results"]["original"]["kl"] == pytest.approx([0, 0], abs=1e-6)
+    assert found["settings"]["answers"] == 1
+    assert found["results"]["original"]["kl"] == pytest.approx([0, 0, 0], abs=1e-6)
     assert all(len(result["right"]) == 2 * 4 and min(result["kl"]) > 0 for result in [*found["results"].values()][1:])
     del found["results"][names[2]]
     found["results"]["original"]["right"] = [1] * 8  # kept, not computed again

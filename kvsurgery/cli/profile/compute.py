@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.profile.measurements import KV_BITS, MEASUREMENTS, RLKV_LITE
 from kvsurgery.cli.running import (
     CHUNK,
     POSITIVE,
@@ -22,27 +21,11 @@ from kvsurgery.cli.running import (
 )
 from kvsurgery.text import help as says
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kvsurgery.measure.mesh import Mesh
-    from kvsurgery.measure.model import MeasuredModel
-    from kvsurgery.measure.pace import Pace
-    from kvsurgery.measure.passkeys import Passkeys
-    from kvsurgery.measure.prompts import Contexts
-    from kvsurgery.measure.training import GateOptions
-    from kvsurgery.profile.cache_losses import CacheLosses
-    from kvsurgery.profile.head_profile import HeadProfile
-
-    Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
-
 PROMPTS = ("min_context", "max_context", "passkeys", "passkey_tokens")
 GATES = ("loss", "steps", "lr", "reg", "sink", "recent", "batch", "checkpoint", "resume", "curve")
 NEEDLES = ("needles", "lengths", "depths")
-KV_BITS, RLKV_LITE = "kv-bits", "rlkv-lite"
 SAMPLES = {"attention": 50, "reform": 50, KV_BITS: 12, RLKV_LITE: 64}
 CONTEXT = {"reform": 8192, KV_BITS: 1024}
-TEXTS = 8  # of generated text, how many contexts are drawn from
 ALIKE = ("duo", RLKV_LITE, "attention")  # methods of which all processes compute layers equally often
 # the options that a method has, beside those of all
 OPTIONS = {
@@ -232,12 +215,9 @@ def compute(
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)
         measured = mesh.load(source, revision, dtype=dtype, sharded=alike)
-        gates = {"duo": partial(_gates, "duo"), RLKV_LITE: partial(_gates, RLKV_LITE)}
-        measures = {**gates, "attention": _attention, "reform": _reform, KV_BITS: _kv_bits}
-        measure = measures.get(method, partial(_headkv, method))
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                profile, history = measure(measured, mesh, advance, options)
+                profile, history = MEASUREMENTS[method](measured, mesh, advance, options)
         except KeyboardInterrupt:
             kept = options["checkpoint"] is not None
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
@@ -301,146 +281,3 @@ def _check_files(options: dict[str, Any]) -> None:
             TrainingState.refuse_to_replace(checkpoint)
     if options["curve"] is not None:
         check_picture(options["curve"])
-
-
-def _gates(
-    method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measurement:
-    from dataclasses import replace
-
-    from kvsurgery import console
-    from kvsurgery.measure.own_answers import OwnAnswers
-    from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import GateOptions, KeptState, Progress, not_separated, train_gates
-
-    gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
-    if options["minutes"] is not None:
-        pace = _pace(measured, mesh, gates, options)
-        gates = replace(gates, steps=pace.steps)
-        options |= {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
-    contexts = _contexts(measured, options)
-    if method == RLKV_LITE:
-        count, kept = options["samples"], options["answers"]
-        prompts = OwnAnswers.of(
-            measured, contexts, count, kept, lambda done: advance(done, None, f"{done} of {count} answers"), mesh
-        )
-    elif gates.loss == "lm":
-        prompts = Passages(contexts, contexts.read(options["text"], measured.text))
-    else:
-        prompts = _passkeys(measured, options)
-
-    def progress(step: Progress) -> None:
-        advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
-
-    profile, history = train_gates(
-        measured,
-        prompts,
-        gates,
-        data=prompts.facts,
-        method=method,
-        kept=KeptState(options["checkpoint"], resume=options["resume"]) if options["checkpoint"] else None,
-        progress=progress,
-        mesh=mesh,
-    )
-    if mesh.processes.rank == 0 and (warning := not_separated(profile)):
-        console.stderr.print(warning, markup=False)
-    return profile, history
-
-
-def _pace(measured: MeasuredModel, mesh: Mesh, gates: GateOptions, options: dict) -> Pace:
-    from kvsurgery import console
-    from kvsurgery.measure.pace import Lengths, paced, step_seconds
-
-    given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
-    pace = paced(options["minutes"], step_seconds(measured, gates, mesh), measured.max_context, given)
-    if mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {options['minutes']:g} min: {pace.flags}", markup=False)
-    return pace
-
-
-def _attention(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
-    from kvsurgery.measure.attention import attention_profile
-
-    prompts = _passkeys(measured, options)
-    shared = {"data": prompts.facts, "progress": advance, "mesh": mesh}
-    return attention_profile(measured, prompts, options["samples"], **shared), None
-
-
-def _headkv(
-    method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
-) -> Measurement:
-    from kvsurgery import console
-    from kvsurgery.measure.needle_trial import choose_needles
-    from kvsurgery.measure.retrieval import Trials, retrieval_scores
-    from kvsurgery.text.haystack import Haystack
-    from kvsurgery.text.lengths import DEPTHS, default_lengths
-    from kvsurgery.text.needle_sets import AUTO, read_set
-
-    lengths = options["lengths"] or default_lengths(measured.max_context)
-    haystack = Haystack.read(options["text"], measured.text, max(lengths), options["seed"])
-    shared = {"depths": options["depths"] or DEPTHS, "seed": options["seed"], "mesh": mesh}
-    choice = None
-    if options["needles"] == AUTO:
-        choice = choose_needles(measured, haystack, method, lengths, **shared)
-        if mesh.processes.rank == 0:
-            console.stderr.print(str(choice), markup=False)
-    profile = retrieval_scores(
-        measured,
-        haystack,
-        read_set(choice.name if choice else options["needles"]),
-        Trials(lengths, options["depths"] or DEPTHS, seed=options["seed"]),
-        method=method,
-        choice=choice,
-        progress=lambda done, of, right: advance(done, of, f"{right} right"),
-        mesh=mesh,
-    )
-    return profile, None
-
-
-def _reform(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
-    from dataclasses import replace
-
-    from kvsurgery.measure.reform import PAPER, embedding_ranking
-    from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
-    from kvsurgery.text.haystack import Haystack
-
-    several = TEXTS if options["text"] is None else 1
-    haystack = Haystack.read(options["text"], measured.text, several * options["context"], options["seed"])
-    drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
-    profile = embedding_ranking(
-        measured,
-        {
-            "pattern": key_value_samples(measured.text, haystack, **drawn),
-            "multihop": multihop_samples(measured.text, haystack, **drawn),
-        },
-        recurrence=replace(PAPER, chunk=options["chunk"]) if options["chunk"] else PAPER,
-        data={"text": haystack.name, "seed": options["seed"]},
-        progress=advance,
-        mesh=mesh,
-    )
-    return profile, None
-
-
-def _kv_bits(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
-    from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
-    from kvsurgery.text.haystack import Haystack, first_tokens
-
-    names = {"passages": "samples", "context": "context", "sink": "sink", "recent": "recent"}
-    sizes = TrialSizes(**{name: options[option] for name, option in names.items()})
-    sizes.check()
-    text = Haystack.read(options["text"], measured.text, sizes.passages * sizes.length, options["seed"])
-    first, data = first_tokens(measured.text), {"text": text.name}
-    return cache_losses(measured, text.tokens, sizes, first=first, data=data, progress=advance, mesh=mesh), None
-
-
-def _contexts(measured: MeasuredModel, options: dict) -> Contexts:
-    from kvsurgery.measure.prompts import Contexts
-
-    return Contexts.of(measured, options["min_context"], options["max_context"], options["seed"])
-
-
-def _passkeys(measured: MeasuredModel, options: dict) -> Passkeys:
-    from kvsurgery.measure.passkeys import Passkeys
-
-    drawn = {"count": options["passkeys"], "size": options["passkey_tokens"]}
-    return Passkeys.of(measured, _contexts(measured, options), options["text"], **drawn)
