@@ -43,7 +43,7 @@ def _gates(
     if method == RLKV_LITE:
         count, kept = options["samples"], options["answers"]
         prompts = OwnAnswers.of(
-            measured, contexts, count, kept, lambda done: advance(done, None, f"{done} of {count} answers"), mesh
+            measured, contexts, count, kept, lambda done: advance(done, None, f"of {count} answers generated"), mesh
         )
     elif gates.loss == "lm":
         prompts = Passages(contexts, contexts.read(options["text"], measured.text))
