@@ -15,8 +15,6 @@ from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_tiles import head_group
 from .kv_torch import Scoring
 
-SINKS = 4  # first tokens, which stay where values count: they get much attention, and their values are small
-
 
 class BudgetedHeads:
     """One layer's budgeted heads: a group each, and what they need while the prompt comes in."""
@@ -168,7 +166,7 @@ def most_important(
 ) -> torch.Tensor:
     """Places of the largest pooled values of each head, the largest first; of equal ones the earlier.
 
-    Where values count, the first `SINKS` places come before all others.
+    The first `selection.sinks` places come before all others.
 
     Args:
         importance: float32 [batch, heads, places], 0 in padding.
@@ -186,8 +184,8 @@ def most_important(
         outside = outside | (place >= stops)
         importance = importance.masked_fill(outside, 0)
     pooled = pool(importance, selection.kernel_size, 1, selection.kernel_size // 2)
-    if selection.select == VALUE_NORM:
-        pooled = pooled.masked_fill(place < padding + SINKS, float("inf"))
+    if selection.sinks:
+        pooled = pooled.masked_fill(place < padding + selection.sinks, float("inf"))
     order = pooled.masked_fill(outside, -1).sort(descending=True, stable=True).indices
     order = order[..., : max(map(max, counts))]
     return order.where(place[: order.shape[2]] < on_device(counts, order.device)[..., None], EVERY)

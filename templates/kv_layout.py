@@ -18,6 +18,7 @@ CLIPPED = 7  # ranges of a group to choose from: all of it, and 1/20 less each
 TILE = 128  # tokens of a head that are quantized together
 # by what budgeted heads choose, see `Selection`
 SELECTS = ATTENTION, ACCUMULATED, VALUE_NORM = "attention", "accumulated", "value-norm"
+VALUE_SINKS = 4
 SCORE_BYTES = 4  # of an accumulated score, float32
 
 
@@ -153,6 +154,12 @@ class Selection:
     def scores(self, budget: int, columns: int) -> int:
         """Scores that a head with this budget accumulates, of the tokens that it has selected of so many columns."""
         return min(budget, columns) if self.select == ACCUMULATED else 0
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that always stay. Where values count there are some: they get much attention, and their values
+        are small."""
+        return VALUE_SINKS if self.select == VALUE_NORM else 0
 
     @property
     def description(self) -> str:

@@ -19,7 +19,7 @@ from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.methods import METHODS
+from kvsurgery.profile.methods import MAX_BUDGET, METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
     ACCUMULATED,
@@ -262,6 +262,12 @@ def _budgets(full: np.ndarray, followed: HeadProfile, model: ModelLayers, recipe
     else:
         raise PolicyError(
             "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
+        )
+    least, sinks = budgets[others].min(initial=MAX_BUDGET), recipe.selection.sinks
+    if least < sinks:
+        raise PolicyError(
+            f"`select` {recipe.select} keeps the first {sinks} tokens in every budgeted head, and the smallest budget "
+            f"is {least}; raise `budget` or `beta`"
         )
     return budgets
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
-import after_prompt
 import heads_report
 import selections
 import trials
@@ -157,36 +156,10 @@ def test_the_table_counts_by_prompt_and_pairs_by_window(tmp_path: Path) -> None:
     assert (tmp_path / "heads.png").stat().st_size > 10_000
 
 
-def test_caches_of_as_many_tokens_take_as_many_bytes(
-    words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    source, text, results = tmp_path / "model", tmp_path / "text.txt", tmp_path / "found.json"
-    shape = written(model, words, source, text)
-    scores = np.ones((shape.layers, shape.kv_heads), dtype=np.float32)
-    HeadProfile(scores, "headkv-er", "kv", str(source), shape).save(tmp_path / "er.safetensors")
-    command = ["after_prompt.py", source, "--profile", tmp_path / "er.safetensors", "--text", text]
-    command += ["--prompt", 80, "--new", 40, "--pieces", 2, "--budget", 10, "--hold", 12, "--json", results]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
-    after_prompt.main()
-    found = json.loads(results.read_text())["results"]
-    held = {name: result["kv_bytes"] for name, result in found.items()}
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
-    assert [*held.values()] == [120 * token, 30 * token, 30 * token, 58 * token]
-    whole = torch.stack([trials.next_tokens(model, piece) for piece in pieces_of(words, text)])
-    follows = torch.stack([torch.from_numpy(piece.tokens[81:]) for piece in pieces_of(words, text)])
-    losses = -whole.gather(2, follows[..., None])[..., 0].mean(0)
-    assert found["original"]["perplexity"] == pytest.approx(losses.view(4, 10).mean(1).exp().tolist(), rel=1e-4)
-    assert "| cache | KV bytes | perplexity up to 10 | 20 | 30 | 40 |" in capsys.readouterr().out
-
-
-def pieces_of(words: PreTrainedTokenizerFast, text: Path) -> list[trials.Window]:
-    return trials.windows(Haystack.read(str(text), words, 121), prompt=80, new=40, count=2)
-
-
 def test_selections_are_compared_at_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """On the bundled model. What is measured is not measured again."""
     results = tmp_path / "found.json"
-    command = ["selections.py", "--prompt", 60, "--new", 40, "--budget", 10, "--hold", 12, "--cases", 2]
+    command = ["selections.py", "--prompt", 60, "--new", 40, "--budget", 10, "--beta", 10, "--hold", 12, "--cases", 2]
     monkeypatch.setattr(sys, "argv", [str(word) for word in (*command, "--json", results)])
     selections.main()
     found = json.loads(results.read_text())["results"]
@@ -229,9 +202,6 @@ def test_the_documented_tables_are_the_committed_results() -> None:
     answers = json.loads((ROOT / "benchmarks" / "results" / "which-heads-answers.json").read_text())
     for heads in (found, answers):
         assert "\n".join(heads_report.table(heads)) in (ROOT / "docs" / "results.md").read_text()
-    for name in ("after-prompt", "long-answer"):
-        found_after = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        assert "\n".join(after_prompt.table(found_after)) in (ROOT / "docs" / "results.md").read_text()
     for name in ("smollm2", "bundled"):
         found_selections = json.loads((ROOT / "benchmarks" / "results" / f"selections-{name}.json").read_text())
         assert "\n".join(selections.table(found_selections)) in (ROOT / "docs" / "results.md").read_text()

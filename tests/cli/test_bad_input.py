@@ -261,6 +261,10 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         (("--hold",), "--hold is for budgeted heads"),
         (("--select", "value-norm"), "--select is for budgeted heads"),
         ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated adds up several selections, .* --hold"),
+        (
+            (*BUDGETED, 9, "--select", "value-norm"),
+            "--select value-norm keeps the first 4 tokens .* is 3; raise --budget",
+        ),
         ((*BUDGETED, 9, "--hold", 7), r"--hold lies in \[8, .*: the observation window, --window, must fit into"),
         ((*BUDGETED, 9, "--hold", 10**30), r"--hold lies in \[8, "),
         ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: budgets that hold are not quantized, and there are no"),

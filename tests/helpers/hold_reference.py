@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvsurgery.templates.kv_budget import SINKS
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
 
 NAME = "tests_hold_reference"
@@ -150,7 +149,7 @@ class HoldReference:
             else:
                 pooled = F.pad(received, (beside, beside)).unfold(0, how.kernel_size, 1).mean(-1)
             if how.select == VALUE_NORM:
-                pooled[torch.tensor(candidates) < SINKS] = float("inf")
+                pooled[torch.tensor(candidates) < 4] = float("inf")
             best = sorted(range(len(candidates)), key=lambda place: (-pooled[place].item(), place))[:budget]
             state.alive[kv_head] = [candidates[place] for place in sorted(best)]
             state.alive[kv_head] += [place for place in alive if place >= start]
