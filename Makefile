@@ -68,7 +68,7 @@ PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx
 # the same kernels on a GPU, with the Python that has torch and triton for it: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3
 test-gpu:
-	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu
+	$(GPU_PYTHON) -m pytest -q --noconftest tests/gpu tests/templates/test_kernels.py
 
 # with the libraries that quantize weights, and the lm-evaluation-harness
 test-extras: .venv-extras/ready

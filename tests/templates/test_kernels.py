@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter, which must be on before they are imported: `make test-kernels`.
+"""The Triton kernels, in Triton's interpreter (`make test-kernels`) and on a GPU (`make test-gpu`).
 
-Cases take turns in two dtypes; all of them in every dtype run on a GPU, and in the emulator (`make test-ptx-all`).
+The interpreter must be on before kernels are imported. There cases take turns in two dtypes; all of them in every dtype
+run on a GPU, and in the emulator (`make test-ptx-all`).
 """
 
 from __future__ import annotations
@@ -13,27 +14,29 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    pytest.skip("runs in Triton's interpreter or on a GPU: make test-kernels", allow_module_level=True)
 
 from tests.helpers import kernel_cases as cases
 
 # Triton 3.6 with a newer numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
-# arithmetic in bfloat16 is wrong in the interpreter
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+if DEVICE == "cuda":  # arithmetic in bfloat16 is wrong in the interpreter
+    DTYPES["bf16"] = torch.bfloat16
 
 
 def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.MarkDecorator:
-    """Cases of a kind by turns in one dtype and in the other; a kind's only case in both."""
+    """Cases of a kind by turns in one dtype and in the other; a kind's only case, and cases on a GPU, in all."""
     kinds, given = defaultdict(list), []
     for case in cases:
         kinds[kind(case)].append(case)
     for own in kinds.values():
         for number, case in enumerate(own):
             for turn, (name, dtype) in enumerate(DTYPES.items()):
-                if len(own) == 1 or number % 2 == turn:
+                if DEVICE == "cuda" or len(own) == 1 or number % 2 == turn:
                     label = "-".join(map(str, case)) if type(case) is tuple else str(case)
                     given.append(pytest.param(case, dtype, id=f"{label}-{name}"))
     return pytest.mark.parametrize(("case", "dtype"), given)
@@ -42,41 +45,45 @@ def by_turns(cases: Iterable, kind: Callable = lambda case: None) -> pytest.Mark
 @pytest.fixture(autouse=True)
 def _poison():
     """Memory that nothing has written holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @by_turns(cases.DECODE)
 def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
-    cases.check_decode(case, dtype, "cpu")
+    cases.check_decode(case, dtype, DEVICE)
+    if DEVICE == "cuda":  # which says how many programs there are
+        cases.check_decode(case._replace(programs=None), dtype, DEVICE)
 
 
 @by_turns(cases.PACKED, lambda case: (case.quantization.bits, case.quantization.scheme))
 def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
-    cases.check_packed(case, dtype, "cpu")
+    cases.check_packed(case, dtype, DEVICE)
+    if DEVICE == "cuda":
+        cases.check_packed(case._replace(programs=None), dtype, DEVICE)
 
 
 def test_append() -> None:
-    cases.check_append("cpu")
+    cases.check_append(DEVICE)
 
 
 @by_turns(cases.FLUSH, lambda case: case[0].bits)
 def test_flush(case: tuple[cases.Quantization, int], dtype: torch.dtype) -> None:
-    cases.check_flush(*case, dtype, "cpu")
+    cases.check_flush(*case, dtype, DEVICE)
 
 
 @by_turns(cases.COMPACT, lambda case: case.quantization and case.quantization.bits)
 def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
-    cases.check_compact(case, dtype, "cpu")
+    cases.check_compact(case, dtype, DEVICE)
 
 
 @by_turns(cases.PREFILL, lambda case: case.recent is None)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
-    cases.check_prefill(case, dtype, "cpu")
+    cases.check_prefill(case, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("padding", [None, [0, 140, 60, 190]], ids=["", "padded"])
 def test_prefill_blocks(padding: list[int] | None, dtype: torch.dtype) -> None:
-    cases.check_prefill_blocks(padding, dtype, "cpu")
+    cases.check_prefill_blocks(padding, dtype, DEVICE)

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU; the cases of the interpreter's tests, with bfloat16 too."""
+"""CUDA graphs of the Triton kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from kvsurgery.templates.kv_tiles import empty_tiles
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers import kernel_cases as cases
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-
 
 @pytest.fixture(autouse=True)
 def _poison():
@@ -26,48 +24,6 @@ def _poison():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@DTYPES
-@pytest.mark.parametrize("case", cases.DECODE, ids=str)
-def test_decode(case: cases.Decode, dtype: torch.dtype) -> None:
-    cases.check_decode(case, dtype, "cuda")
-    cases.check_decode(case._replace(programs=None), dtype, "cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize("case", cases.PACKED, ids=str)
-def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
-    cases.check_packed(case, dtype, "cuda")
-    cases.check_packed(case._replace(programs=None), dtype, "cuda")
-
-
-def test_append() -> None:
-    cases.check_append("cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize(("quantization", "head_dim"), cases.FLUSH, ids=str)
-def test_flush(quantization: Quantization, head_dim: int, dtype: torch.dtype) -> None:
-    cases.check_flush(quantization, head_dim, dtype, "cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize("case", cases.COMPACT, ids=str)
-def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
-    cases.check_compact(case, dtype, "cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize("case", cases.PREFILL, ids=str)
-def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
-    cases.check_prefill(case, dtype, "cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize("padding", [None, [0, 140, 60, 190]], ids=["", "padded"])
-def test_prefill_blocks(padding: list[int] | None, dtype: torch.dtype) -> None:
-    cases.check_prefill_blocks(padding, dtype, "cuda")
 
 
 def test_a_graph_decodes_what_has_grown_since_its_capture() -> None:
