@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.policy.policy import Policy
 from kvsurgery.resources import TEMPLATES
 
 HEADER = f"""\
@@ -16,8 +18,26 @@ HEADER = f"""\
 """
 
 
-def modeling_code(family: Family, reform: bool) -> str:
-    """The source of a family's modeling file; with `reform`, it can gather the tokens of long prompts."""
+@dataclass(frozen=True)
+class Needs:
+    """What a checkpoint's code has to do beyond full, streaming and budgeted heads.
+
+    Attributes:
+        hold: keep budgets while generating.
+        reform: gather the tokens of long prompts.
+    """
+
+    hold: bool = False
+    reform: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy) -> Needs:
+        """Those of a policy."""
+        return cls(any(layer.holds for layer in policy.layout.layers), policy.reform is not None)
+
+
+def modeling_code(family: Family, needs: Needs) -> str:
+    """The source of a family's modeling file."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -27,13 +47,13 @@ def modeling_code(family: Family, reform: bool) -> str:
     )
     model, *_, generator = family.classes.values()
     return environment.get_template("modeling_kvsurgery.py.jinja").render(
-        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], reform=reform
+        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], **vars(needs)
     )
 
 
-def code_files(family: Family, reform: bool) -> dict[str, bytes]:
+def code_files(family: Family, needs: Needs) -> dict[str, bytes]:
     """Every code file of a converted checkpoint by name, in the order to read them: no more than the model runs."""
-    modeling = modeling_code(family, reform)
+    modeling = modeling_code(family, needs)
     files = {f"{family.module}.py": modeling}
     for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
         files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")
