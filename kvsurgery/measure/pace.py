@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.training import GateOptions
 from kvsurgery.text.lengths import LONGEST, SHORTEST
 
-MOST, WANTED, LEAST = 2000, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
+PAPER = GateOptions()
+MOST, WANTED, LEAST = PAPER.steps, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
 SHORT = 768  # tokens; prompts are not shortened any further
 PROBE = 512  # tokens of the prompt that is timed
 PASSKEY, PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
@@ -47,6 +49,19 @@ class Pace:
     shortest: int
     longest: int
     passkeys: int
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Pace:
+        """That of a training to go on with, by the facts beside its state.
+
+        Raises:
+            ProfileError: they have no lengths of prompts.
+        """
+        try:
+            data = facts["data"]
+            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", PASSKEYS))
+        except KeyError as missing:
+            raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
 
     @property
     def flags(self) -> str:
@@ -93,6 +108,11 @@ def _candidates(most_tokens: int, given: Lengths) -> Iterator[tuple[int, int]]:
         if longest <= least:
             return
         longest = max(longest // 2, least)
+
+
+def penalty(steps: int) -> float:
+    """Weight of the mean gate that separates gates in so many steps: the paper's, and more for fewer."""
+    return PAPER.reg * PAPER.steps / min(max(steps, LEAST), PAPER.steps)
 
 
 def step_seconds(
