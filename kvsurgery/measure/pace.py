@@ -111,8 +111,11 @@ def _candidates(most_tokens: int, given: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def penalty(steps: int) -> float:
-    """Weight of the mean gate that separates gates in so many steps: the paper's, and more for fewer."""
-    return PAPER.reg * PAPER.steps / min(max(steps, LEAST), PAPER.steps)
+    """Weight of the mean gate for a number of steps: 0.05 for the paper's 2,000, 0.11 for 400, 0.22 for 100 or fewer.
+
+    More weight separates the gates in fewer steps; in many steps it takes most gates to 0, where they all rank alike.
+    """
+    return round(PAPER.reg * math.sqrt(PAPER.steps / min(max(steps, LEAST), PAPER.steps)), 2)
 
 
 def step_seconds(

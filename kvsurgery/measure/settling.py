@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-LATEST = 80  # steps that are compared: the first half of them with the second
+LATEST = 40  # steps that are compared: the first half of them with the second
 SHARES = (0.25, 0.5, 0.75)  # of the heads that a user may keep full
 MOVED = 1 / 16  # how far a gate may move, as a part of the way that one goes which falls at the full learning rate
 EXCEPTIONS = 0.05  # share of the gates that may move further, and of full heads that may be others

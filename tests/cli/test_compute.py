@@ -62,10 +62,10 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
     said = done(*start, *lengths, "--minutes", 0.01)
     chosen = "--steps 4 --min-context 400 --max-context 2048 --passkeys 2"
-    assert f"chosen for 0.01 min: {chosen} --reg {pace.penalty(4):g}\n" in said.err
+    assert f"chosen for 0.01 min: {chosen} --reg 1.12\n" in said.err
     made = HeadProfile.load("p.safetensors").provenance
     assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
-    assert (made["reg"], made["until_settled"], made["steps_done"]) == (pace.penalty(4), True, 4)
+    assert (made["reg"], made["until_settled"], made["steps_done"]) == (1.12, True, 4)
     assert "settled" not in said.err
     assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
     assert "give 1 min" in refused(*start, *lengths, "--minutes", 0.001)

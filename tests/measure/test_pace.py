@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, paced, step_seconds
+from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, Pace, paced, penalty, step_seconds
 from kvsurgery.measure.training import GateOptions
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
@@ -58,6 +58,18 @@ def test_what_is_given_is_kept():
     assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
     with pytest.raises(ProfileError, match="in 2 min there is time for 12 steps with prompts of 384 to 768 tokens"):
         paced(2, lambda tokens: tokens / 60, 32_000)
+
+
+def test_fewer_steps_weigh_the_mean_gate_more():
+    assert [penalty(steps) for steps in (2000, 5000)] == [GateOptions().reg] * 2
+    assert [penalty(steps) for steps in (1000, 400, 200, 100, 6)] == [0.07, 0.11, 0.16, 0.22, 0.22]
+
+
+def test_a_training_to_go_on_with():
+    facts = {"steps": 300, "data": {"shortest": 384, "longest": 768, "passkeys": 3}}
+    assert Pace.of(facts) == Pace(300, 384, 768, 3)
+    with pytest.raises(ProfileError, match="the training to resume does not say its 'shortest'"):
+        Pace.of({"steps": 300, "data": {"prompts": "my own"}})
 
 
 def test_longer_steps_take_longer():

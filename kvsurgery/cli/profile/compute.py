@@ -201,6 +201,7 @@ def compute(
     from kvsurgery.cli.profile.saving import save, save_losses
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.training import outcome
     from kvsurgery.processes import started_processes
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
@@ -229,6 +230,8 @@ def compute(
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
         if processes.rank == 0:
             if isinstance(profile, HeadProfile):
+                for line in outcome(profile) if history is not None else ():
+                    console.stderr.print(line, markup=False)
                 save(profile, out)
             else:
                 save_losses(profile, out)

@@ -26,10 +26,9 @@ TEXTS = 8  # of generated text, how many contexts are drawn from
 def _gates(
     method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
 ) -> Measurement:
-    from kvsurgery import console
     from kvsurgery.measure.own_answers import OwnAnswers
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import KeptState, Progress, outcome, train_gates
+    from kvsurgery.measure.training import KeptState, Progress, train_gates
 
     gates = _gate_options(measured, mesh, options)
     contexts = _contexts(measured, options)
@@ -46,7 +45,7 @@ def _gates(
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
-    profile, history = train_gates(
+    return train_gates(
         measured,
         prompts,
         gates,
@@ -56,10 +55,6 @@ def _gates(
         progress=progress,
         mesh=mesh,
     )
-    if mesh.processes.rank == 0:
-        for line in outcome(profile):
-            console.stderr.print(line, markup=False)
-    return profile, history
 
 
 def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOptions:
