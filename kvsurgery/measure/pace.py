@@ -72,18 +72,21 @@ class Pace:
         )
 
 
-def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths()) -> Pace:
+def paced(
+    minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths(), window: int = 0
+) -> Pace:
     """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
 
     Args:
         seconds: of a step, by tokens of its prompts.
         most_tokens: positions of the model.
         given: lengths that are kept.
+        window: tokens that streaming heads see; every prompt is longer, and the longest twice as long.
 
     Raises:
         ProfileError: there is time for fewer than 100 steps of the shortest prompts.
     """
-    for shortest, longest in _candidates(most_tokens, given):
+    for shortest, longest in _candidates(most_tokens, given, window):
         lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
         step = float(np.mean([seconds(length) for length in lengths]))
         steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
@@ -99,12 +102,12 @@ def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, giv
     return Pace(min(steps, MOST), shortest, longest, passkeys)
 
 
-def _candidates(most_tokens: int, given: Lengths) -> Iterator[tuple[int, int]]:
+def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
     longest = given.longest or min(LONGEST, most_tokens)
-    least = longest if given.longest else max(SHORT, given.shortest or 0)
+    least = longest if given.longest else max(SHORT, given.shortest or 0, 2 * window)
     while True:
-        yield given.shortest or min(SHORTEST, max(longest // 2, 2)), longest
+        yield given.shortest or min(max(min(SHORTEST, longest // 2), window + 1, 2), longest), longest
         if longest <= least:
             return
         longest = max(longest // 2, least)

@@ -21,27 +21,29 @@ from tests.helpers.measured_models import measured_model
     st.floats(0, 1e-6),
     st.integers(2, 200_000),
     st.integers(2, 5000) | st.none(),
+    st.integers(0, 2000),
 )
-def test_a_training_fits_its_time(minutes, linear, square, most, longest):
+def test_a_training_fits_its_time(minutes, linear, square, most, longest, window):
     def seconds(tokens):
         return linear * tokens + square * tokens**2
 
     asked = Lengths(longest=longest and min(longest, most))
     try:
-        found = paced(minutes, seconds, most, asked)
+        found = paced(minutes, seconds, most, asked, window)
     except ProfileError as error:
-        assert 60 * minutes / seconds(asked.longest or min(SHORT, most)) < 2 * LEAST
+        assert 60 * minutes / seconds(asked.longest or min(max(SHORT, 2 * window), most)) < 2 * LEAST
         enough = float(str(error).split("give ")[1].split(" min")[0])
-        assert paced(enough, seconds, most, asked).steps >= LEAST
+        assert paced(enough, seconds, most, asked, window).steps >= LEAST
         return
     lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
     assert found.steps * np.mean([seconds(int(length)) for length in lengths]) <= 60 * minutes * (1 + 1e-7)
     assert LEAST <= found.steps <= MOST
     assert 2 <= found.shortest <= found.longest <= most
+    assert found.shortest > window or found.longest <= window
     assert found.longest == (asked.longest or found.longest)
     # prompts are only short where longer ones leave too few steps
     if found.steps < WANTED:
-        assert found.longest <= max(SHORT, asked.longest or 0)
+        assert found.longest <= max(SHORT, 2 * window, asked.longest or 0)
 
 
 def test_the_longer_the_time_the_longer_the_prompts():
@@ -51,6 +53,17 @@ def test_the_longer_the_time_the_longer_the_prompts():
     assert [each.passkeys for each in found] == [3, 5, 10, 10, PASSKEYS]
     assert found[-1].steps == MOST
     assert found[0].flags == "--steps 131 --min-context 384 --max-context 768 --passkeys 3"
+
+
+def test_prompts_are_longer_than_the_window():
+    def lengths(minutes, window, most=32_000, longest=None):
+        found = paced(minutes, lambda tokens: tokens / 60, most, Lengths(longest=longest), window)
+        return found.shortest, found.longest
+
+    assert lengths(21, 320) == (384, 768)
+    assert lengths(100, 1100) == (1101, 2200)
+    assert lengths(100, 1100, 1500) == (1101, 1500)
+    assert lengths(100, 320, longest=512) == (321, 512)
 
 
 def test_what_is_given_is_kept():

@@ -71,7 +71,8 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     if (minutes := options["minutes"]) is not None:
         if begun is None:
             given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
-            pace = paced(minutes, step_seconds(measured, gates, mesh), measured.max_context, given)
+            seconds, window = step_seconds(measured, gates, mesh), gates.sink + gates.recent
+            pace = paced(minutes, seconds, measured.max_context, given, window)
         else:
             pace = Pace.of(begun)
         gates = replace(gates, steps=pace.steps, until_settled=True)
