@@ -132,15 +132,18 @@ class TrainingState:
                 tensors = [file.get_tensor(name) for name in ("gates", "mean", "square", "latest", "history")]
         except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path} is not a training checkpoint: {error}") from error
-        *floats, latest, history = tensors
-        sound = all(
-            each.dtype == torch.float32 and each.ndim == 2 and each.shape == floats[0].shape and each.isfinite().all()
-            for each in (*floats, *latest)
+        *floats, history = tensors
+        gates, mean, square, latest = floats
+        sound = (
+            all(each.dtype == torch.float32 and each.isfinite().all() for each in floats)
+            and (history.dtype, history.shape[1:]) == (torch.float64, (len(HISTORY),))
+            and gates.ndim == 2
+            and gates.shape == mean.shape == square.shape
+            and latest.shape == (min(len(history), LATEST), *gates.shape)
         )
-        sound &= history.dtype == torch.float64 and history.shape[1:] == (len(HISTORY),)
-        if not (sound and len(latest) == min(len(history), LATEST)):
+        if not sound:
             raise ProfileError(f"training checkpoint {path} is damaged; begin again without --resume")
-        return cls(*floats, latest, history.numpy()), facts
+        return cls(*floats, history.numpy()), facts
 
 
 def _differences(theirs: Any, ours: Any, name: str = "") -> list[str]:
