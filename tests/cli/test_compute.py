@@ -4,13 +4,16 @@ import json
 import math
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvsurgery import console
 from kvsurgery.measure import pace, settling, training, training_state
+from kvsurgery.measure.prompts import Contexts
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.command import done, refused, run
@@ -101,6 +104,23 @@ def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch
     done(*start[: start.index("--max-context")], *printed, "--checkpoint", "state", "--resume", "-o", "p2.safetensors")
     assert HeadProfile.load("p2.safetensors") == made
     assert "data shortest is" in refused(*start, "--min-context", 300, "--resume", "-o", "p3.safetensors")
+
+
+def test_the_estimate_of_a_training_leaves_out_what_came_before(folder, monkeypatch):
+    """A clock on which choosing prompts takes an hour, and a step no time."""
+    now = [0.0]
+
+    class Slow(Contexts):
+        @classmethod
+        def of(cls, *arguments):
+            now[0] += 3600
+            return Contexts.of(*arguments)
+
+    monkeypatch.setattr("kvsurgery.measure.prompts.Contexts", Slow)
+    monkeypatch.setattr("kvsurgery.console.step_progress", partial(console.step_progress, clock=lambda: now[0]))
+    said = done("profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors")
+    assert "measuring duo 0/6\n" in said.err
+    assert "in all" not in said.err
 
 
 def test_a_training_goes_on_from_its_checkpoint(folder):

@@ -45,6 +45,8 @@ def _gates(
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
+    if mesh.processes.rank == 0 and not options["resume"]:
+        advance(0, gates.steps)  # the time until here says nothing of the steps
     return train_gates(
         measured,
         prompts,
