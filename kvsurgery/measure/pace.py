@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.training import GateOptions
 from kvsurgery.text.lengths import LONGEST, SHORTEST
 
-MOST, WANTED, LEAST = 2000, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
+PAPER = GateOptions()
+MOST, WANTED, LEAST = PAPER.steps, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
 SHORT = 768  # tokens; prompts are not shortened any further
 PROBE = 512  # tokens of the prompt that is timed
 PASSKEY, PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
@@ -48,6 +50,19 @@ class Pace:
     longest: int
     passkeys: int
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Pace:
+        """That of a training to go on with, by the facts beside its state.
+
+        Raises:
+            ProfileError: they have no lengths of prompts.
+        """
+        try:
+            data = facts["data"]
+            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", PASSKEYS))
+        except KeyError as missing:
+            raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
+
     @property
     def flags(self) -> str:
         """The same as options of `profile compute`."""
@@ -57,18 +72,21 @@ class Pace:
         )
 
 
-def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths()) -> Pace:
+def paced(
+    minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths(), window: int = 0
+) -> Pace:
     """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
 
     Args:
         seconds: of a step, by tokens of its prompts.
         most_tokens: positions of the model.
         given: lengths that are kept.
+        window: tokens that streaming heads see; every prompt is longer, and the longest twice as long.
 
     Raises:
         ProfileError: there is time for fewer than 100 steps of the shortest prompts.
     """
-    for shortest, longest in _candidates(most_tokens, given):
+    for shortest, longest in _candidates(most_tokens, given, window):
         lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
         step = float(np.mean([seconds(length) for length in lengths]))
         steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
@@ -84,15 +102,23 @@ def paced(minutes: float, seconds: Callable[[int], float], most_tokens: int, giv
     return Pace(min(steps, MOST), shortest, longest, passkeys)
 
 
-def _candidates(most_tokens: int, given: Lengths) -> Iterator[tuple[int, int]]:
+def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
     longest = given.longest or min(LONGEST, most_tokens)
-    least = longest if given.longest else max(SHORT, given.shortest or 0)
+    least = longest if given.longest else max(SHORT, given.shortest or 0, 2 * window)
     while True:
-        yield given.shortest or min(SHORTEST, max(longest // 2, 2)), longest
+        yield given.shortest or min(max(min(SHORTEST, longest // 2), window + 1, 2), longest), longest
         if longest <= least:
             return
         longest = max(longest // 2, least)
+
+
+def penalty(steps: int) -> float:
+    """Weight of the mean gate for a number of steps: 0.05 for the paper's 2,000, 0.11 for 400, 0.22 for 100 or fewer.
+
+    More weight separates the gates in fewer steps; in many steps it takes most gates to 0, where they all rank alike.
+    """
+    return round(PAPER.reg * math.sqrt(PAPER.steps / min(max(steps, LEAST), PAPER.steps)), 2)
 
 
 def step_seconds(

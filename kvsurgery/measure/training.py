@@ -16,9 +16,10 @@ from blake3 import blake3
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, ProfileError
 from kvsurgery.measure.decoder import decoder_of
-from kvsurgery.measure.gates import Loss, add_gradient, gate_scores, initial_gates, rate
+from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.settling import LATEST, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.processes import Processes
 from kvsurgery.profile.head_profile import HeadProfile
@@ -55,6 +56,7 @@ class GateOptions:
         reg: weight of the mean gate in the loss.
         sink, recent: tokens of streaming attention.
         batch: prompts per step, over all processes.
+        until_settled: stop earlier, after the warm-up, when more steps would hardly change which heads are full.
 
     Raises:
         ProfileError: any is out of range.
@@ -67,6 +69,7 @@ class GateOptions:
     sink: int = 64
     recent: int = 256
     batch: int = 1
+    until_settled: bool = False
 
     def __post_init__(self) -> None:
         if self.loss not in ("distill", "lm"):
@@ -118,7 +121,7 @@ def train_gates(
         mesh: the processes that share the prompts of a step.
 
     Returns:
-        A profile, and its history: float64 [steps, 4], with the columns `training_state.HISTORY`.
+        A profile, and its history: float64 [steps done, 4], with the columns `training_state.HISTORY`.
 
     Raises:
         ProfileError: the loss is not finite, a prompt has nothing outside sink and recent, or the state to resume is of
@@ -146,18 +149,19 @@ def train_gates(
 
     save()  # a path that cannot be written fails before the work
     try:
-        while state.step < options.steps:
+        while state.step < options.steps and not _has_settled(state, options, mesh.processes):
             mine = [prompts(state.step, place) for place in share]
             losses = training_step(measured, gates, optimiser, mine, options, state.step, mesh)
             row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
             state = state.after(row, gates, optimiser)
-            if state.step == options.steps or (kept is not None and state.step % kept.every == 0):
+            if kept is not None and state.step % kept.every == 0:
                 save()
             if progress is not None and mesh.processes.rank == 0:
                 progress(Progress(state.step, options.steps, *row, time.monotonic() - start))
     except KeyboardInterrupt:
         save()
         raise
+    save()
     profile = measured.profile(
         gate_scores(measured, gates),
         method,
@@ -166,6 +170,7 @@ def train_gates(
         recent=options.recent,
         provenance={
             **{name: value for name, value in facts.items() if name not in ("model", "revision", "sink", "recent")},
+            "steps_done": state.step,
             "final_loss": state.history[-1][0],
             "tool": __version__,
         },
@@ -222,16 +227,24 @@ def training_step(
     return loss, data
 
 
-def not_separated(profile: HeadProfile) -> str | None:
-    """What to say where most gates are still near 1, so that they tell few heads apart; None where they are not."""
+def outcome(profile: HeadProfile) -> list[str]:
+    """Lines on how a training went: whether its gates settled before the last step, and whether they separated.
+
+    Args:
+        profile: of `train_gates`.
+    """
+    lines = []
+    steps, done = profile.provenance["steps"], profile.provenance["steps_done"]
+    if done < steps:
+        lines.append(
+            f"gates settled after {done} of {steps} steps: more steps would hardly change which heads are full"
+        )
     gates = profile.head_scores[profile.eligible]
     high = int((gates >= HIGH).sum())
-    if high <= gates.size / 2:
-        return None
-    return (
-        f"{high} of {gates.size} gates are {HIGH} or more: they have not separated. Train longer, or with "
-        "more weight on the mean gate (reg)"
-    )
+    if high > gates.size / 2:
+        fix = "raise reg" if done < steps else "train longer, or raise reg"
+        lines.append(f"{high} of {gates.size} gates are {HIGH} or more: they have not separated; {fix}")
+    return lines
 
 
 def fingerprint(measured: MeasuredModel) -> str:
@@ -243,6 +256,13 @@ def fingerprint(measured: MeasuredModel) -> str:
         # a copy, since memory that numpy sees cannot be freed when weights are sharded again
         digest.update(name.encode() + first.clone().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _has_settled(state: TrainingState, options: GateOptions, processes: Processes) -> bool:
+    """Whether the training stops here, before its last step: not in the warm-up, nor by the gates of the warm-up."""
+    if not options.until_settled or state.step < WARM_UP * options.steps + LATEST:
+        return False
+    return processes.agree(settled(state.latest.flatten(1).numpy(), options.lr))
 
 
 def _first_state(

@@ -15,9 +15,10 @@ from safetensors.torch import save
 
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.files import write_bytes_whole
+from kvsurgery.measure.settling import LATEST
 
 FORMAT = "kvsurgery.gate-training"
-VERSION = "1"
+VERSION = "2"
 HISTORY = ("loss", "data_loss", "mean_gate", "sparsity")  # columns; as `training.Progress` has them
 
 
@@ -28,19 +29,23 @@ class TrainingState:
     Attributes:
         gates, mean, square: float32 [gated layers, kv_heads]: the gates, and AdamW's moving averages of their gradient
             and of its square.
+        latest: float32 [up to LATEST, gated layers, kv_heads]: the gates after each of the latest steps, which show
+            whether they have settled.
         history: float64 [steps done, len(HISTORY)].
     """
 
     gates: torch.Tensor
     mean: torch.Tensor
     square: torch.Tensor
+    latest: torch.Tensor
     history: np.ndarray
 
     @classmethod
     def new(cls, gates: torch.Tensor) -> TrainingState:
         """Before the first step."""
         gates = gates.detach().cpu().clone()
-        return cls(gates, torch.zeros_like(gates), torch.zeros_like(gates), np.zeros((0, len(HISTORY))))
+        mean, square = torch.zeros_like(gates), torch.zeros_like(gates)
+        return cls(gates, mean, square, gates.new_zeros(0, *gates.shape), np.zeros((0, len(HISTORY))))
 
     @property
     def step(self) -> int:
@@ -51,7 +56,9 @@ class TrainingState:
         """A step further, with its row of the history."""
         moments = optimiser.state[gates]
         tensors = gates, moments["exp_avg"], moments["exp_avg_sq"]
-        return TrainingState(*(each.detach().cpu().clone() for each in tensors), np.vstack([self.history, row]))
+        gates, mean, square = (each.detach().cpu().clone() for each in tensors)
+        latest = torch.cat([self.latest, gates[None]])[-LATEST:]
+        return TrainingState(gates, mean, square, latest, np.vstack([self.history, row]))
 
     def restore(self, gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
         """Bring gates and AdamW's state to where they were."""
@@ -69,7 +76,7 @@ class TrainingState:
             OutputError: it cannot be written.
         """
         metadata = {"format": FORMAT, "version": VERSION, "facts": json.dumps(facts, sort_keys=True)}
-        tensors = {"gates": self.gates, "mean": self.mean, "square": self.square}
+        tensors = {"gates": self.gates, "mean": self.mean, "square": self.square, "latest": self.latest}
         content = save({**tensors, "history": torch.from_numpy(self.history)}, metadata)
         write_bytes_whole(path, content, "training checkpoint")
 
@@ -122,15 +129,19 @@ class TrainingState:
                 if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
                     raise ProfileError(f"{path} is not a training checkpoint that this tool reads; give another file")
                 facts = json.loads(metadata["facts"])
-                tensors = [file.get_tensor(name) for name in ("gates", "mean", "square", "history")]
+                tensors = [file.get_tensor(name) for name in ("gates", "mean", "square", "latest", "history")]
         except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path} is not a training checkpoint: {error}") from error
         *floats, history = tensors
-        sound = all(
-            each.dtype == torch.float32 and each.ndim == 2 and each.shape == floats[0].shape and each.isfinite().all()
-            for each in floats
+        gates, mean, square, latest = floats
+        sound = (
+            all(each.dtype == torch.float32 and each.isfinite().all() for each in floats)
+            and (history.dtype, history.shape[1:]) == (torch.float64, (len(HISTORY),))
+            and gates.ndim == 2
+            and gates.shape == mean.shape == square.shape
+            and latest.shape == (min(len(history), LATEST), *gates.shape)
         )
-        if not (sound and history.dtype == torch.float64 and history.shape[1:] == (len(HISTORY),)):
+        if not sound:
             raise ProfileError(f"training checkpoint {path} is damaged; begin again without --resume")
         return cls(*floats, history.numpy()), facts
 

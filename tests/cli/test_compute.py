@@ -1,14 +1,19 @@
 """`profile compute` as a user has it: a folder in, a profile out, by every method."""
 
 import json
+import math
+import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery.measure import pace
+from kvsurgery import console
+from kvsurgery.measure import pace, settling, training, training_state
+from kvsurgery.measure.prompts import Contexts
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.command import done, refused, run
@@ -59,13 +64,63 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "-o", "p.safetensors"]
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
     said = done(*start, *lengths, "--minutes", 0.01)
-    assert "chosen for 0.01 min: --steps 4 --min-context 400 --max-context 2048 --passkeys 2\n" in said.err
+    chosen = "--steps 4 --min-context 400 --max-context 2048 --passkeys 2"
+    assert f"chosen for 0.01 min: {chosen} --reg 1.12\n" in said.err
     made = HeadProfile.load("p.safetensors").provenance
     assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
-    assert "16 of 16 gates are 0.8 or more: they have not separated. Train longer" in said.err
+    assert (made["reg"], made["until_settled"], made["steps_done"]) == (1.12, True, 4)
+    assert "settled" not in said.err
+    assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
     assert "give 1 min" in refused(*start, *lengths, "--minutes", 0.001)
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
-    assert "the settings that were printed" in run(*start, "--minutes", 1, "--resume", "--checkpoint", "state").err
+    done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.05)
+    made = HeadProfile.load("p.safetensors").provenance
+    assert (made["reg"], made["until_settled"]) == (0.05, False)
+
+
+def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch):
+    """Gates without weight stay at 1: they settle as soon as they may, and have not separated."""
+    monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)
+    for module in (settling, training, training_state):
+        monkeypatch.setattr(module, "LATEST", 4)
+    for name, steps in {"MOST": 20, "WANTED": 4, "LEAST": 3}.items():
+        monkeypatch.setattr(pace, name, steps)
+    start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "--sink", 4, "--recent", 16]
+    start += ["--max-context", 500, "--checkpoint", "state", "--minutes", 0.01, "--reg", 0]
+    said = done(*start, "-o", "p.safetensors")
+    steps = int(re.search(r"--steps (\d+)", said.err)[1])
+    enough = math.ceil(0.2 * steps + 4)
+    assert enough < steps
+    assert f"gates settled after {enough} of {steps} steps" in said.err
+    assert "16 of 16 gates are 0.8 or more: they have not separated; raise reg" in said.err
+    made = HeadProfile.load("p.safetensors")
+    assert (made.provenance["steps"], made.provenance["steps_done"]) == (steps, enough)
+    # the same command goes on where it stopped, and so do the options that it printed
+    monkeypatch.setattr(pace, "step_seconds", lambda *arguments: pytest.fail("the time was chosen before"))
+    again = done(*start, "--resume", "-o", "again.safetensors")
+    assert "chosen for" not in again.err
+    assert HeadProfile.load("again.safetensors") == made
+    printed = shlex.split(re.search(r"chosen for 0.01 min: (.*)", said.err)[1])
+    done(*start[: start.index("--max-context")], *printed, "--checkpoint", "state", "--resume", "-o", "p2.safetensors")
+    assert HeadProfile.load("p2.safetensors") == made
+    assert "data shortest is" in refused(*start, "--min-context", 300, "--resume", "-o", "p3.safetensors")
+
+
+def test_the_estimate_of_a_training_leaves_out_what_came_before(folder, monkeypatch):
+    """A clock on which choosing prompts takes an hour, and a step no time."""
+    now = [0.0]
+
+    class Slow(Contexts):
+        @classmethod
+        def of(cls, *arguments):
+            now[0] += 3600
+            return Contexts.of(*arguments)
+
+    monkeypatch.setattr("kvsurgery.measure.prompts.Contexts", Slow)
+    monkeypatch.setattr("kvsurgery.console.step_progress", partial(console.step_progress, clock=lambda: now[0]))
+    said = done("profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors")
+    assert "measuring duo 0/6\n" in said.err
+    assert "in all" not in said.err
 
 
 def test_a_training_goes_on_from_its_checkpoint(folder):

@@ -107,7 +107,7 @@ def test_permissions(here: Path, monkeypatch: pytest.MonkeyPatch, arguments: tup
 
 
 def test_a_training_is_not_replaced(here: Path) -> None:
-    one_step = replace(TrainingState.new(torch.zeros(2, 3)), history=np.zeros((1, 4)))
+    one_step = replace(TrainingState.new(torch.zeros(2, 3)), latest=torch.zeros(1, 2, 3), history=np.zeros((1, 4)))
     one_step.save(here / "state", {})
     nothing_happens(here, "state holds 1 steps of a training; go on with --resume", *DUO, "--checkpoint", "state")
 

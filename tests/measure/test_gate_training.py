@@ -223,7 +223,7 @@ class TestResume:
         with pytest.raises(ProfileError, match=r"no training checkpoint .*state\.safetensors to resume"):
             train(measured, checkpoint=tmp_path / "state.safetensors", resume=True)
 
-    @pytest.mark.parametrize("damage", ["cut", "shape", "number", "dtype", "metadata", "facts"])
+    @pytest.mark.parametrize("damage", ["cut", "shape", "latest", "number", "dtype", "metadata", "facts"])
     def test_a_damaged_checkpoint_is_refused(self, measured, tmp_path, damage):
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
@@ -239,10 +239,12 @@ class TestResume:
         else:
             if damage == "shape":
                 header["mean"]["shape"] = [4, 2]
+            elif damage == "latest":
+                header["latest"]["shape"] = [4, 2, 2]
             elif damage == "dtype":
                 header["gates"]["dtype"] = "I32"
             elif damage == "metadata":
-                header["__metadata__"]["version"] = "2"
+                header["__metadata__"]["version"] = "1"
             else:
                 header["__metadata__"]["facts"] = "{"
             text = json.dumps(header).encode()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, paced, step_seconds
+from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, Pace, paced, penalty, step_seconds
 from kvsurgery.measure.training import GateOptions
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
@@ -21,27 +21,29 @@ from tests.helpers.measured_models import measured_model
     st.floats(0, 1e-6),
     st.integers(2, 200_000),
     st.integers(2, 5000) | st.none(),
+    st.integers(0, 2000),
 )
-def test_a_training_fits_its_time(minutes, linear, square, most, longest):
+def test_a_training_fits_its_time(minutes, linear, square, most, longest, window):
     def seconds(tokens):
         return linear * tokens + square * tokens**2
 
     asked = Lengths(longest=longest and min(longest, most))
     try:
-        found = paced(minutes, seconds, most, asked)
+        found = paced(minutes, seconds, most, asked, window)
     except ProfileError as error:
-        assert 60 * minutes / seconds(asked.longest or min(SHORT, most)) < 2 * LEAST
+        assert 60 * minutes / seconds(asked.longest or min(max(SHORT, 2 * window), most)) < 2 * LEAST
         enough = float(str(error).split("give ")[1].split(" min")[0])
-        assert paced(enough, seconds, most, asked).steps >= LEAST
+        assert paced(enough, seconds, most, asked, window).steps >= LEAST
         return
     lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
     assert found.steps * np.mean([seconds(int(length)) for length in lengths]) <= 60 * minutes * (1 + 1e-7)
     assert LEAST <= found.steps <= MOST
     assert 2 <= found.shortest <= found.longest <= most
+    assert found.shortest > window or found.longest <= window
     assert found.longest == (asked.longest or found.longest)
     # prompts are only short where longer ones leave too few steps
     if found.steps < WANTED:
-        assert found.longest <= max(SHORT, asked.longest or 0)
+        assert found.longest <= max(SHORT, 2 * window, asked.longest or 0)
 
 
 def test_the_longer_the_time_the_longer_the_prompts():
@@ -53,11 +55,34 @@ def test_the_longer_the_time_the_longer_the_prompts():
     assert found[0].flags == "--steps 131 --min-context 384 --max-context 768 --passkeys 3"
 
 
+def test_prompts_are_longer_than_the_window():
+    def lengths(minutes, window, most=32_000, longest=None):
+        found = paced(minutes, lambda tokens: tokens / 60, most, Lengths(longest=longest), window)
+        return found.shortest, found.longest
+
+    assert lengths(21, 320) == (384, 768)
+    assert lengths(100, 1100) == (1101, 2200)
+    assert lengths(100, 1100, 1500) == (1101, 1500)
+    assert lengths(100, 320, longest=512) == (321, 512)
+
+
 def test_what_is_given_is_kept():
     found = paced(100, lambda tokens: tokens / 60, 32_000, Lengths(600, 5000, 7))
     assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
     with pytest.raises(ProfileError, match="in 2 min there is time for 12 steps with prompts of 384 to 768 tokens"):
         paced(2, lambda tokens: tokens / 60, 32_000)
+
+
+def test_fewer_steps_weigh_the_mean_gate_more():
+    assert [penalty(steps) for steps in (2000, 5000)] == [GateOptions().reg] * 2
+    assert [penalty(steps) for steps in (1000, 400, 200, 100, 6)] == [0.07, 0.11, 0.16, 0.22, 0.22]
+
+
+def test_a_training_to_go_on_with():
+    facts = {"steps": 300, "data": {"shortest": 384, "longest": 768, "passkeys": 3}}
+    assert Pace.of(facts) == Pace(300, 384, 768, 3)
+    with pytest.raises(ProfileError, match="the training to resume does not say its 'shortest'"):
+        Pace.of({"steps": 300, "data": {"prompts": "my own"}})
 
 
 def test_longer_steps_take_longer():

@@ -87,10 +87,16 @@ OPTIONS = {
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    help="duo: time for the training, in place of --steps; contexts and passkeys follow where they are not given.",
+    help="duo: time for the training, in place of --steps; it stops earlier when the gates have settled. Contexts, "
+    "passkeys and --reg follow where they are not given.",
 )
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo, rlkv-lite: peak learning rate.")
-@click.option("--reg", type=float, default=0.05, show_default=True, help="duo, rlkv-lite: weight of the mean gate.")
+@click.option(
+    "--reg",
+    type=float,
+    help="duo, rlkv-lite: weight of the mean gate in the loss; more separates more heads from full attention.  "
+    "[default: (0.05 for 2,000 steps, more for fewer)]",
+)
 @click.option(
     "--sink",
     type=int,
@@ -195,6 +201,7 @@ def compute(
     from kvsurgery.cli.profile.saving import save, save_losses
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.training import outcome
     from kvsurgery.processes import started_processes
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.head_profile import HeadProfile
@@ -223,6 +230,8 @@ def compute(
             raise Interrupted(f"--resume goes on from {options['checkpoint']}" if kept else "nothing is kept") from None
         if processes.rank == 0:
             if isinstance(profile, HeadProfile):
+                for line in outcome(profile) if history is not None else ():
+                    console.stderr.print(line, markup=False)
                 save(profile, out)
             else:
                 save_losses(profile, out)
@@ -233,8 +242,6 @@ def compute(
 
 def _leave_open(ctx: click.Context, options: dict[str, Any]) -> None:
     """Leave out the defaults of what follows from the time."""
-    if options["resume"]:
-        raise click.UsageError("--resume continues with the settings that were printed; give them instead of --minutes")
     if ctx.get_parameter_source("steps") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--minutes chooses --steps; leave one of them out")
     for name in ("min_context", "passkeys"):

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.model import MeasuredModel
-    from kvsurgery.measure.pace import Pace
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Contexts
     from kvsurgery.measure.training import GateOptions
@@ -27,18 +26,11 @@ TEXTS = 8  # of generated text, how many contexts are drawn from
 def _gates(
     method: str, measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict
 ) -> Measurement:
-    from dataclasses import replace
-
-    from kvsurgery import console
     from kvsurgery.measure.own_answers import OwnAnswers
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import GateOptions, KeptState, Progress, not_separated, train_gates
+    from kvsurgery.measure.training import KeptState, Progress, train_gates
 
-    gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "reg", "sink", "recent", "batch")})
-    if options["minutes"] is not None:
-        pace = _pace(measured, mesh, gates, options)
-        gates = replace(gates, steps=pace.steps)
-        options |= {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
+    gates = _gate_options(measured, mesh, options)
     contexts = _contexts(measured, options)
     if method == RLKV_LITE:
         count, kept = options["samples"], options["answers"]
@@ -53,7 +45,9 @@ def _gates(
     def progress(step: Progress) -> None:
         advance(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
 
-    profile, history = train_gates(
+    if mesh.processes.rank == 0 and not options["resume"]:
+        advance(0, gates.steps)  # the time until here says nothing of the steps
+    return train_gates(
         measured,
         prompts,
         gates,
@@ -63,20 +57,35 @@ def _gates(
         progress=progress,
         mesh=mesh,
     )
-    if mesh.processes.rank == 0 and (warning := not_separated(profile)):
-        console.stderr.print(warning, markup=False)
-    return profile, history
 
 
-def _pace(measured: MeasuredModel, mesh: Mesh, gates: GateOptions, options: dict) -> Pace:
+def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOptions:
+    """How gates are trained. Lengths of prompts that follow from the time are added to `options`."""
+    from dataclasses import replace
+
     from kvsurgery import console
-    from kvsurgery.measure.pace import Lengths, paced, step_seconds
+    from kvsurgery.measure.pace import Lengths, Pace, paced, penalty, step_seconds
+    from kvsurgery.measure.training import GateOptions
+    from kvsurgery.measure.training_state import TrainingState
 
-    given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
-    pace = paced(options["minutes"], step_seconds(measured, gates, mesh), measured.max_context, given)
-    if mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {options['minutes']:g} min: {pace.flags}", markup=False)
-    return pace
+    gates = GateOptions(**{name: options[name] for name in ("loss", "steps", "lr", "sink", "recent", "batch")})
+    begun = TrainingState.require(options["checkpoint"])[1] if options["resume"] else None
+    if (minutes := options["minutes"]) is not None:
+        if begun is None:
+            given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
+            seconds, window = step_seconds(measured, gates, mesh), gates.sink + gates.recent
+            pace = paced(minutes, seconds, measured.max_context, given, window)
+        else:
+            pace = Pace.of(begun)
+        gates = replace(gates, steps=pace.steps, until_settled=True)
+        chosen = {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
+        options |= {name: options[name] or value for name, value in chosen.items()}
+    gates = replace(gates, reg=penalty(gates.steps) if options["reg"] is None else options["reg"])
+    if begun is not None:
+        return replace(gates, until_settled=begun.get("until_settled", False))
+    if minutes is not None and mesh.processes.rank == 0:
+        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}", markup=False)
+    return gates
 
 
 def _attention(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:

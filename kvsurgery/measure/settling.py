@@ -1,0 +1,35 @@
+"""When gates have settled: when more steps would hardly change which heads stay full."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+LATEST = 40  # steps that are compared: the first half of them with the second
+SHARES = (0.25, 0.5, 0.75)  # of the heads that a user may keep full
+MOVED = 1 / 16  # how far a gate may move, as a part of the way that one goes which falls at the full learning rate
+EXCEPTIONS = 0.05  # share of the gates that may move further, and of full heads that may be others
+
+
+def settled(gates: np.ndarray, lr: float) -> bool:
+    """Whether gates have stood still over the latest steps.
+
+    Each prompt pushes the gates a little, so even settled gates vary from step to step. Their means over the two
+    halves of the steps are compared.
+
+    Args:
+        gates: float [LATEST, heads], after each step.
+        lr: peak learning rate: how far a gate falls in a step.
+    """
+    before, after = (half.mean(0, dtype=np.float64) for half in np.split(gates, 2))
+    moved = np.abs(after - before) > MOVED * lr * len(gates) / 2
+    return moved.mean() <= EXCEPTIONS and all(
+        _full_heads_stay(before, after, round(share * before.size)) for share in SHARES
+    )
+
+
+def _full_heads_stay(before: np.ndarray, after: np.ndarray, count: int) -> bool:
+    """Whether almost all of the `count` heads with the largest gates are the same."""
+    first, second = (set(np.argsort(-gates, kind="stable")[:count].tolist()) for gates in (before, after))
+    return len(first - second) <= math.ceil(EXCEPTIONS * count)

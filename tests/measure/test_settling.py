@@ -1,0 +1,134 @@
+"""Gates have settled when more steps would hardly change which heads are full, and a training stops there."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvsurgery.measure import settling, training, training_state
+from kvsurgery.measure.settling import LATEST, settled
+from kvsurgery.measure.training import GateOptions, KeptState, train_gates
+from tests.helpers.families import stock
+from tests.helpers.measured_models import measured_model
+
+HEADS, LR = 100, 0.02
+FEW = 10  # steps that are compared, in trainings of a few steps
+
+
+def trajectory(start, change=0.0, noise=0.0):
+    """float32 [LATEST, heads]: gates that change by `change` a step, and tremble."""
+    steps = np.arange(LATEST)[:, None]
+    rng = np.random.default_rng(0)
+    moved = np.asarray(start) + change * steps + noise * rng.standard_normal((LATEST, len(start)))
+    return moved.clip(0, 1).astype(np.float32)
+
+
+class TestTrajectories:
+    spread = np.linspace(0, 1, HEADS)
+
+    @pytest.mark.parametrize("value", [0.0, 0.9, 1.0])
+    def test_gates_that_are_all_alike(self, value):
+        assert settled(trajectory(np.full(HEADS, value)), LR)
+
+    @pytest.mark.parametrize("noise", [0.0, 0.02])
+    def test_gates_that_tremble_where_they_are(self, noise):
+        assert settled(trajectory(self.spread, noise=noise), LR)
+
+    @pytest.mark.parametrize("falling", [1, 5, 6, 50, 100])
+    def test_gates_that_fall(self, falling):
+        """One in twenty may."""
+        change = np.zeros(HEADS)
+        change[-falling:] = -0.002
+        assert settled(trajectory(self.spread, change), LR) == (falling <= 5)
+
+    def test_slow_gates_that_change_places(self):
+        """None of them moves far, but half of the full heads are others."""
+        close = np.repeat([0.50, 0.51], HEADS // 2)
+        change = np.repeat([0.0005, 0.0], HEADS // 2)
+        assert np.abs(change).max() < settling.MOVED * LR / 2
+        assert not settled(trajectory(close, change), LR)
+        assert settled(trajectory(close, change[::-1]), LR)
+
+    def test_no_matter_when_within_the_latest_steps(self):
+        """A jump of all gates is seen until it is long past."""
+        for jump in range(LATEST // 4, 3 * LATEST // 4):
+            gates = trajectory(np.full(HEADS, 0.9))
+            gates[jump:] -= 0.3
+            assert not settled(gates, LR)
+
+    @pytest.mark.parametrize("heads", [1, 2, 3, 8])
+    def test_one_head_of_few_falls(self, heads):
+        start = np.linspace(1, 0, heads)
+        assert settled(trajectory(start), LR)
+        assert not settled(trajectory(start, np.where(start == 1, -0.002, 0)), LR)
+
+
+class TestTraining:
+    options = GateOptions(steps=40, lr=0.1, reg=50.0, sink=3, recent=5, until_settled=True)
+
+    @pytest.fixture(autouse=True)
+    def few_steps(self, monkeypatch):
+        for module in (settling, training, training_state):
+            monkeypatch.setattr(module, "LATEST", FEW)
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def measured():
+        return measured_model(stock("llama", num_hidden_layers=2))
+
+    def train(self, measured, stop=None, kept=None, progress=None, **changed):
+        def prompts(step, place):
+            if step == stop:
+                raise KeyboardInterrupt
+            rng = np.random.default_rng([0, step, place])
+            tokens = torch.from_numpy(rng.integers(3, 101, (1, 30)))
+            targets = torch.zeros_like(tokens, dtype=torch.bool)
+            targets[:, -6:] = True
+            return tokens, targets
+
+        options = GateOptions(**{**vars(self.options), **changed})
+        return train_gates(measured, prompts, options, data={"seed": 0}, kept=kept, progress=progress)
+
+    def test_it_stops_once_the_gates_stand_still(self, measured):
+        """With so much weight on the mean gate, all gates fall to 0 and stay there."""
+        profile, history = self.train(measured)
+        reached = next(step for step, row in enumerate(history, 1) if row[2] == 0)
+        # the first half of the latest steps has to come close to 0 too
+        assert reached < len(history) <= reached + FEW < 40
+        assert profile.provenance["steps"] == 40
+        assert profile.provenance["steps_done"] == len(history)
+        assert profile.provenance["until_settled"] is True
+
+    def test_its_steps_are_those_of_the_whole_training(self, measured):
+        seen = []
+        _, history = self.train(measured, progress=seen.append)
+        whole, all_of_it = self.train(measured, until_settled=False)
+        assert whole.provenance["steps_done"] == len(all_of_it) == 40
+        np.testing.assert_array_equal(history, all_of_it[: len(history)])
+        assert [each.step for each in seen] == list(range(1, len(history) + 1))
+        assert {each.steps for each in seen} == {40}
+
+    @pytest.mark.parametrize("steps", [11, 12, 13, 30, 40])
+    def test_never_by_the_steps_of_the_warm_up(self, measured, steps):
+        """Without weight on them, gates never leave 1."""
+        profile, history = self.train(measured, steps=steps, reg=0.0)
+        assert len(history) == min(steps, -(-steps // 5) + FEW)
+        assert (profile.scores == 1).all()
+
+    def test_not_while_they_fall(self, measured):
+        _, history = self.train(measured, lr=0.03, steps=30)
+        assert history[-1][2] > 0.2
+        assert len(history) == 30
+
+    def test_a_resumed_training_stops_at_the_same_step(self, measured, tmp_path):
+        whole, history = self.train(measured)
+        for stop in (1, len(history) - 2, len(history) - 1):
+            path = tmp_path / f"{stop}.safetensors"
+            with pytest.raises(KeyboardInterrupt):
+                self.train(measured, stop, KeptState(path))
+            profile, again = self.train(measured, kept=KeptState(path, resume=True))
+            assert profile == whole
+            assert again.tobytes() == history.tobytes()
+            # what has stopped does not go on
+            profile, again = self.train(measured, 0, KeptState(path, resume=True))
+            assert profile == whole
+            assert again.tobytes() == history.tobytes()
