@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,22 +61,30 @@ def prompt_states(model: PreTrainedModel, prompt: torch.Tensor) -> States:
 
 
 @torch.inference_mode()
-def next_tokens(
-    model: PreTrainedModel, quantization: Quantization | None, states: States, tokens: torch.Tensor
-) -> torch.Tensor:
-    """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt.
-
-    The cache is filled as the prompt's own forward fills it.
-    """
-    cache_class = type(model(tokens[:, :1]).past_key_values)
-    cache = cache_class(model.config, quantization=quantization)
-    prompt = states[0][0].shape[2]
-    cache.begin(None, 1, prompt)
-    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+def filled(cache: Any, states: States) -> Any:
+    """An empty cache, filled with the states of a prompt as the prompt's own forward fills it."""
+    if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
+        cache.begin(None, *states[0][0].shape[::2])
+    for number, (keys, values) in enumerate(states):
+        if not hasattr(cache, "begin"):
+            cache.update(keys, values, number)
+            continue
+        layer = cache.layers[number]
+        quantization = layer.layout.quantization
         rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
         keys = rotated(keys, heads) if rotate == "both" else keys
         layer.lazy_initialization(keys)
         layer.append(keys, values if rotate == "none" else rotated(values, heads))
+    return cache
+
+
+@torch.inference_mode()
+def next_tokens(
+    model: PreTrainedModel, quantization: Quantization | None, states: States, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt."""
+    cache_class = type(model(tokens[:, :1]).past_key_values)
+    cache = filled(cache_class(model.config, quantization=quantization), states)
     return model(tokens, past_key_values=cache).logits[0].float().log_softmax(-1)
 
 

@@ -1,0 +1,243 @@
+"""What the errors of a quantized cache add up to in generated answers: ours and transformers', on a language model.
+
+    pip install optimum-quanto hqq    # what is not installed is left out
+    python benchmarks/generated_answers.py MODEL book.txt other.txt --json generated.json
+    python benchmarks/generated_answers.py --show generated.json
+
+The stock model is asked to continue pieces of the texts, and answers greedily. Every cache begins with the same states
+of the prompts. It reads the stock model's answers, a few tokens at a time: how far does the distribution of the next
+token move, and how often is the most likely token another one? Then it generates answers itself: where do they first
+differ from the stock model's, and how many tokens are the same at the same place? No answer ends before its last token.
+Bytes are those of the storage of all tensors in the cache at the end of the answers, as a model in 16 bit has them. An
+interrupted run continues from its JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from cache_quality import filled
+from peers.held import held_bytes
+from quantized_cache import BACKENDS, converted
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantizedCache,
+)
+from transformers.utils import logging
+
+from kvsurgery import __version__, console
+from kvsurgery.bench.caches import unusable
+from kvsurgery.policy.policy import Quantization
+from kvsurgery.text.chat import around_turn
+from kvsurgery.text.haystack import Haystack, token_ids
+
+ORIGINAL = "original"
+REQUEST = "Continue this text at length.\n\n"
+CHUNK = 16  # tokens of an answer that are read at once; far fewer than a cache quantizes together
+QUARTERS = 4
+
+
+def settings() -> dict[str, Quantization | None]:
+    """Our caches, by name; first those whose comparison says most."""
+    plain = partial(Quantization, sink=0, rotate="none", clip=False)
+    found: dict[str, Quantization | None] = {}
+    for bits in (4, 2):
+        found[f"kvsurgery, {bits} bits"] = Quantization(bits)
+        found[f"kvsurgery 0.1.0, {bits} bits"] = plain(bits)
+        found[f"KIVI in groups of 32, {bits} bits"] = plain(bits, group_size=32)
+    found |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
+    found["kvsurgery, unquantized"] = None
+    for bits in (2, 3, 4):
+        found[f"kvsurgery, {bits} bits, keys rotated"] = Quantization(bits, rotate="both", clip=bits == 2)
+    return found | {f"kvsurgery, {bits} bits per token": Quantization(bits, "per-token") for bits in (4, 2, 3, 8)}
+
+
+def contenders(
+    stock: PreTrainedModel, emitted: PreTrainedModel
+) -> dict[str, tuple[PreTrainedModel, Callable[[], Any]]]:
+    """Models with what makes an empty cache, by name: the original first, then ours and those of transformers."""
+    found: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
+        ORIGINAL: (stock, partial(DynamicCache, config=stock.config))
+    }
+    cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
+    for name, quantization in settings().items():
+        found[name] = emitted, partial(cache, emitted.config, quantization=quantization)
+    for backend, scaled in (("quanto", "channel"), ("hqq", "token")):
+        keys, values = BACKENDS[backend][1][scaled]
+        for bits in (4, 2):
+            options = {"nbits": bits, "axis_key": keys, "axis_value": values}
+            found[f"QuantizedCache, {backend}, {bits} bits"] = (
+                stock,
+                partial(QuantizedCache, backend, stock.config, **options),
+            )
+    return found | {"QuantizedCache, fp8": (stock, partial(QuantizedCache, "fp8", stock.config))}
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, pieces: int) -> torch.Tensor:
+    """Prompts [texts * pieces, length]: in the chat template, a request and a piece of a text."""
+    around = around_turn(tokenizer)
+    if around is None:
+        raise SystemExit("the tokenizer has no chat template; give an instruct model")
+    before, after = token_ids(tokenizer, around[0] + REQUEST), token_ids(tokenizer, around[1])
+    rest, made = length - len(before) - len(after), []
+    for text in texts:
+        tokens = Haystack.read(str(text), tokenizer, rest).tokens.tolist()
+        starts = torch.linspace(0, len(tokens) - rest, pieces + 2).long().tolist()[1:-1]
+        made += [[*before, *tokens[start : start + rest], *after] for start in starts]
+    return torch.tensor(made)
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, cache: Any, first: torch.Tensor, count: int, end: int) -> torch.Tensor:
+    """Greedy answers [rows, count] without the token `end`, which begin with the tokens `first` [rows]."""
+    tokens = [first]
+    for _ in range(count - 1):
+        logits = model(tokens[-1][:, None], past_key_values=cache).logits[:, -1]
+        logits[:, end] = -torch.inf
+        tokens.append(logits.argmax(-1))
+    return torch.stack(tokens, 1)
+
+
+@torch.inference_mode()
+def compared(
+    model: PreTrainedModel, cache: Any, answers: torch.Tensor, original: list[torch.Tensor]
+) -> dict[str, list[float]]:
+    """Divergence, and share of most likely tokens that agree, by quarter of answers [rows, tokens] that are read.
+
+    Args:
+        original: the original's log-probabilities, by chunk; filled by the first contender, the original.
+    """
+    divergences, same = [], []
+    for number, chunk in enumerate(answers.split(CHUNK, 1)):
+        logs = model(chunk, past_key_values=cache).logits.float().log_softmax(-1)
+        if number == len(original):
+            original.append(logs)
+        divergences.append(F.kl_div(logs, original[number], log_target=True, reduction="none").sum(-1))
+        same.append((logs.argmax(-1) == original[number].argmax(-1)).float())
+    return {name: by_quarter(torch.cat(parts, 1)) for name, parts in (("kl", divergences), ("same", same))}
+
+
+def by_quarter(figures: torch.Tensor) -> list[float]:
+    """Means of [rows, tokens] over rows and over the tokens of each quarter."""
+    return [quarter.mean().item() for quarter in figures.tensor_split(QUARTERS, 1)]
+
+
+def beside(answers: torch.Tensor, original: torch.Tensor) -> dict[str, list]:
+    """By row of [rows, tokens], the first token that differs, counted from 0, and the share of those that agree."""
+    same = answers == original
+    first = torch.where(same.all(1), same.shape[1], (~same).int().argmax(1))
+    return {"first_difference": first.tolist(), "agreement": same.float().mean(1).tolist()}
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of a Markdown table."""
+    last = found["settings"]["new"]
+    quarters = [f"{last * (number + 1) // QUARTERS:,}" for number in range(QUARTERS)]
+    head = [
+        "cache",
+        "bytes",
+        f"KL up to {quarters[0]}",
+        *quarters[1:],
+        "same next token",
+        "first difference",
+        "same tokens",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    results = found["results"]
+    for name, result in sorted(results.items(), key=lambda pair: -pair[1]["kv_bytes"]):
+        share = result["kv_bytes"] / results[ORIGINAL]["kv_bytes"]
+        cells = [name, f"{share:.0%}", *(f"{kl:.4f}" for kl in result["kl"]), f"{fmean(result['same']):.1%}"]
+        if "agreement" in result:
+            cells += [f"{median(result['first_difference']):.0f}", f"{fmean(result['agreement']):.0%}"]
+        lines.append("| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="folder of a stock instruct checkpoint")
+    parser.add_argument("texts", type=Path, nargs="*", metavar="TEXT", help="UTF-8 texts")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--pieces", type=int, default=4, help="of each text")
+    parser.add_argument("--json", type=Path, help="results; those there are not computed again")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="print these results as a table, and measure nothing")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print("\n".join(table(json.loads(arguments.show.read_text()))))
+        return
+    if not (arguments.model and arguments.texts and arguments.json):
+        parser.error("give MODEL, TEXT and --json, or --show")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    wanted = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
+    wanted["texts"] = [text.name for text in arguments.texts]
+    if found.setdefault("settings", wanted) != wanted:
+        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
+    found["versions"] = {
+        "kvsurgery": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    measure(arguments, found)
+
+
+def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Add what is missing to the results, and write them after each cache."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    assert tokenizer is not None  # for the checker: transformers' types say it may be
+    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as scratch:
+        emitted = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    end = tokenizer.eos_token_id
+    with torch.inference_mode():
+        output = stock(prompts(tokenizer, arguments.texts, arguments.prompt, arguments.pieces), logits_to_keep=1)
+        output.logits[:, :, end] = -torch.inf
+    first = output.logits[:, -1].argmax(-1)
+    states = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+    if "answers" not in found:
+        tokens = generated(stock, output.past_key_values, first, arguments.new, end)
+        found["answers"] = [" ".join(map(str, answer)) for answer in tokens.tolist()]  # each on one line of the file
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    answers = torch.tensor([[*map(int, answer.split())] for answer in found["answers"]])
+    original: list[torch.Tensor] = []
+    results = found.setdefault("results", {})
+    for name, (model, make) in contenders(stock, emitted).items():
+        begin = time.process_time()
+        result: dict[str, Any] = results.get(name, {})
+        if name != ORIGINAL and "agreement" in result:
+            continue
+        if model is stock and name != ORIGINAL and (reason := unusable(make)):
+            console.stderr.print(f"left out: {name} ({reason})", markup=False)
+            continue
+        if name == ORIGINAL or "kl" not in result:
+            cache = filled(make(), states)
+            figures = compared(model, cache, answers, original)
+            result = results[name] = {**figures, "kv_bytes": held_bytes(cache, widest=2)}
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        if name != ORIGINAL:
+            result |= beside(generated(model, filled(make(), states), first, arguments.new, end), answers)
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        console.stderr.print(
+            f"{len(results)}: {name}: KL {fmean(result['kl']):.5f}, {time.process_time() - begin:.0f} s", markup=False
+        )
+
+
+if __name__ == "__main__":
+    main()
