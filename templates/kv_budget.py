@@ -19,9 +19,7 @@ from .kv_torch import Scoring
 class BudgetedHeads:
     """One layer's budgeted heads: a group each, and what they need while the prompt comes in."""
 
-    # where budgets hold (kv_hold.py), these and the methods that do nothing here are others
     due = EVERY  # the column before which heads select again
-    margin = EVERY  # how many columns can be taken back
 
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
         """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
@@ -46,17 +44,8 @@ class BudgetedHeads:
         if self.observed is not None:
             self.observed = rows(self.observed)
 
-    def widen(self, margin: int, seen: int, capacity: int) -> None:
-        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
-
-    def reserve(self, columns: int) -> None:
-        """Make room for what heads know of each token that they have selected, of so many columns."""
-
     def watch(self, column: int, query: torch.Tensor) -> None:
         """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
-
-    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
 
     def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
         """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and

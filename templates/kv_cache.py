@@ -7,7 +7,6 @@ appends them and attends.
 
 import copy
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .kv_budget import BudgetedHeads
 from .kv_heads import Columns, HeadGroup, Rows, allocate, bind, on_device
+from .kv_hold import HeldHeads
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
@@ -139,7 +139,7 @@ class KVLayerCache(HandingLayer):
         streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
         self.groups = [full, streaming]
         if layout.budgets:
-            kind = _held_heads() if layout.holds else BudgetedHeads
+            kind = HeldHeads if layout.holds else BudgetedHeads
             self.budgeted = kind(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
         self.is_initialized = True
@@ -157,6 +157,11 @@ class KVLayerCache(HandingLayer):
     @property
     def streaming(self) -> HeadGroup:
         return self.groups[1]
+
+    @property
+    def held(self) -> HeldHeads | None:
+        """The heads whose budgets hold, if there are any."""
+        return self.budgeted if isinstance(self.budgeted, HeldHeads) else None
 
     @property
     def quantized(self) -> list[QuantizedGroup]:
@@ -189,12 +194,12 @@ class KVLayerCache(HandingLayer):
         quantized = self.quantized
         for group in quantized:
             group.settled = self.columns.settled
-        for group in dict.fromkeys([self.streaming, *quantized, *([self.budgeted] if self.budgeted else [])]):
+        for group in dict.fromkeys([self.streaming, *quantized, *([self.held] if self.held else [])]):
             if self.columns.margin > group.margin:
                 group.widen(self.columns.margin, self.seen, self.capacity)
                 self.table = None
-        if self.budgeted:
-            self.budgeted.reserve(self.capacity)
+        if self.held:
+            self.held.reserve(self.capacity)
         slots = [group.wanted(self.capacity) for group in self.groups]
         counts = [group.wanted_tiles(self.capacity) for group in quantized]
         if self.keys is None or slots != self.slots:
@@ -322,20 +327,6 @@ class KVLayerCache(HandingLayer):
         for group in self.groups:
             group.take_rows(rows.of)
             group.align(self.pads)
-
-
-def _held_heads() -> type[BudgetedHeads]:
-    """How heads are stored whose budgets hold. Imported by name, as only checkpoints with such heads have the module.
-
-    Raises:
-        RuntimeError: this one has not.
-    """
-    try:
-        return import_module(".kv_hold", __package__).HeldHeads
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            "budgets of this config.json hold, and kv_hold.py is not beside it; convert the model again, with --hold"
-        ) from error
 
 
 def linear_layer() -> Any:

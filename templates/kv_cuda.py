@@ -39,9 +39,9 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     pack(layer)
     table = layer.head_table()
     columns = layer.columns.on(query.device)
-    if layer.budgeted:
-        heads = len(layer.budgeted.groups) * query.shape[1] // key.shape[1]
-        layer.budgeted.watch_step(columns, query[:, -heads:])
+    if layer.held:
+        heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
+        layer.held.watch_step(columns, query[:, -heads:])
     kv_store.append(table, columns, key, value)
     layer.advance(1)
     return kv_decode.decode(query[:, :, 0], table, columns, scoring)[:, None]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.policy.policy import Policy
 from kvsurgery.resources import TEMPLATES
 
 HEADER = f"""\
@@ -18,26 +16,8 @@ HEADER = f"""\
 """
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a checkpoint's code has to do beyond full, streaming and budgeted heads.
-
-    Attributes:
-        hold: keep budgets while generating.
-        reform: gather the tokens of long prompts.
-    """
-
-    hold: bool = False
-    reform: bool = False
-
-    @classmethod
-    def of(cls, policy: Policy) -> Needs:
-        """Those of a policy."""
-        return cls(any(layer.holds for layer in policy.layout.layers), policy.reform is not None)
-
-
-def modeling_code(family: Family, needs: Needs) -> str:
-    """The source of a family's modeling file."""
+def modeling_code(family: Family, reform: bool) -> str:
+    """The source of a family's modeling file; with `reform`, it can gather the tokens of long prompts."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -47,13 +27,13 @@ def modeling_code(family: Family, needs: Needs) -> str:
     )
     model, *_, generator = family.classes.values()
     return environment.get_template("modeling_kvsurgery.py.jinja").render(
-        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], **vars(needs)
+        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], reform=reform
     )
 
 
-def code_files(family: Family, needs: Needs) -> dict[str, bytes]:
+def code_files(family: Family, reform: bool) -> dict[str, bytes]:
     """Every code file of a converted checkpoint by name, in the order to read them: no more than the model runs."""
-    modeling = modeling_code(family, needs)
+    modeling = modeling_code(family, reform)
     files = {f"{family.module}.py": modeling}
     for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
         files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")

@@ -9,10 +9,8 @@ import pytest
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family, load_family, supported
-from kvsurgery.emit.modeling import Needs, code_files, modeling_code
+from kvsurgery.emit.modeling import code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
-
-EVERYTHING = Needs(hold=True, reform=True)
 
 
 def family(name: str) -> Family:
@@ -29,10 +27,10 @@ def relative_imports(code: bytes) -> set[str]:
     return {f"{module}.py" for module in found}
 
 
-@pytest.mark.parametrize("needs", [Needs(), Needs(hold=True), EVERYTHING], ids=["plain", "hold", "everything"])
+@pytest.mark.parametrize("reform", [False, True], ids=["plain", "reform"])
 @pytest.mark.parametrize("name", supported())
-def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Needs) -> None:
-    files = code_files(family(name), needs)
+def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, reform: bool) -> None:
+    files = code_files(family(name), reform)
     modeling, *modules = files
     assert modeling == f"modeling_kvsurgery_{name}.py"
     assert relative_imports(files[modeling]) == set(modules)  # transformers 4 copies no others
@@ -40,7 +38,6 @@ def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Ne
     while needed:
         reached |= needed
         needed = {module for each in needed for module in runtime_imports(files[each])} - reached
-        needed |= {module for each in reached for module in imports_by_name(files[each])} & set(files) - reached
     assert reached == set(files)
 
 
@@ -51,37 +48,25 @@ def runtime_imports(code: bytes) -> set[str]:
     return relative_imports(ast.unparse(tree).encode())
 
 
-def imports_by_name(code: bytes) -> set[str]:
-    """The modules that a file imports by name: not every checkpoint has them."""
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    names = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "import_module"]
-    return {f"{name.removeprefix('.')}.py" for name in names}
-
-
 def test_no_module_imports_one_that_imports_it() -> None:
-    files = code_files(family("llama"), EVERYTHING)
+    files = code_files(family("llama"), reform=True)
     TopologicalSorter({name: runtime_imports(code) for name, code in files.items()}).prepare()
 
 
 def test_only_reform_reads_long_prompts() -> None:
-    plain, reform = (set(code_files(family("llama"), needs)) for needs in (Needs(), Needs(reform=True)))
+    plain, reform = (set(code_files(family("llama"), reform)) for reform in (False, True))
     assert reform - plain == {"kv_encode.py", "kv_gather.py", "kv_reform.py"}
-
-
-def test_only_budgets_that_hold_select_again() -> None:
-    plain, hold = (set(code_files(family("llama"), needs)) for needs in (Needs(), Needs(hold=True)))
-    assert hold - plain == {"kv_hold.py"}
 
 
 @pytest.mark.parametrize("name", supported())
 def test_classes_are_those_that_the_config_names(name: str) -> None:
-    code = code_files(family(name), EVERYTHING)[f"modeling_kvsurgery_{name}.py"]
+    code = code_files(family(name), True)[f"modeling_kvsurgery_{name}.py"]
     classes = [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
     assert classes == [*dict.fromkeys(family(name).classes.values())]
 
 
 def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
-    for code in code_files(family("llama"), EVERYTHING).values():
+    for code in code_files(family("llama"), True).values():
         licence, version, *_ = code.decode().splitlines()
         assert licence == "# SPDX-License-Identifier: Apache-2.0"
         assert f"kvsurgery {__version__}" in version
@@ -89,8 +74,8 @@ def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
 
 
 def test_code_that_needs_a_later_transformers_says_so():
-    code = modeling_code(family("qwen2_moe"), Needs())
+    code = modeling_code(family("qwen2_moe"), reform=False)
     assert "\nrequire_transformers(5)\n" in code
-    assert "require_transformers" not in modeling_code(family("llama"), Needs())
+    assert "require_transformers" not in modeling_code(family("llama"), reform=False)
     with pytest.raises(ImportError, match="needs transformers 99"):
         require_transformers(99)
