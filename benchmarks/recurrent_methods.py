@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from kvsurgery.templates.kv_budget import attention_received
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, best_places
 from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_torch import Scoring, attention_received
 
 EVERYTHING = 2**62  # tokens
 

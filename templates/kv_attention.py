@@ -22,9 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
-from .kv_budget import BudgetedHeads
 from .kv_cache import Handle, KVLayerCache
-from .kv_heads import HeadGroup, check_padding, leading_padding
+from .kv_heads import HeadGroup, SelectingHeads, check_padding, leading_padding
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup, rotated
 from .kv_torch import Scoring
@@ -290,7 +289,7 @@ def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType) -> Re
 
 
 def _of_budgeted(
-    query, key, value, heads: BudgetedHeads, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+    query, key, value, heads: SelectingHeads, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
 ) -> tuple[torch.Tensor, Read]:
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 

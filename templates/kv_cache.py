@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_budget import BudgetedHeads
-from .kv_heads import Columns, HeadGroup, Rows, allocate, bind, on_device
-from .kv_hold import HeldHeads
+from .kv_heads import Columns, HeadGroup, Rows, SelectingHeads, allocate, bind, on_device, selecting_heads
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
@@ -122,7 +120,7 @@ class KVLayerCache(HandingLayer):
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.groups: list[HeadGroup] = []
-        self.budgeted: BudgetedHeads | None = None
+        self.budgeted: SelectingHeads | None = None
         self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
         self.slots: list[int] = []  # of a head of each group
         self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantized group has
@@ -138,9 +136,8 @@ class KVLayerCache(HandingLayer):
         full = head_group(key_states, layout.full, layout.quantization)
         streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
         self.groups = [full, streaming]
-        if layout.budgets:
-            kind = HeldHeads if layout.holds else BudgetedHeads
-            self.budgeted = kind(key_states, layout, self.columns.prompt)
+        if selecting := selecting_heads(layout):
+            self.budgeted = selecting(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
         self.is_initialized = True
 
@@ -159,9 +156,9 @@ class KVLayerCache(HandingLayer):
         return self.groups[1]
 
     @property
-    def held(self) -> HeldHeads | None:
+    def held(self) -> SelectingHeads | None:
         """The heads whose budgets hold, if there are any."""
-        return self.budgeted if isinstance(self.budgeted, HeldHeads) else None
+        return self.budgeted if self.layout.holds else None
 
     @property
     def quantized(self) -> list[QuantizedGroup]:

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache
 
-from .kv_budget import attention_received
 from .kv_cache import HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_reform import Reform
-from .kv_torch import Scoring
+from .kv_torch import Scoring, attention_received
 
 
 class Exit(Exception):

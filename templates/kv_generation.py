@@ -9,6 +9,7 @@ import transformers
 from .kv_attention import NAME
 from .kv_cache import KVSurgeryCache
 from .kv_graph import DecodeGraph
+from .kv_heads import selecting_heads
 from .kv_layout import KVLayout, Quantization
 
 
@@ -19,6 +20,8 @@ class KVSurgeryModel:
 
     def __init__(self, config, *args, **kwargs):
         layout = KVLayout.from_config(config)
+        for layer in layout.layers:
+            selecting_heads(layer)  # before weights are loaded, whether their code is here
         super().__init__(config, *args, **kwargs)
         decoder = self.get_decoder()
         decoder.config._attn_implementation = NAME  # a vision tower beside it keeps another

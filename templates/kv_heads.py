@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from .kv_layout import EVERY
+from .kv_layout import EVERY, LayerLayout
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
@@ -160,6 +160,100 @@ class HeadGroup:
     def take_rows(self, of: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
         self.dropped, self.skips, self.packed = of(self.dropped), of(self.skips), of(self.packed)
+
+
+class SelectingHeads:
+    """One layer's budgeted heads, as the cache and attention know them: a group each, and what they need to select.
+
+    kv_budget.py has them, and kv_hold.py those whose budgets hold. A checkpoint carries these files where it has such
+    heads; each adds its class to `SELECTING`.
+    """
+
+    budgets: tuple[int, ...]
+    prompt: int  # columns of the prompt
+    groups: Sequence[HeadGroup]
+    waiting: HeadGroup  # the prompt, by column
+    selected = False  # whether the prompt is complete
+    due = EVERY  # the column before which heads select again
+    margin = 0  # columns that can be taken back
+
+    def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
+        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated beside the groups."""
+        raise NotImplementedError
+
+    def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store columns of a prompt that comes in chunks."""
+        raise NotImplementedError
+
+    def observe(self, column: int, query: torch.Tensor) -> None:
+        """Remember those queries, at columns from `column` on, that lie in the prompt's observation window."""
+        raise NotImplementedError
+
+    def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring) -> torch.Tensor:
+        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column, and forget what has
+        waited.
+
+        The device is not waited for: how many columns a head keeps follows from the padding.
+
+        Args:
+            pads: left padding of each row; none is an empty list.
+
+        Returns:
+            The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
+        """
+        raise NotImplementedError
+
+    def take_rows(self, rows: "Rows") -> None:
+        """Follow a change of rows in what is stored beside the groups."""
+        raise NotImplementedError
+
+    def oldest(self, settled: int) -> int:
+        """The first column that can be taken back, once selected; `settled` columns never are."""
+        raise NotImplementedError
+
+    # what only budgets that hold need
+
+    def widen(self, margin: int, seen: int, capacity: int) -> None:
+        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
+
+    def reserve(self, columns: int) -> None:
+        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
+
+    def watch(self, column: int, query: torch.Tensor) -> None:
+        """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
+
+    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
+        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
+
+    def renew(self, layer) -> None:
+        """Select again before column `due`: drop all but budget and window. The device is not waited for."""
+
+    def take_back(self, length: int, layer) -> None:
+        """Forget selections that columns from `length` on have made."""
+
+
+SELECTING: dict[bool, type[SelectingHeads]] = {}  # by whether budgets hold
+
+
+def selecting_heads(layout: LayerLayout) -> type[SelectingHeads] | None:
+    """The class of a layer's budgeted heads; None: it has none.
+
+    Raises:
+        ValueError: this checkpoint was converted without such heads, and does not carry their code.
+    """
+    if not layout.budgets:
+        return None
+    if layout.holds not in SELECTING:
+        heads, options = (" whose budgets hold", " and --hold") if layout.holds else ("", "")
+        raise ValueError(
+            f"config.json asks for budgeted heads{heads}, and this checkpoint was converted without their code; "
+            f"convert the original model with --rest budgeted{options}"
+        )
+    return SELECTING[layout.holds]
 
 
 def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kv_budget import BudgetedHeads, attention_received, most_important, weighted
-from .kv_heads import HeadGroup, Rows, on_device
+from .kv_budget import BudgetedHeads, most_important, weighted
+from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, LayerLayout
-from .kv_torch import Scoring
+from .kv_torch import Scoring, attention_received
 
 
 class Renewal(NamedTuple):
@@ -44,7 +44,6 @@ class HeldHeads(BudgetedHeads):
             group.most = budget + self.selection.window + self.hold
         self.asked: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
-        self.margin = 0
         self.spare = HeadGroup(states, len(self.budgets))  # what selections have dropped that may be taken back
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
@@ -73,7 +72,6 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def widen(self, margin: int, seen: int, capacity: int) -> None:
-        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
         old, slots = self.asked, self.selection.spare(margin)
         if old is not None:
             self.asked = old.new_zeros(*old.shape[:2], self.selection.window + margin, old.shape[3])
@@ -86,7 +84,6 @@ class HeldHeads(BudgetedHeads):
         self.spare.keys, self.spare.values = after
 
     def reserve(self, columns: int) -> None:
-        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
         counts = [self.selection.scores(budget, columns) for budget in self.budgets]
         if counts != self.counts:
             before = self._scores(max(self.counts))
@@ -130,14 +127,12 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
         ring = self._ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def renew(self, layer) -> None:
-        """Select again before column `due`: drop all but budget and window. The device is not waited for."""
         column, window, before = self.due, self.selection.window, [group.dropped for group in self.groups]
         self.due += self.hold
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
@@ -248,6 +243,9 @@ class HeldHeads(BudgetedHeads):
             layer.table.skipped[:, -len(self.groups) :] = on_device(
                 self._by_row("skips"), layer.table.skipped.device, torch.int32
             )
+
+
+SELECTING[True] = HeldHeads
 
 
 def _taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:

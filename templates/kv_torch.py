@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import HeadGroup, on_device
+from .kv_heads import HeadGroup, block_elements, on_device
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup
 
@@ -112,6 +112,42 @@ def _folded(
     return folded, mask
 
 
+def attention_received(
+    query: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, scoring: Scoring, stops: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention that columns get from queries at the last of them, mean over these and over a group's query heads.
+
+    Scores are computed twice, in blocks of keys, and never held whole.
+
+    Args:
+        query: [batch, heads * group, window, head_dim].
+        keys: [batch, heads, columns, head_dim].
+        padding: int [batch, 1, 1].
+        stops: int [batch, heads, 1], the columns that each head has, of which the last ones ask; by default all.
+
+    Returns:
+        float32 [batch, heads, columns]; NaN in rows of which a query is padding.
+    """
+    batch, heads, columns, head_dim = keys.shape
+    window = query.shape[2]
+    folded = query.float().reshape(batch, heads, -1, head_dim)
+    column = torch.arange(columns, device=keys.device)
+    asking = torch.arange(-window, 0, device=keys.device) + (columns if stops is None else stops)
+
+    def scores(block: slice) -> torch.Tensor:
+        """[batch, heads, group, window, n]"""
+        part = scoring.scores(folded @ keys[:, :, block].float().mT)
+        visible = (column[block] >= padding[:, None]) & (column[block] <= asking[..., None])
+        return part.unflatten(2, (-1, window)).masked_fill(~visible[:, :, None], float("-inf"))
+
+    size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
+    blocks = [slice(first, first + size) for first in range(0, columns, size)]
+    lse = torch.stack([scores(block).logsumexp(-1) for block in blocks]).logsumexp(0)[..., None]
+    if scoring.sinks is not None:
+        lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
+    return torch.cat([(scores(block) - lse).exp().mean((2, 3)) for block in blocks], -1)
+
+
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +185,7 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout
 @torch.inference_mode(False)
 @torch.no_grad()
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer) -> None:
-    """Store the columns that each budgeted head keeps of a prompt: what `BudgetedHeads.select` returns.
+    """Store the columns that each budgeted head keeps of a prompt: what `SelectingHeads.select` returns.
 
     Args:
         keys, values: [batch, heads, prompt, head_dim], by column.

@@ -6,7 +6,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.emit.card import model_card
 from kvsurgery.emit.config import converted_config, converted_generation_config, to_json
-from kvsurgery.emit.modeling import code_files
+from kvsurgery.emit.modeling import Needs, code_files
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 
@@ -20,7 +20,7 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) 
     config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
     original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    files = code_files(family, reform=policy.reform is not None)
+    files = code_files(family, Needs.of(policy))
     card = model_card(checkpoint.name, config, profile, policy, files, original, family.replicated)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.policy.policy import Policy
 from kvsurgery.resources import TEMPLATES
 
 HEADER = f"""\
@@ -16,8 +18,27 @@ HEADER = f"""\
 """
 
 
-def modeling_code(family: Family, reform: bool) -> str:
-    """The source of a family's modeling file; with `reform`, it can gather the tokens of long prompts."""
+@dataclass(frozen=True)
+class Needs:
+    """What a checkpoint needs beside the code of every checkpoint."""
+
+    reform: bool = False  # long prompts are gathered
+    budgets: bool = False  # a layer has budgeted heads
+    holds: bool = False  # their budgets hold after the prompt
+
+    @classmethod
+    def of(cls, policy: Policy) -> Needs:
+        """What a policy's checkpoint needs."""
+        layers = policy.layout.layers
+        return cls(
+            reform=policy.reform is not None,
+            budgets=any(layer.budgets for layer in layers),
+            holds=any(layer.budgets and layer.holds for layer in layers),
+        )
+
+
+def modeling_code(family: Family, needs: Needs) -> str:
+    """The source of a family's modeling file."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -27,13 +48,13 @@ def modeling_code(family: Family, reform: bool) -> str:
     )
     model, *_, generator = family.classes.values()
     return environment.get_template("modeling_kvsurgery.py.jinja").render(
-        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], reform=reform
+        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], needs=needs
     )
 
 
-def code_files(family: Family, reform: bool) -> dict[str, bytes]:
+def code_files(family: Family, needs: Needs) -> dict[str, bytes]:
     """Every code file of a converted checkpoint by name, in the order to read them: no more than the model runs."""
-    modeling = modeling_code(family, reform)
+    modeling = modeling_code(family, needs)
     files = {f"{family.module}.py": modeling}
     for module in re.findall(r"^ *from \.(\w+) import", modeling, re.MULTILINE):
         files[f"{module}.py"] = (TEMPLATES / f"{module}.py").read_text(encoding="utf-8")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 from graphlib import TopologicalSorter
+from itertools import product
 
 import pytest
 
 from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family, load_family, supported
-from kvsurgery.emit.modeling import code_files, modeling_code
+from kvsurgery.emit.modeling import Needs, code_files, modeling_code
 from kvsurgery.templates.kv_generation import require_transformers
+
+ALL = Needs(reform=True, budgets=True, holds=True)
+NEEDS = [Needs(), Needs(reform=True), Needs(budgets=True), Needs(budgets=True, holds=True), ALL]
 
 
 def family(name: str) -> Family:
@@ -27,10 +31,13 @@ def relative_imports(code: bytes) -> set[str]:
     return {f"{module}.py" for module in found}
 
 
-@pytest.mark.parametrize("reform", [False, True], ids=["plain", "reform"])
-@pytest.mark.parametrize("name", supported())
-def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, reform: bool) -> None:
-    files = code_files(family(name), reform)
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [*product(supported(), [Needs(), ALL]), *product(["llama"], NEEDS[1:4])],
+    ids=str,
+)
+def test_a_checkpoint_has_what_its_code_imports_and_no_more(name: str, needs: Needs) -> None:
+    files = code_files(family(name), needs)
     modeling, *modules = files
     assert modeling == f"modeling_kvsurgery_{name}.py"
     assert relative_imports(files[modeling]) == set(modules)  # transformers 4 copies no others
@@ -49,24 +56,26 @@ def runtime_imports(code: bytes) -> set[str]:
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
-    files = code_files(family("llama"), reform=True)
+    files = code_files(family("llama"), ALL)
     TopologicalSorter({name: runtime_imports(code) for name, code in files.items()}).prepare()
 
 
-def test_only_reform_reads_long_prompts() -> None:
-    plain, reform = (set(code_files(family("llama"), reform)) for reform in (False, True))
+def test_a_plain_checkpoint_has_no_code_of_budgets_and_long_prompts() -> None:
+    plain, reform, budgets, holds = ({*code_files(family("llama"), needs)} for needs in NEEDS[:4])
     assert reform - plain == {"kv_encode.py", "kv_gather.py", "kv_reform.py"}
+    assert budgets - plain == {"kv_budget.py"}
+    assert holds - plain == {"kv_budget.py", "kv_hold.py"}
 
 
 @pytest.mark.parametrize("name", supported())
 def test_classes_are_those_that_the_config_names(name: str) -> None:
-    code = code_files(family(name), True)[f"modeling_kvsurgery_{name}.py"]
+    code = code_files(family(name), ALL)[f"modeling_kvsurgery_{name}.py"]
     classes = [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
     assert classes == [*dict.fromkeys(family(name).classes.values())]
 
 
 def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
-    for code in code_files(family("llama"), True).values():
+    for code in code_files(family("llama"), ALL).values():
         licence, version, *_ = code.decode().splitlines()
         assert licence == "# SPDX-License-Identifier: Apache-2.0"
         assert f"kvsurgery {__version__}" in version
@@ -74,8 +83,8 @@ def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
 
 
 def test_code_that_needs_a_later_transformers_says_so():
-    code = modeling_code(family("qwen2_moe"), reform=False)
+    code = modeling_code(family("qwen2_moe"), Needs())
     assert "\nrequire_transformers(5)\n" in code
-    assert "require_transformers" not in modeling_code(family("llama"), reform=False)
+    assert "require_transformers" not in modeling_code(family("llama"), Needs())
     with pytest.raises(ImportError, match="needs transformers 99"):
         require_transformers(99)

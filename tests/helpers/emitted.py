@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.emit.modeling import modeling_code
+from kvsurgery.emit.modeling import Needs, modeling_code
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from tests.helpers.families import FAMILIES, stock
 
@@ -20,7 +20,7 @@ def emitted_class(name: str, reform: bool = False) -> type[PreTrainedModel]:
     module = ModuleType(f"kvsurgery.templates.{family.module}")
     module.__package__ = "kvsurgery.templates"
     sys.modules[module.__name__] = module
-    exec(compile(modeling_code(family, reform), module.__name__, "exec"), vars(module))
+    exec(compile(modeling_code(family, Needs(reform, budgets=True, holds=True)), module.__name__, "exec"), vars(module))
     return getattr(module, family.classes["AutoModelForCausalLM"])
 
 

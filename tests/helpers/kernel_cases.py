@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvsurgery.templates import kv_cuda, kv_torch
+from kvsurgery.templates import kv_budget, kv_cuda, kv_torch  # noqa: F401  # kv_budget lets caches have budgeted heads
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import Columns

@@ -1,6 +1,7 @@
 """Budgeted heads keep what they should, in the bytes that they should, whatever the way the tokens come in."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from kvsurgery.policy.policy import Selection
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates import kv_heads
-from kvsurgery.templates.kv_budget import attention_received, most_important
+from kvsurgery.templates.kv_budget import most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
-from kvsurgery.templates.kv_torch import Scoring
+from kvsurgery.templates.kv_torch import Scoring, attention_received
 from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import left_padded, logits
@@ -294,3 +295,16 @@ def test_layout_sections(headkv):
         change(broken["kv_surgery"])
         with pytest.raises(ValueError, match="malformed"):
             KVLayout.from_config(broken)
+
+
+@pytest.mark.parametrize(("hold", "options"), [(None, "--rest budgeted"), (8, "--rest budgeted and --hold")])
+def test_a_checkpoint_without_the_code_of_budgets_says_how_to_get_it(checkpoint, tmp_path, hold, options):
+    converted = convert_folder(checkpoint("llama"), tmp_path / "plain", sparsity=0.5)
+    assert not {"kv_budget.py", "kv_hold.py"} & {path.name for path in converted.folder.iterdir()}
+    config = json.loads((converted.folder / "config.json").read_text())
+    section, heads = config["kv_surgery"], [{"blocks": [[1, 3]], "budgets": [4, 5, 6]}]
+    section["selection"] = {"window": 4, "kernel_size": 3, "pool": "max", **({"hold": hold} if hold else {})}
+    section["layers"] = heads * len(section["layers"])
+    (converted.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"budgeted heads.* without their code; convert .* with {options}$"):
+        converted.load()
