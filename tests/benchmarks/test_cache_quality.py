@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import calibrated_rotations
+
+from kvsurgery.templates.kv_layout import Quantization
+from tests.helpers.families import stock
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_a_calibrated_rotation_separates_what_varies_together() -> None:
+    """Before Hadamard's matrix, directions that vary together are one, the largest first."""
+    torch.manual_seed(0)
+    mixing = torch.linalg.qr(torch.randn(16, 16)).Q
+    states = torch.randn(4000, 16) * torch.linspace(8, 0.1, 16) @ mixing.T
+    matrix = calibrated_rotations.turn(states.mT @ states)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(16), atol=1e-5, rtol=0)
+    turned = states @ matrix.mT @ calibrated_rotations.rotation(16, torch.float32, torch.device("cpu"))
+    spread = turned.std(0)
+    assert spread.sort(descending=True).indices.tolist() == [*range(16)]
+    assert spread[0] / spread[-1] > 50
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_what_lies_in_no_whole_tile_is_exact(keys: bool) -> None:
+    torch.manual_seed(0)
+    states, how = torch.randn(1, 2, 900, 16), Quantization(2, rotate="none", clip=True)
+    back = calibrated_rotations.stored(states, torch.eye(16).expand(2, 16, 16), how, keys)
+    stop = how.sink + 128 * how.tiles(900 - how.sink)
+    assert how.sink < stop < 900
+    assert torch.equal(back[:, :, : how.sink], states[:, :, : how.sink])
+    assert torch.equal(back[:, :, stop:], states[:, :, stop:])
+    difference = (back - states)[:, :, how.sink : stop].abs()
+    assert 0.05 < difference.mean() < 1
+
+
+def test_attention_received_weighs_the_values() -> None:
+    """The sums are those of all queries and values of the model, by the weights of its eager attention."""
+    model = stock("llama", attn_implementation="eager")
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(5, 60, (1, 30)))
+    with torch.no_grad():
+        output = model(tokens, output_attentions=True)
+    found = calibrated_rotations.covariances(model, [tokens])
+    values = output.past_key_values.layers[1].values[0]
+    received = output.attentions[1][0].unflatten(0, (len(values), -1)).sum((1, 2))
+    received[:, : found.sinks] = 0
+    expected = (values * received[..., None]).mT @ values
+    torch.testing.assert_close(found.values[1], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_documented_losses_of_calibrated_rotations() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "calibrated-rotations.json").read_text())
-    windows = found["windows"].values()
-    kivi, calibrated, values, per_token, per_token_calibrated = (
-        f"{fmean(window[name] for window in windows):.4f}"
-        for name in (
-            "kivi, Hadamard",
-            "kivi, calibrated",
-            "kivi, values calibrated",
-            "per-token, Hadamard",
-            "per-token, calibrated",
-        )
-    )
+    assert len(found["windows"]) == calibrated_rotations.WINDOWS
+    kl = dict(calibrated_rotations.rows(found))
     page = " ".join((ROOT / "docs" / "quantized-caches.md").read_text().split())
-    assert f"from {kivi} to {calibrated} with kivi (to {values} with only values calibrated)" in page
-    assert f"from {per_token} to {per_token_calibrated} with per-token scales" in page
+    kivi = f"from {kl['kivi, Hadamard']} to {kl['kivi, calibrated']} with kivi"
+    assert f"{kivi} (to {kl['kivi, values calibrated']} with only values calibrated)" in page
+    assert f"from {kl['per-token, Hadamard']} to {kl['per-token, calibrated']} with per-token scales" in page
