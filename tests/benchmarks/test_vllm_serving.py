@@ -29,7 +29,9 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
 
 
-@pytest.mark.parametrize("name", ["vllm-serving", "vllm-equal-load-100", "vllm-equal-load-1000"])
+@pytest.mark.parametrize(
+    "name", ["serving", "serving-1024-768", "serving-512-1024", "equal-load-100", "equal-load-1000"]
+)
 def test_the_documented_tables_are_the_committed_results(name: str) -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    found = json.loads((ROOT / "benchmarks" / "results" / f"vllm-{name}.json").read_text())
     assert "\n".join(vllm_serving.table(found)) in (ROOT / "docs" / "vllm.md").read_text()
