@@ -27,7 +27,7 @@ ORIGINAL = "original"
 OURS = "kvsurgery"
 # colours and marks of our series, and of the others', in turn
 INKS = {True: ("converted", "series-2", "series-3", "muted", "ink"), False: ("series-1", "series-4", "bad", "muted")}
-MARKS = {True: "oDs^P", False: "x+1234v"}
+MARKS = {True: "oDs^PX", False: "x+1234v"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +20,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from models import converted, stock
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, hide, needles_of, stated, windows
 
 from kvsurgery import __version__, console
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile
@@ -84,15 +82,6 @@ def measure(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     states = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     held = cache.allocated_bytes() if hasattr(cache, "allocated_bytes") else sum(part.nbytes for part in states)
     return {"right": right, "nats": nats, "kv_bytes": held}
-
-
-def load(source: Path, profile: HeadProfile, recipe: Recipe) -> PreTrainedModel:
-    """The converted model, in float32."""
-    prepared = PreparedConversion.prepare(source, profile, recipe)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 
 
 def recipe(
@@ -176,9 +165,9 @@ def main() -> None:
     found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results = found.setdefault("results", {})
     profile = HeadProfile.load(arguments.profile or HERE / "profile.safetensors")
-    models = {ORIGINAL: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()}
+    models = {ORIGINAL: stock(source)}
     token_bytes = 2 * profile.model.head_dim * 4
-    models |= {select: load(source, profile, recipe(select, arguments, token_bytes)) for select in SELECTS}
+    models |= {select: converted(source, profile, recipe(select, arguments, token_bytes)) for select in SELECTS}
     for number, case in enumerate(cases):
         for name, model in models.items():
             own = results.setdefault(name, [])

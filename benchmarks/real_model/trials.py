@@ -87,11 +87,17 @@ def hide(
     parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
     sentences = [*stated(tokenizer, facts), []]
     pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
-    questions = []
+    tokens = np.concatenate(pieces).astype(np.int64)
+    return Prompt(tokens, questions(tokenizer, facts), following.astype(np.int64))
+
+
+def questions(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> tuple[Question, ...]:
+    """The beginnings of facts, each in a paragraph of its own, with the words that end them."""
+    found = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
-        questions.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
-    return Prompt(np.concatenate(pieces).astype(np.int64), tuple(questions), following.astype(np.int64))
+        found.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
+    return tuple(found)
 
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:

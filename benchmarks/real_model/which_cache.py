@@ -1,7 +1,8 @@
 """Which cache loses least at the bytes that it holds: ours, kvpress' and transformers', on a real language model.
 
     pip install kvpress optimum-quanto hqq    # what is not installed is left out
-    python benchmarks/real_model/which_cache.py MODEL --measured losses.safetensors --profile er.safetensors \\
+    python benchmarks/real_model/which_cache.py MODEL --measured losses.safetensors \\
+        --profile er.safetensors --profile gates.safetensors \\
         --text book.txt --json which_cache.json
 
 Every contender reads the same texts with facts in them. Then its cache is asked for each fact, which nobody knew of
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantizedCache
+from models import converted, stock
+from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
 from trials import Prompt, asked, continued, divergence, prompts
 
@@ -37,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
 
 from kvsurgery import __version__, console
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
@@ -46,7 +46,9 @@ from kvsurgery.text.haystack import Haystack
 
 ORIGINAL = "original"
 SHARES = (0.35, 0.6, 0.2)  # of the cache, for presses to keep
-PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "PyramidKVPress")
+EAGER = "ObservedAttentionPress"  # H2O's score; it needs the attention matrix
+MASKS = "AdaKVPress"  # over SnapKV's score; it masks keys and frees nothing
+PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "PyramidKVPress", EAGER, MASKS)
 # what each backend scales: keys by channel where it can, values by token
 AXES = {"quanto": (-1, 0), "hqq": (1, 1)}
 
@@ -65,7 +67,7 @@ class Contender:
 
     def load(self, source: Path) -> PreTrainedModel:
         """The model that it runs with."""
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        return stock(source)
 
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens]."""
@@ -81,11 +83,7 @@ class Converted(Contender):
 
     def load(self, source: Path) -> PreTrainedModel:
         """Convert, and load with transformers alone."""
-        prepared = PreparedConversion.prepare(source, self.profile, self.recipe)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-            convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
-            return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        return converted(source, self.profile, self.recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +106,16 @@ class Pressed(Contender):
 
     share: float
 
+    def load(self, source: Path) -> PreTrainedModel:
+        """The stock model, with the attention that the press needs."""
+        return stock(source, "eager" if self.series == EAGER else "sdpa")
+
+    def press(self, library: Any) -> Any:
+        """The press, out of kvpress."""
+        if self.series == MASKS:
+            return library.AdaKVPress(library.SnapKVPress(compression_ratio=1 - self.share))
+        return getattr(library, self.series)(compression_ratio=1 - self.share)
+
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens].
 
@@ -116,18 +124,31 @@ class Pressed(Contender):
         """
         if kvpress is None:
             raise ImportError("kvpress is not installed")
-        with getattr(kvpress, self.series)(compression_ratio=1 - self.share)(model):
+        with self.press(kvpress)(model):
             return super().read(model, text)
 
 
-def contenders(measured: Path, profile: Path) -> list[Contender]:
+@dataclass(frozen=True, kw_only=True)
+class DuoAttention(Pressed):
+    """kvpress' DuoAttention with given head scores and our default sizes; it masks keys and frees nothing."""
+
+    profile: HeadProfile
+
+    def press(self, library: Any) -> Any:
+        """The press, which would otherwise download its scores."""
+        press, sizes = library.DuoAttentionPress(head_compression_ratio=1 - self.share), Recipe()
+        press.load_attention_pattern = lambda model: (sizes.sink, sizes.recent, kv_scores(self.profile))
+        return press
+
+
+def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
     """All that are compared, those first whose comparison says most.
 
     Args:
         measured: losses of the model, which choose full heads and say what to rotate and clip.
-        profile: other head scores, such as those of needles.
+        profiles: other head scores, such as those of needles; the first goes to kvpress' DuoAttention too.
     """
-    losses, needles = load_scores(measured), load_scores(profile)
+    losses, others = load_scores(measured), [load_scores(profile) for profile in profiles]
 
     def ours(
         sparsity: float, bits: int | None, scores: HeadProfile, chosen_by: str, residual: int | None = None
@@ -150,7 +171,7 @@ def contenders(measured: Path, profile: Path) -> list[Contender]:
         )
 
     pressed = [[Pressed(f"{press}, {share:.0%}", press, share=share) for press in PRESSES] for share in SHARES]
-    by_loss, by_needles = "by measured loss", f"by {profile.stem}"
+    by_loss, by_others = "by measured loss", [f"by {profile.stem}" for profile in profiles]
     return [
         Contender(),
         ours(0.5, None, losses, by_loss),
@@ -164,12 +185,15 @@ def contenders(measured: Path, profile: Path) -> list[Contender]:
         quantized("hqq", 4),
         ours(0.75, 4, losses, by_loss),
         *pressed[1],
-        ours(0.5, None, needles, by_needles),
+        *(ours(0.5, None, *other) for other in zip(others, by_others, strict=True)),
         ours(0, 3, losses, by_loss),
         ours(0.25, None, losses, by_loss),
         *pressed[2],
         ours(0.25, 4, losses, by_loss),
         quantized("hqq", 2),
+        DuoAttention(
+            f"DuoAttentionPress, 50% of heads full {by_others[0]}", "DuoAttentionPress", share=0.5, profile=others[0]
+        ),
         ours(0.5, 2, losses, by_loss),
         *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
     ]
@@ -202,7 +226,13 @@ def main() -> None:
     parser.add_argument(
         "--measured", type=Path, required=True, help="its losses, of `profile compute --method kv-bits`"
     )
-    parser.add_argument("--profile", type=Path, required=True, help="other head scores; called by file name")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        required=True,
+        help="other head scores, called by file name; may be repeated",
+    )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text with facts")
     parser.add_argument("--facts", type=int, default=8, help="in each")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from models import converted, stock
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Window, answered, divergence, nats, next_tokens, prompts, windows
 
 from kvsurgery import __version__, console
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
@@ -62,11 +60,10 @@ class Choice:
         """Its key among results."""
         return f"{self.heads}, {self.share:.0%} full, {self.sink}+{self.recent}"
 
-    def convert(self, source: Path, folder: Path) -> None:
-        """Write the converted checkpoint."""
-        recipe = Recipe(sparsity=round(1 - self.share, 2), rest="streaming", sink=self.sink, recent=self.recent)
-        prepared = PreparedConversion.prepare(source, self.profile, recipe)
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+    @property
+    def recipe(self) -> Recipe:
+        """What the other heads are."""
+        return Recipe(sparsity=round(1 - self.share, 2), rest="streaming", sink=self.sink, recent=self.recent)
 
 
 def of_scores(profile: HeadProfile, scores: np.ndarray) -> HeadProfile:
@@ -166,19 +163,16 @@ def main() -> None:
             f"perplexity {np.exp(np.mean(facts['nats'])):.2f}, {seconds:.0f} s"
         )
 
-    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    begin, original = time.perf_counter(), [next_tokens(stock, window) for window in trials.windows]
+    plain = stock(arguments.model)
+    begin, original = time.perf_counter(), [next_tokens(plain, window) for window in trials.windows]
     if ORIGINAL not in results:
-        keep(ORIGINAL, measure(stock, trials, original), begin)
-    del stock
+        keep(ORIGINAL, measure(plain, trials, original), begin)
+    del plain
     for choice in wanted:
         if choice.name in results:
             continue
         begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-            choice.convert(arguments.model, folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        model = converted(arguments.model, choice.profile, choice.recipe)
         keep(choice.name, measure(model, trials, original), begin)
 
 

@@ -1,0 +1,32 @@
+"""The models that are compared: the stock one, and converted ones."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvsurgery.conversion.convert import convert
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+
+
+def stock(
+    source: Path, attention: Literal["sdpa", "eager"] = "sdpa", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A checkpoint's own model. With eager attention its weights can be seen."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def converted(source: Path, profile: HeadProfile, recipe: Recipe) -> PreTrainedModel:
+    """A checkpoint's model after conversion, in float32, loaded with transformers alone."""
+    prepared = PreparedConversion.prepare(source, profile, recipe)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
+        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
