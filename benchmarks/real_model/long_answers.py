@@ -1,0 +1,269 @@
+"""Long answers, read through caches that stay small and through caches that grow, on a real language model.
+
+    pip install kvpress    # what is not installed is left out
+    python benchmarks/real_model/long_answers.py MODEL --profile er.safetensors --text book.txt --json answers.json
+
+The model writes the answers itself: it goes on with pieces of a text, by sampling. Facts stand in each piece and, after
+the first quarter, in each answer. Every cache then reads the same answers: how likely are they, is the next token that
+of the original, and are the facts recalled, right after each quarter? Only facts that the original recalls there count.
+The small caches hold as many bytes at most. The last `--steps` tokens of each quarter take so much CPU time. With
+`--given` the text itself goes on, and no fact is stated in it. A run continues from its JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+try:  # it patches the attention functions that are registered when it is imported, so it comes before converted models
+    import kvpress
+except ImportError:
+    kvpress = None
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from models import converted, stock
+from selections import recalls
+from sessions import H2O, TOVA, PressSession, Session
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils import logging
+from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
+
+from kvsurgery import __version__, console
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import read_set
+
+ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
+SNAPKV = "SnapKVPress"  # with our observation window
+PRESSES = (SNAPKV, "KeyDiffPress", "KnormPress")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A piece of text with facts in it, an answer, and questions about the facts that the answer states."""
+
+    prompt: Prompt
+    own: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache: the model that it runs with, and how it reads."""
+
+    name: str
+    load: Callable[[], PreTrainedModel]
+    session: Callable[[PreTrainedModel, torch.Tensor, int], Session] = field(default=Session)
+
+
+def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> list[Contender]:
+    """All that are compared; but for the original and what grows, each holds as many tokens at most."""
+    window = Recipe().window
+    most, eager = budget + window + hold, partial(stock, source, "eager")
+
+    def ours(name: str, recipe: Recipe) -> Contender:
+        return Contender(name, partial(converted, source, profile, recipe))
+
+    def pressed(press: str) -> Contender:
+        def session(model: PreTrainedModel, prompt: torch.Tensor, new: int) -> Session:
+            if kvpress is None:
+                raise ImportError("kvpress is not installed")
+            kept, options = most - hold, {"window_size": window} if press == SNAPKV else {}
+            first, base = (getattr(kvpress, press)(**options) for _ in range(2))
+            first.compression_ratio = 1 - kept / prompt.shape[1]
+            later = kvpress.DecodingPress(base, compression_interval=hold, target_size=kept)
+            return PressSession(model, prompt, new, kvpress.PrefillDecodingPress(first, later))
+
+        return Contender(f"kvpress, {press}, blocks of {hold}", partial(stock, source), session)
+
+    taken = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
+    accumulated = Recipe(rest="budgeted", budget=budget - taken, hold=hold, select=ACCUMULATED)
+    streaming = Recipe(sparsity=1.0, rest="streaming", sink=SINK, recent=most - SINK)
+    return [
+        Contender(ORIGINAL, partial(stock, source)),
+        *(
+            ours(f"budgets of {budget} that hold, blocks of {hold}", Recipe(rest="budgeted", budget=budget, hold=hold))
+            for budget, hold in ((budget, hold), (most - window - hold // 4, hold // 4))
+        ),
+        ours(f"budgets of {budget - taken} that hold, by accumulated attention", accumulated),
+        ours(f"all heads streaming, {SINK} + {most - SINK}", streaming),
+        *(Contender(f"{kind.__name__}, {most}", eager, partial(kind, most=most)) for kind in (H2O, TOVA)),
+        *map(pressed, PRESSES),
+        ours(f"budgets of {budget}, all that follows is kept", Recipe(rest="budgeted", budget=budget)),
+    ]
+
+
+@torch.inference_mode()
+def cases(
+    model: Path, text: Path, size: tuple[int, int], count: int, given: bool, answers: list[list[int]]
+) -> Iterator[Case]:
+    """Pieces of a text at even distances, with facts between their sentences, and answers.
+
+    Args:
+        size: tokens of a prompt, and of an answer.
+        given: whether the text itself goes on.
+        answers: tokens that the model has written, by case; those that are missing are added.
+    """
+    tokenizer, prompt, new = AutoTokenizer.from_pretrained(model), *size
+    assert tokenizer is not None  # for the checker: transformers' types say it may be
+    haystack = Haystack.read(str(text), tokenizer, prompt + new + 1)
+    rng, needles = np.random.default_rng(0), read_set("word")
+    pieces = windows(haystack, prompt, new, count)
+    facts = [needles_of(rng, needles, FACTS if given else 2 * FACTS) for _ in pieces]
+    hidden = []
+    for piece, own in zip(pieces, facts, strict=True):
+        taken = sum(map(len, stated(tokenizer, own[:FACTS])))
+        hidden.append(hide(tokenizer, piece.tokens[taken:prompt], piece.tokens[prompt:-1], own[:FACTS], rng))
+    if not given and not answers:
+        writer = stock(model)
+        sentences = [[*chain(*stated(tokenizer, own[FACTS:]))] for own in facts]
+        answers += written(writer, np.stack([prompt.text for prompt in hidden]), sentences, new)
+    for number, prompt in enumerate(hidden):
+        if given:
+            yield Case(prompt, ())
+        else:
+            following = np.array(answers[number])
+            yield Case(Prompt(prompt.text, prompt.questions, following), questions(tokenizer, facts[number][FACTS:]))
+
+
+def written(model: PreTrainedModel, prompts: np.ndarray, sentences: list[list[int]], new: int) -> list[list[int]]:
+    """Answers of `new` tokens to prompts, int64 [cases, tokens], with sentences after the first quarter."""
+    torch.manual_seed(0)
+    longest = max(map(len, sentences))  # in one batch, so that the shorter ones begin again
+    middle = torch.tensor([[*words, *words[: longest - len(words)]] for words in sentences])
+    first = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
+    whole = sampled(model, torch.cat([first, middle], 1), new - new // QUARTERS - longest)
+    return whole[:, prompts.shape[1] :].tolist()
+
+
+def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int) -> torch.Tensor:
+    """Texts, int64 [cases, tokens], with so many tokens more."""
+    assert isinstance(model, GenerationMixin)  # for the checker
+    ends = model.generation_config.eos_token_id  # which never come
+    how = GenerationConfig(
+        do_sample=True, top_p=TOP_P, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, eos_token_id=ends
+    )
+    written = model.generate(tokens, generation_config=how)
+    assert isinstance(written, torch.Tensor)
+    return written
+
+
+@torch.inference_mode()
+def measure(
+    contender: Contender, model: PreTrainedModel, case: Case, steps: int, original: list[torch.Tensor]
+) -> dict[str, Any]:
+    """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the divergence,
+    facts of the prompt and of the answer that are recalled, and milliseconds of CPU time for each of the last tokens.
+
+    Args:
+        original: log-probabilities of each quarter; filled by the first contender, the original.
+    """
+    following = torch.from_numpy(case.prompt.following)[None]
+    session = contender.session(model, torch.from_numpy(case.prompt.text)[None], following.shape[1])
+    found = {name: [] for name in ("nats", "same", "kl", "right", "own", "step_ms")}
+    for number, quarter in enumerate(following.chunk(QUARTERS, 1)):
+        whole, *ones = quarter.split([quarter.shape[1] - steps, *[1] * steps], 1)
+        logits = [session.last, session.read(whole)]
+        begin = time.process_time()
+        logits += [session.forward(one).logits for one in ones]
+        found["step_ms"].append(1e3 * (time.process_time() - begin) / max(steps, 1))
+        session.last = logits[-1][:, -1:]
+        logs = torch.cat(logits, 1)[0, :-1].log_softmax(-1)
+        if number == len(original):
+            original.append(logs)
+        found["nats"].append(F.nll_loss(logs, quarter[0]).item())
+        found["same"].append((logs.argmax(-1) == original[number].argmax(-1)).float().mean().item())
+        found["kl"].append(divergence(logs, original[number]))
+        after = session.seen - len(case.prompt.text)
+        found["right"].append([*map(int, asked(model, session.cache, case.prompt, after))])
+        if number and case.own:
+            about = Prompt(case.prompt.text, case.own, case.prompt.following)
+            found["own"].append([*map(int, asked(model, session.cache, about, after))])
+    return {**found, "kv_bytes": max(session.kv_bytes, session.held())}
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table, of the cases that were measured with all contenders."""
+    quarter, steps = found["settings"]["new"] // QUARTERS, found["settings"]["steps"]
+    ends = [f"{(number + 1) * quarter:,}" for number in range(QUARTERS)]
+    own = bool(found["results"][ORIGINAL][0]["own"])
+    heads = ["cache", "KV bytes", f"perplexity up to {ends[0]}", *ends[1:], "same next token", "KL"]
+    heads += ["facts of the prompt", *(["of the answer"] if own else [])]
+    heads += [f"ms a token at {ends[0]}", f"at {ends[-1]}"] if steps else []
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    count = min(map(len, found["results"].values()))
+    base = found["results"][ORIGINAL][:count]
+    for name, every in found["results"].items():
+        of_cases = every[:count]
+        mean = {part: np.mean([case[part] for case in of_cases], 0) for part in ("nats", "same", "kl", "step_ms")}
+        cells = [name, console.size(max(case["kv_bytes"] for case in of_cases))]
+        cells += [f"{value:.1f}" for value in np.exp(mean["nats"])]
+        cells += [f"{mean['same'].mean():.1%}", f"{mean['kl'].mean():.4f}"]
+        for part in ("right", "own") if own else ("right",):
+            shares = recalls(*([{"right": case[part]} for case in some] for some in (of_cases, base)))
+            cells.append("-" if np.isnan(shares).all() else f"{np.nanmean(shares):.0%}")
+        cells += [f"{mean['step_ms'][place]:.0f}" for place in (0, -1) if steps]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument("--profile", type=Path, required=True, help="head scores that budgets follow")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=4096, help="tokens of an answer")
+    parser.add_argument("--cases", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=120)
+    parser.add_argument("--hold", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=32, help="tokens at the end of each quarter that are timed")
+    parser.add_argument("--given", action="store_true", help="the text itself goes on")
+    parser.add_argument("--first", type=int, help="measure only so many of the contenders")
+    parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    names = ("prompt", "new", "cases", "budget", "hold", "steps", "given")
+    settings = {name: getattr(arguments, name) for name in names} | {"text": arguments.text.name}
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    if found.setdefault("settings", settings) != settings:
+        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
+    found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    results, answers = found.setdefault("results", {}), found.setdefault("answers", [])
+    every = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
+    size, models = (arguments.prompt, arguments.new), {}
+    read = cases(arguments.model, arguments.text, size, arguments.cases, arguments.given, answers)
+    for number, case in enumerate(read):
+        original: list[torch.Tensor] = []
+        for contender in islice(every, arguments.first):
+            own = results.setdefault(contender.name, [])
+            if len(own) > number and contender.name != ORIGINAL:
+                continue
+            if contender.name not in models:
+                models[contender.name] = contender.load()
+            try:
+                result = measure(contender, models[contender.name], case, arguments.steps, original)
+            except ImportError as error:
+                console.stderr.print(f"left out: {contender.name} ({error})", markup=False)
+                del results[contender.name]
+                continue
+            own[number:] = [result, *own[number + 1 :]]
+            found["results"] = {each.name: results[each.name] for each in every if each.name in results}
+            arguments.json.write_text(json.dumps(found) + "\n")
+            console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}", markup=False)
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

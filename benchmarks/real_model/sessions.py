@@ -1,0 +1,134 @@
+"""How models read an answer through caches that stay small: ours, H2O, TOVA, and presses of kvpress that decode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peers.held import held_bytes
+
+from kvsurgery.templates.kv_layout import KVLayout
+
+BLOCK = 512  # tokens that are read at once
+
+
+class Session:
+    """A prompt and what follows it, read through the model's own cache.
+
+    Attributes:
+        cache: holds the tokens so far.
+        last: logits [1, 1, vocabulary] after the prompt.
+        kv_bytes: the most that the cache has held since the prompt was read.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new: int):
+        """Read a prompt, int64 [1, tokens], before so many new ones."""
+        self.model, self.cache, self.prompt, self.seen, self.kv_bytes = model, None, prompt.shape[1], 0, 0
+        self.last = self.forward(prompt, logits_to_keep=1).logits
+        if hasattr(self.cache, "reserve"):  # as `generate` does: otherwise it grows by a quarter whenever it is full
+            self.cache.reserve(self.seen + new)
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [1, n, vocabulary] after each of the next tokens, int64 [1, n]."""
+        found = [self.forward(block).logits for block in tokens.split(BLOCK, 1)]
+        self.kv_bytes = max(self.kv_bytes, self.held())
+        return torch.cat(found, 1)
+
+    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+        """One forward over the next tokens. Positions are given, as a cache does not count what was evicted."""
+        positions = torch.arange(self.seen, self.seen + tokens.shape[1])[None]
+        output = self.model(tokens, past_key_values=self.cache, position_ids=positions, **asked)
+        self.cache, self.seen = output.past_key_values, self.seen + tokens.shape[1]
+        return output
+
+    def held(self) -> int:
+        """Bytes of keys and values. Those that a converted model has allocated are what its config says."""
+        if self.cache is None or not hasattr(self.cache, "allocated_bytes"):
+            return held_bytes(self.cache)
+        allocated, new = self.cache.allocated_bytes(), self.cache.layers[0].capacity - self.prompt
+        layout, itemsize = KVLayout.from_config(self.model.config), self.model.dtype.itemsize
+        assert allocated == layout.kv_bytes(1, self.prompt, new, itemsize=itemsize)
+        return allocated
+
+
+class StepSession(Session):
+    """One that reads token by token, since it evicts between them."""
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [1, n, vocabulary] after each of the next tokens, int64 [1, n]."""
+        return torch.cat([super(StepSession, self).read(token) for token in tokens.split(1, 1)], 1)
+
+
+class H2O(StepSession):
+    """Heavy hitters (Zhang et al. 2023): half of what a head keeps is recent, the rest has got most attention so far.
+
+    The scores take bytes too. The model's attention is eager, so that its weights can be seen.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new: int, most: int):
+        """Keep at most so many tokens."""
+        self.most, self.scores = most, {}
+        super().__init__(model, prompt, new)
+
+    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+        """One forward, after which every layer evicts."""
+        output = super().forward(tokens, output_attentions=True, **asked)
+        for number, (layer, weights) in enumerate(zip(output.past_key_values.layers, output.attentions, strict=True)):
+            kept = self.kept(number, weights[0].unflatten(0, (layer.keys.shape[1], -1)))
+            if kept.shape[1] < layer.keys.shape[2]:
+                places = kept[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
+                layer.keys, layer.values = layer.keys.gather(2, places), layer.values.gather(2, places)
+        return output
+
+    def kept(self, number: int, weights: torch.Tensor) -> torch.Tensor:
+        """Places that a layer keeps, int64 [heads, n], by attention weights [heads, group, queries, keys]."""
+        heads, count = weights.shape[0], weights.shape[3]
+        before = self.scores.get(number, weights.new_zeros(heads, 0))
+        scores = F.pad(before, (0, count - before.shape[1])) + weights.sum((1, 2))
+        recent = self.most // 2
+        worth = scores.clone()
+        worth[:, -recent:] = float("inf")
+        kept = worth.topk(min(self.most, count)).indices.sort().values
+        self.scores[number] = scores.gather(1, kept)
+        return kept
+
+    def held(self) -> int:
+        """Bytes of keys, values and scores."""
+        return super().held() + held_bytes(self.scores)
+
+
+class TOVA(H2O):
+    """Each layer drops the token that the last query attended to least (Oren et al. 2024), the same for all heads."""
+
+    def kept(self, number: int, weights: torch.Tensor) -> torch.Tensor:
+        """Places that a layer keeps, int64 [heads, n], by attention weights [heads, group, queries, keys]."""
+        received = weights[:, :, -1].mean((0, 1))
+        return received.topk(min(self.most, len(received))).indices.sort().values.expand(len(weights), -1)
+
+
+class PressSession(StepSession):
+    """A press of kvpress, which compresses the prompt and then the answer whenever a block has come."""
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new: int, press: Any):
+        """Hook a press into each forward; questions that are asked between them do not touch it."""
+        self.press = press
+        press.post_init_from_model(model)
+        for layer in model.model.layers:
+            layer.self_attn.rotary_emb = model.model.rotary_emb  # as kvpress has it
+        super().__init__(model, prompt, new)
+
+    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+        """One forward, after which the press may compress."""
+        modules = [layer.self_attn for layer in self.model.model.layers]
+        hooks = [module.register_forward_hook(self.press.forward_hook, with_kwargs=True) for module in modules]
+        try:
+            return super().forward(tokens, **asked)
+        finally:
+            for hook in hooks:
+                hook.remove()

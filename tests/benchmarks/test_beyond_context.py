@@ -1,0 +1,95 @@
+"""The comparison of ways to read prompts beyond the context of a real language model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
+
+import beyond_context
+from trials import prompts
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import read_set
+from tests.helpers.families import stock
+from tests.helpers.vocabularies import tokenizer
+
+NAMES = ["full attention", "REFORM", "BM25 retrieval", "truncation", "H2O", "StreamingLLM"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with 1,280 positions, its tokenizer, a text and a profile."""
+    folder = tmp_path_factory.mktemp("beyond")
+    words = tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
+    model = stock("llama", vocab_size=len(words), max_position_embeddings=1280)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 2000).tokens))
+    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    heads = (EmbeddingHead(0, "q", 1), EmbeddingHead(1, "k", 0))
+    HeadProfile(None, "reform", None, "made up", shape, embedding_heads=heads).save(folder / "reform.safetensors")
+    return folder
+
+
+def test_a_run_goes_on_from_its_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Full attention is left out where the model has no positions for it."""
+    results = tmp_path / "found.json"
+    command = ["beyond_context.py", folder, "--profile", folder / "reform.safetensors"]
+    command += ["--text", folder / "text.txt", "--lengths", 1200, 1400, "--samples", 2, "--json", results]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    beyond_context.main()
+    written = json.loads(results.read_text())
+    found = written["results"]
+    assert [sorted(sample) for sample in found["1200"]] == [sorted(NAMES)] * 2
+    assert [sorted(sample) for sample in found["1400"]] == [sorted(NAMES[1:])] * 2
+    found["1200"][0]["REFORM"]["right"] = "kept"
+    del found["1400"][1]
+    results.write_text(json.dumps(written))
+    monkeypatch.setattr(beyond_context, "table", lambda found: ["the table"])
+    beyond_context.main()
+    again = json.loads(results.read_text())["results"]
+    assert again["1200"][0]["REFORM"]["right"] == "kept"
+    assert len(again["1400"]) == 2
+    assert "the table" in capsys.readouterr().out
+    sys.argv[sys.argv.index("--samples") + 1] = "3"
+    with pytest.raises(SystemExit):
+        beyond_context.main()
+    assert "measured with other settings" in capsys.readouterr().err
+
+
+def test_what_fits_is_answered_as_by_the_model(folder: Path) -> None:
+    """A method with room for all of a prompt gives the stock model's greedy answer."""
+    words, model = (
+        tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400),
+        beyond_context.stock(folder),
+    )
+    [prompt] = prompts(words, Haystack.read(str(folder / "text.txt"), words, 600), 600, 4, 1, 0)
+    tokens = torch.from_numpy(prompt.text)[None]
+    expected = model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, -4:].tolist()
+    emitted = beyond_context.emitted(model, beyond_context.dimensions(model.config)[0])
+    settings = beyond_context.replace(beyond_context.SETTINGS, heads=((0, "q", 1),), query_length=8)
+    for method in beyond_context.methods(settings):
+        if method.name not in ("REFORM", "BM25 retrieval"):  # which gather, and fill what is left
+            assert beyond_context.answer(method, emitted, tokens, 4)[0] == expected
+
+
+def test_the_table_has_a_share_for_each_length() -> None:
+    def sample(right: bool, seconds: float, names: list[str] = NAMES) -> dict:
+        return {name: {"right": right, "seconds": seconds} for name in names}
+
+    results = {"4000": [sample(True, 1.0), sample(True, 2.0)], "16000": [sample(False, 5.0, NAMES[1:])], "32000": []}
+    table = beyond_context.table({"results": results})
+    assert table[0] == "| method | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
+    assert table[2] == "| full attention | 100% [100%, 100%] | - | - |"
+    assert table[3] == "| REFORM | 100% [100%, 100%] | 0% [0%, 0%] | 5.0 |"

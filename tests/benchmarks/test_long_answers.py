@@ -1,0 +1,174 @@
+"""The comparison of caches in long answers: what the small ones keep, what is asked of them, and its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
+
+import long_answers
+from sessions import H2O, TOVA, Session
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.needle_sets import read_set
+from tests.helpers.families import stock
+from tests.helpers.vocabularies import tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 240, 10, 8, 32
+MOST = BUDGET + WINDOW + HOLD
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
+
+
+@pytest.fixture(scope="module")
+def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return stock("llama", vocab_size=len(words), attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def command(words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> list:
+    folder = tmp_path_factory.mktemp("answers")
+    model.save_pretrained(folder / "model")
+    words.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 900).tokens))
+    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    scores = np.ones((shape.layers, shape.kv_heads), dtype=np.float32)
+    HeadProfile(scores, "headkv-er", "kv", "made up", shape).save(folder / "er.safetensors")
+    found = ["long_answers.py", folder / "model", "--profile", folder / "er.safetensors"]
+    found += ["--text", folder / "text.txt", "--prompt", PROMPT, "--new", NEW, "--budget", BUDGET, "--hold", HOLD]
+    return [str(word) for word in found]
+
+
+@pytest.mark.parametrize("kind", [H2O, TOVA])
+def test_who_keeps_everything_is_the_original(model: PreTrainedModel, kind: type[H2O]) -> None:
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(5, 300, (1, 40)))
+    whole = model(tokens).logits
+    for session in (Session(model, tokens[:, :25], 15), kind(model, tokens[:, :25], 15, most=40)):
+        with torch.no_grad():
+            logits = torch.cat([session.last, session.read(tokens[:, 25:])], 1)
+        torch.testing.assert_close(logits, whole[:, 24:], atol=1e-5, rtol=0)
+
+
+def test_h2o_keeps_the_recent_and_what_got_most_attention_so_far(model: PreTrainedModel) -> None:
+    """Of 20 tokens and 4 more, one at a time, each head of a layer keeps 8: 4 recent and 4 others."""
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(5, 300, (1, 24)))
+    with torch.no_grad():
+        session = H2O(model, tokens[:, :20], 4, most=8)
+        weights = model(tokens[:, :20], output_attentions=True).attentions[0][0]
+        heads = session.cache.layers[0].keys.shape[1]
+        received = weights.unflatten(0, (heads, -1)).sum((1, 2))
+        for head in range(heads):
+            expected = sorted([*received[head, :16].topk(4).indices.tolist(), 16, 17, 18, 19])
+            every = model(tokens[:, :20]).past_key_values.layers[0].keys[0, head]
+            torch.testing.assert_close(session.cache.layers[0].keys[0, head], every[expected], atol=1e-6, rtol=0)
+        session.read(tokens[:, 20:])
+    assert all(layer.keys.shape[2] == 8 for layer in session.cache.layers)
+    states = 2 * len(session.cache.layers) * heads * 8 * session.cache.layers[0].keys.shape[3] * 4
+    assert session.kv_bytes == states + len(session.cache.layers) * heads * 8 * 4
+
+
+def test_tova_drops_what_the_last_query_asked_for_least(model: PreTrainedModel) -> None:
+    tokens = torch.from_numpy(np.random.default_rng(2).integers(5, 300, (1, 20)))
+    with torch.no_grad():
+        session = TOVA(model, tokens, 4, most=8)
+        output = model(tokens, output_attentions=True)
+    kept = output.attentions[1][0, :, -1].mean(0).topk(8).indices.sort().values
+    every = output.past_key_values.layers[1].values[0, :, kept]
+    torch.testing.assert_close(session.cache.layers[1].values[0], every, atol=1e-6, rtol=0)
+
+
+def test_caches_of_as_many_tokens_take_as_many_bytes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Facts stand in prompts and in answers; a run goes on from its file."""
+    results = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [*command, "--cases", "2", "--steps", "3", "--json", str(results)])
+    long_answers.main()
+    written = json.loads(results.read_text())
+    found, answers = written["results"], written["answers"]
+    shape = HeadProfile.load(command[3]).model
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    held = {name: [case["kv_bytes"] for case in cases] for name, cases in found.items()}
+    assert held["original"] == [(PROMPT + NEW) * token] * 2
+    for name in (
+        "budgets of 10 that hold, blocks of 32",
+        "budgets of 34 that hold, blocks of 8",
+        "all heads streaming, 4 + 46",
+        "TOVA, 50",
+    ):
+        assert held[name] == [MOST * token] * 2
+    assert held["budgets of 10, all that follows is kept"] == [(BUDGET + WINDOW + NEW) * token] * 2
+    assert not any("kvpress" in name for name in found)  # it is not installed here
+    assert all(len(answer) == NEW for answer in answers)
+    assert all(case["kl"] == pytest.approx([0] * 4, abs=1e-6) for case in found["original"])
+    assert all(case["same"] == [1.0] * 4 for case in found["original"])
+    assert all(np.shape(case["right"]) == (4, 6) for cases in found.values() for case in cases)
+    assert all(np.shape(case["own"]) == (3, 6) for cases in found.values() for case in cases)
+    del found["TOVA, 50"][1]
+    found["H2O, 50"][0]["nats"] = [0.0] * 4
+    results.write_text(json.dumps(written))
+    long_answers.main()
+    again = json.loads(results.read_text())
+    assert again["answers"] == answers
+    assert again["results"]["H2O, 50"][0]["nats"] == [0.0] * 4
+    assert len(again["results"]["TOVA, 50"]) == 2
+    assert "| cache | KV bytes | perplexity up to 60 | 120 | 180 | 240 |" in capsys.readouterr().out
+    sys.argv[-1], sys.argv[sys.argv.index("--new") + 1] = str(results), "260"
+    with pytest.raises(SystemExit):
+        long_answers.main()
+    assert "was measured with" in capsys.readouterr().err
+
+
+def test_a_given_text_is_read_as_it_is(
+    command: list[str],
+    words: PreTrainedTokenizerFast,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Perplexity is that of one forward over prompt and text."""
+    results = tmp_path / "found.json"
+    options = ["--cases", "1", "--given", "--first", "1", "--steps", "0", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    long_answers.main()
+    [case] = long_answers.cases(Path(command[1]), Path(command[5]), (PROMPT, NEW), 1, True, [])
+    tokens = torch.from_numpy(np.concatenate([case.prompt.text, case.prompt.following]))[None]
+    with torch.no_grad():
+        logs = model(tokens).logits[0, PROMPT - 1 : -1].log_softmax(-1)
+    nats = -logs.gather(1, tokens[0, PROMPT:, None])[:, 0].view(4, -1).mean(1)
+    found = json.loads(results.read_text())["results"]
+    assert [*found] == ["original"]
+    assert found["original"][0]["nats"] == pytest.approx(nats.tolist(), rel=1e-4)
+
+
+def test_the_table_counts_what_the_original_recalls() -> None:
+    def case(nats: float, right: list[int], own: list[int]) -> dict:
+        parts = {"nats": [nats] * 4, "same": [0.5] * 4, "kl": [0.25] * 4, "step_ms": [10.0, 11.0, 12.0, 13.0]}
+        return {**parts, "right": [right] * 4, "own": [own] * 3, "kv_bytes": 1024}
+
+    results = {
+        "original": [case(1.0, [1, 1, 0, 1], [1, 1]), case(2.0, [1, 0, 0, 0], [0, 1])],
+        "TOVA, 30": [case(1.5, [1, 0, 0, 1], [1, 0]), case(2.5, [0, 1, 1, 1], [1, 1]), case(9.0, [0] * 4, [0] * 2)],
+    }
+    assert long_answers.table({"settings": {"new": 400, "steps": 3}, "results": results})[2:] == [
+        "| original | 1.00 KiB | 4.5 | 4.5 | 4.5 | 4.5 | 50.0% | 0.2500 | 100% | 100% | 10 | 13 |",
+        "| TOVA, 30 | 1.00 KiB | 7.4 | 7.4 | 7.4 | 7.4 | 50.0% | 0.2500 | 33% | 75% | 10 | 13 |",
+    ]
+
+
+def test_the_documented_table_is_the_committed_result() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "long-answers.json").read_text())
+    assert "\n".join(long_answers.table(found)) in (ROOT / "docs" / "results.md").read_text()
