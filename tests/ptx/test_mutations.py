@@ -35,7 +35,12 @@ CASES = [
 REST = [
     # with 32 programs some have slots of two rows, with 40 a row's parts take two rounds of the kernel that combines
     (80, "check_packed", *((Packed(Quantization(4), 2, [], 4, 128, [5300], programs),) for programs in (32, 40))),
-    (80, "check_packed", (Packed(Quantization(2, "per-token", 32), 1, KINDS, 4, 128, [900, 600], 2),)),
+    (
+        80,
+        "check_packed",
+        (Packed(Quantization(2, "per-token", 32), 1, KINDS, 4, 128, [900, 600], 2),),
+        (Packed(Quantization(2, "per-token", 32), 1, [], 4, 128, [2900], 40),),
+    ),
     (80, "check_flush", (Quantization(4, "per-token", residual=10), 96)),
     (80, "check_compact", (Compact((400, 100), 523, 128, [0]),)),
     (80, "check_compact", (Compact((400, 100), 523, 128, [0], Quantization(8)),)),
