@@ -40,7 +40,7 @@ OF_VLLM = {
     "--max-num-batched-tokens",
     "--tensor-parallel-size",
 }
-OF_SCRIPTS = {"--wheel", "--new", "--pieces", "--steps"}
+OF_SCRIPTS = {"--wheel", "--new", "--cases", "--given", "--first"}
 OF_OTHERS = OF_LM_EVAL | OF_VLLM | OF_SCRIPTS
 RUNNING = [page for page in PAGES if blocks(page, "console")]
 README_LINES = 160
