@@ -39,6 +39,7 @@ REST = [
         80,
         "check_packed",
         (Packed(Quantization(2, "per-token", 32), 1, KINDS, 4, 128, [900, 600], 2),),
+        # whose row's parts take several rounds of the kernel that combines
         (Packed(Quantization(2, "per-token", 32), 1, [], 4, 128, [2900], 40),),
     ),
     (80, "check_flush", (Quantization(4, "per-token", residual=10), 96)),
@@ -65,6 +66,13 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     "before copies to a buffer that was read a round ago: the barrier after this round's wait lies in between": (
         lambda kernel, number: (
             kernel.instructions[number].opcode == "bar.sync" and _between(kernel, number, r"wgmma", r"cp\.async")
+        )
+    ),
+    "a warp stores where it alone has loaded: its lanes exchange what they load before one of them stores": (
+        lambda kernel, number: (
+            kernel.name == "_combine_kernel"
+            and _between(kernel, number, r"ld\.shared", r"st\.shared")
+            and kernel.instructions[number - 2].opcode == "shfl.sync.bfly.b32"
         )
     ),
     "the wait after a loop whose last round starts no copy, and its barrier: what is written next lies elsewhere": (
