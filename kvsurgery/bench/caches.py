@@ -31,12 +31,12 @@ def cache_bytes(cache: Any) -> int:
 
 
 def unusable(make: Callable[[], QuantizedCache]) -> str:
-    """Why a kind of cache does not run here, in one line; empty if it does."""
+    """Why a kind of cache does not run here, in one sentence; empty if it does."""
     states = torch.ones(1, 1, STEP, STEP)
     try:
         cache = make()
         cache.update(states, states, 0)
         cache.update(states, states, 0)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return str(error).strip().splitlines()[0]
+        return str(error).strip().splitlines()[0].partition(". ")[0]
     return ""
