@@ -100,6 +100,14 @@ def measure(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, wanted: d
     return found
 
 
+def windows(text: Path, tokenizer: Any, length: int, count: int) -> dict[int, torch.Tensor]:
+    """Pieces of a text at even distances, int64 [1, length], by where they begin."""
+    content = text.read_text(encoding="utf-8")
+    tokens = torch.tensor([tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]])
+    starts = torch.linspace(0, tokens.shape[1] - length, count + 2).long().tolist()[1:-1]
+    return {start: tokens[:, start : start + length] for start in starts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
@@ -122,14 +130,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
     for text in arguments.texts:
-        content = text.read_text(encoding="utf-8")
-        tokens = torch.tensor([tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]])
-        starts = torch.linspace(0, tokens.shape[1] - length, arguments.windows + 2).long().tolist()[1:-1]
-        for start in starts:
+        for start, tokens in windows(text, tokenizer, length, arguments.windows).items():
             window = known.setdefault(f"{text.name} {start} {arguments.prompt} {arguments.new}", {})
             missing = {name: how for name, how in chosen.items() if name not in window}
             if missing:
-                window |= measure(model, tokens[:, start : start + length], arguments.prompt, missing)
+                window |= measure(model, tokens, arguments.prompt, missing)
                 arguments.json.write_text(json.dumps(known, indent=1) + "\n")
     rows = []
     for name in chosen:

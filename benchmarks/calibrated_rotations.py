@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cache_quality import windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -69,14 +70,6 @@ class Covariances:
         self.queries[layer] = self.queries.get(layer, 0) + torch.einsum("hgtd,hgte->hde", grouped, grouped)
         self.values[layer] = self.values.get(layer, 0) + torch.einsum("ht,htd,hte->hde", received, value[0], value[0])
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
-
-
-def windows(text: Path, tokenizer: Any, length: int) -> list[torch.Tensor]:
-    """Pieces of a text at even distances, int64 [1, length]."""
-    content = text.read_text(encoding="utf-8")
-    tokens = torch.tensor([tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]])
-    starts = torch.linspace(0, tokens.shape[1] - length, WINDOWS + 2).long().tolist()[1:-1]
-    return [tokens[:, start : start + length] for start in starts]
 
 
 @torch.inference_mode()
@@ -150,9 +143,9 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    turned = covariances(model, windows(arguments.calibration, tokenizer, PROMPT))
+    turned = covariances(model, [*windows(arguments.calibration, tokenizer, PROMPT, WINDOWS).values()])
     found = {"calibration": arguments.calibration.name, "text": arguments.text.name, "bits": BITS, "windows": []}
-    for number, piece in enumerate(windows(arguments.text, tokenizer, PROMPT + NEW + 1)):
+    for number, piece in enumerate(windows(arguments.text, tokenizer, PROMPT + NEW + 1, WINDOWS).values()):
         found["windows"].append(measure(model, piece, turned))
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.stderr.print(f"{number + 1} of {WINDOWS}: {found['windows'][-1]}", markup=False)
