@@ -19,6 +19,8 @@ from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
+
 PROMPT, NEW, PIECES = 280, 24, 2
 
 
@@ -114,3 +116,8 @@ def test_the_table(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "| original | 100% | 0.0000 | 0.0000 | 0.0000 | 0.0000 | 100.0% |  |  |",
         "| kvsurgery, 4 bits | 35% | 0.0010 | 0.0020 | 0.0030 | 0.0040 | 99.0% | 30 | 50% |",
     ]
+
+
+def test_the_documented_table_is_the_committed_result() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "generated-answers.json").read_text())
+    assert "\n".join(generated_answers.table(found)) in (ROOT / "docs" / "results.md").read_text()
