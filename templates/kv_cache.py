@@ -126,7 +126,7 @@ class KVLayerCache(HandingLayer):
         self.tiles, self.counts = None, []  # one buffer of all tiles, and how many a head of each quantized group has
         self.table = None  # what `head_table` made of all this
         self.pads: list[int] | None = None  # the padding that groups know of
-        self.seen = self.capacity = self.restorable = 0
+        self.seen = self.capacity = self.restorable = self.margin = 0
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
@@ -171,8 +171,6 @@ class KVLayerCache(HandingLayer):
         beside = self.budgeted.nbytes if self.budgeted else 0
         return sum(group.nbytes for group in self.groups) + beside
 
-    @torch.inference_mode(False)  # storage is written again later, maybe outside of an inference mode
-    @torch.no_grad()
     def make_room(self, tokens: int) -> None:
         """Prepare the groups for new columns: where their rows begin, what tiles may take, and storage for all."""
         seen = self.seen + tokens
@@ -181,6 +179,15 @@ class KVLayerCache(HandingLayer):
                 "a KVSurgeryCache is filled by calling the converted model; after a forward that was interrupted, "
                 "reset() it"
             )
+        for group in self.quantized:
+            group.settled = self.columns.settled
+        if seen > self.capacity or self.pads is not self.columns.pads or self.margin < self.columns.margin:
+            self._prepare(seen)
+
+    @torch.inference_mode(False)  # storage is written again later, maybe outside of an inference mode
+    @torch.no_grad()
+    def _prepare(self, seen: int) -> None:
+        """Follow what has changed: the padding of rows, columns that there is no storage for, or the margin."""
         if self.pads is not self.columns.pads:
             self.pads, self.table = self.columns.pads, None
             for group in self.groups:
@@ -188,12 +195,10 @@ class KVLayerCache(HandingLayer):
         if seen > self.capacity:
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
-        quantized = self.quantized
-        for group in quantized:
-            group.settled = self.columns.settled
+        quantized, self.margin = self.quantized, self.columns.margin
         for group in dict.fromkeys([self.streaming, *quantized, *([self.held] if self.held else [])]):
-            if self.columns.margin > group.margin:
-                group.widen(self.columns.margin, self.seen, self.capacity)
+            if self.margin > group.margin:
+                group.widen(self.margin, self.seen, self.capacity)
                 self.table = None
         if self.held:
             self.held.reserve(self.capacity)
@@ -206,7 +211,6 @@ class KVLayerCache(HandingLayer):
             self.tiles = allocate_tiles(quantized, counts)
             self.counts, self.table = counts, None
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""

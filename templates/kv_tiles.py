@@ -65,6 +65,41 @@ def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def key_products(query: torch.Tensor, tiles: Tiles, bits: int) -> torch.Tensor:
+    """Dot products of queries and the keys of packed tiles: scales and minima go with queries, or with products.
+
+    Args:
+        query: [batch, heads, n, head_dim].
+        tiles: of all heads, [batch, heads, tiles, ...].
+
+    Returns:
+        [batch, heads, n, tiles * TILE].
+    """
+    scale, low = tiles.key_scales.to(query.dtype).unbind(3)
+    rows, columns = scale.shape[3:]
+    codes = _unpack(tiles.key_codes, bits).to(query.dtype)
+    if rows == TILE:  # of a token and a run of channels
+        asked = query.unflatten(3, (columns, -1)).transpose(2, 3)[:, :, None]
+        codes, scale, low = codes.unflatten(4, (columns, -1)).transpose(3, 4), scale.mT, low.mT
+        products = (asked @ codes.mT) * scale[:, :, :, :, None] + asked.sum(5, keepdim=True) * low[:, :, :, :, None]
+        products = products.sum(3)
+    else:  # of a channel and a run of tokens
+        asked, scale, low = query[:, :, None, None], scale[:, :, :, :, None], low[..., None]
+        products = (asked * scale) @ codes.unflatten(3, (rows, -1)).mT + asked @ low
+        products = products.transpose(3, 4).flatten(4)
+    return products.transpose(2, 3).flatten(3)
+
+
+def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int) -> torch.Tensor:
+    """Sums of the values of packed tiles by weights: [batch, heads, n, tiles * TILE] -> [batch, heads, n, head_dim]."""
+    scale, low = (part.mT for part in tiles.value_scales.to(weights.dtype).unbind(3))
+    codes = _unpack(tiles.value_codes, bits).to(weights.dtype)
+    codes = codes.unflatten(4, (scale.shape[3], -1)).transpose(3, 4)
+    weights = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None]
+    sums = (weights * scale[:, :, :, :, None]) @ codes + weights @ low[..., None]
+    return sums.sum(2).transpose(2, 3).flatten(3)
+
+
 def _quantize(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +163,11 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
         bit = third[..., None, :, None] >> _third_bits(packed.device) & 1
         return _unpack(low, 2) | bit.flatten(-3) << 2
-    return torch.cat([packed >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)], -1)
+    if bits == 8:
+        return packed
+    last, mask = 8 // bits - 1, 2**bits - 1
+    middle = (packed >> (bits * plane) & mask for plane in range(1, last))
+    return torch.cat([packed & mask, *middle, packed >> (bits * last)], -1)
 
 
 def _third_bits(device: torch.device) -> torch.Tensor:
@@ -140,7 +179,7 @@ def _third_bits(device: torch.device) -> torch.Tensor:
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     *outer, tokens, width = codes.shape
     rows, columns = scales.shape[-2:]
-    states = _unpack(codes, bits).to(scales.dtype) if bits < 8 else codes.to(scales.dtype)
+    states = _unpack(codes, bits).to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
     if states.dtype == torch.float32:  # several times faster where a scale is for the innermost states
@@ -270,18 +309,45 @@ class QuantizedGroup(HeadGroup):
     def _tiles_at_once(self, rows: int) -> int:
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
+    def packed_blocks(self) -> Iterator[Tiles]:
+        """The tiles of heads that see all of them, a block at a time: [batch, heads, tiles, ...]."""
+        tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
+        for first in range(0, tiles, most):
+            yield self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
+
+    def unseen(self, seen: int, slots: int, tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
+        """Spans of `slots` slots, and then of `tokens` tokens in tiles, that hold nothing which rows see.
+
+        A row that is only padding so far sees its first slot.
+
+        Args:
+            seen: columns that have been stored.
+        """
+        every = [*zip(self.skips, self.packed, strict=True)]
+        alike = len(set(every)) == 1
+        for row, (skip, packed) in enumerate(every[:1] if alike else every):
+            length, ring = max(seen - skip, 1), self.ring
+            stored, first = max(length - self.sink - packed, 0), packed % ring
+            spans = [(min(length, self.sink), self.sink), (slots + packed, slots + tokens)]
+            if first + stored <= ring:
+                spans += [(self.sink, self.sink + first), (self.sink + first + stored, slots)]
+            else:
+                spans += [(self.sink + first + stored - ring, self.sink + first)]
+            rows = slice(None) if alike else slice(row, row + 1)
+            yield rows, [(begin, end) for begin, end in spans if begin < end]
+
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
         """Keys and values [batch, heads, n, head_dim] of heads that see all of them, dequantized a block at a time.
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
-        tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
-        for first in range(0, tiles, most):
-            block = self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
+        first = 0
+        for block in self.packed_blocks():
             keys, values = (states.flatten(2, 3) for states in dequantize(block, self.quantization.bits))
             tokens = keys.shape[2]
-            counts = [min(max(packed - first * TILE, 0), tokens) for packed in self.packed]
+            counts = [min(max(packed - first, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts
+            first += tokens
 
 
 def head_group(

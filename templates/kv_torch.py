@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .kv_heads import HeadGroup, block_elements, on_device
 from .kv_layout import LayerLayout
-from .kv_tiles import QuantizedGroup
+from .kv_tiles import QuantizedGroup, key_products, weighted_values
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
@@ -159,27 +159,38 @@ def merge(
 
 def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
-    slots = max(1, min(seen - min(group.skips), group.slots))
-    quantized = group if isinstance(group, QuantizedGroup) else None
-    tiles, allowed = quantized is not None and max(group.packed) > 0, None
-    if torch.is_tensor(group.skipped) or group.margin or tiles or layout.chunked:
+    slots, allowed = max(1, min(seen - min(group.skips), group.slots)), None
+    if isinstance(group, QuantizedGroup) and max(group.packed):
+        return _decode_tiles(query, group, seen, slots, scoring)
+    if torch.is_tensor(group.skipped) or group.margin or layout.chunked:
         lengths = group.lengths(seen).clamp(min=1)  # padding sees itself: no empty softmax
         position, newest = group.positions(lengths, slots, group.ring), lengths - 1
         allowed = (position >= 0) & (position <= newest)
-        if quantized:
-            tiles_end = quantized.sink + torch.tensor(group.packed, device=query.device)[:, None]
-            allowed = allowed & ((position < quantized.sink) | (position >= tiles_end))
-        elif group.sink is not None:
+        if group.sink is not None and not isinstance(group, QuantizedGroup):
             allowed = allowed & ((position < group.sink) | layout.in_window(newest, position))
         allowed = allowed[:, None]
-    stored = group.keys[:, :, :slots], group.values[:, :, :slots]
-    if quantized is None or not tiles:
-        return attend(query, *stored, allowed, scoring)
-    result = attend_with_lse(query, *stored, allowed, scoring)
-    for keys, values, counts in quantized.blocks():
-        own = first_tokens(counts, keys)
-        result = merge(result, attend_with_lse(query, keys, values, own, scoring))
-    return scoring.sunk(*result).to(query.dtype)
+    return attend(query, group.keys[:, :, :slots], group.values[:, :, :slots], allowed, scoring)
+
+
+def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: int, scoring: Scoring) -> torch.Tensor:
+    """One query per row over slots and the codes of tiles, in float32; no key and no value is dequantized."""
+    exact, tiles = torch.promote_types(query.dtype, torch.float32), [*group.packed_blocks()]
+    folded, bits = _folded(query, group.keys, None)[0].to(exact), group.quantization.bits
+    products = [folded @ group.keys[:, :, :slots].to(exact).mT]
+    products += [key_products(folded, block, bits) for block in tiles]
+    sizes = [part.shape[3] for part in products]
+    scores = scoring.scores(torch.cat(products, 3))
+    for rows, spans in group.unseen(seen, slots, sum(sizes[1:])):
+        for begin, end in spans:
+            scores[rows, :, :, begin:end] = float("-inf")
+    first, *others = F.dropout(scores.softmax(3), scoring.dropout).split(sizes, 3)
+    output = first @ group.values[:, :, :slots].to(exact)
+    for weights, block in zip(others, tiles, strict=True):
+        output += weighted_values(weights, block, bits)
+    output = output.view(query.shape)
+    if scoring.sinks is not None:
+        output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
+    return output.to(query.dtype)
 
 
 @torch.inference_mode(False)

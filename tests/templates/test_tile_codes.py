@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from kvsurgery.policy.policy import Quantization
 from kvsurgery.templates.kv_layout import TILE
-from kvsurgery.templates.kv_tiles import dequantize, empty_tiles, quantize, rotated, rotation
+from kvsurgery.templates.kv_tiles import (
+    QuantizedGroup,
+    dequantize,
+    empty_tiles,
+    key_products,
+    quantize,
+    rotated,
+    rotation,
+    weighted_values,
+)
 from tests.helpers.families import largest
 
 
@@ -37,6 +46,54 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
             dim - 1, dim
         ) + rounding * exact.double().abs().amax()
         assert ((found.double() - exact.double()).abs() <= bound).all()
+
+
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    scheme=st.sampled_from(["kivi", "per-token"]),
+    group_size=st.sampled_from([None, 16, 32]),
+    head_dim=st.sampled_from([32, 64, 96]),
+    shape=st.tuples(*[st.integers(1, 3)] * 4),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60)
+def test_products_with_codes_are_those_with_what_they_stand_for(bits, scheme, group_size, head_dim, shape, seed):
+    batch, heads, queries, count = shape
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(2, batch, heads, count, TILE, head_dim, generator=generator, dtype=torch.float64)
+    asked = torch.randn(batch, heads, queries, head_dim, generator=generator, dtype=torch.float64)
+    weights = torch.rand(batch, heads, queries, count * TILE, generator=generator, dtype=torch.float64)
+    tiles = quantize(*states, Quantization(bits, scheme, group_size))
+    keys, values = (part.flatten(2, 3) for part in dequantize(tiles, bits))
+    torch.testing.assert_close(key_products(asked, tiles, bits), asked @ keys.mT)
+    torch.testing.assert_close(weighted_values(weights, tiles, bits), weights @ values)
+
+
+@given(
+    seen=st.integers(1, 900),
+    pads=st.lists(st.integers(0, 500), min_size=1, max_size=3),
+    sink=st.integers(0, 5),
+    residual=st.integers(0, 140),
+    margin=st.integers(0, 9),
+)
+def test_a_row_sees_each_of_its_tokens_once(seen, pads, sink, residual, margin):
+    """The spans that hold nothing are all others than the slots and tiles of a row's tokens."""
+    group = QuantizedGroup(
+        torch.zeros(len(pads), 1, 1, 8), 1, Quantization(4, residual=residual, sink=sink), sink, seen
+    )
+    group.margin = margin
+    group.align(pads)
+    lengths = [max(seen - pad, 1) for pad in pads]
+    group.packed = [max((length - sink - 1 - residual) // TILE * TILE, 0) for length in lengths]
+    slots, tokens = min(max(lengths), sink + group.ring), max(group.packed)
+    sees = torch.ones(len(pads), slots + tokens, dtype=torch.bool)
+    for rows, spans in group.unseen(seen, slots, tokens):
+        for begin, end in spans:
+            sees[rows, begin:end] = False
+    for row, (length, packed) in enumerate(zip(lengths, group.packed, strict=True)):
+        positions = [*range(min(sink, length)), *range(sink + packed, length)]
+        there = {*map(group.slot, positions), *range(slots, slots + packed)}
+        assert there == {*sees[row].nonzero()[:, 0].tolist()}
 
 
 @given(
