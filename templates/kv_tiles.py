@@ -65,19 +65,21 @@ def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def key_products(query: torch.Tensor, tiles: Tiles, bits: int) -> torch.Tensor:
+def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tensor) -> torch.Tensor:
     """Dot products of queries and the keys of packed tiles: scales and minima go with queries, or with products.
 
     Args:
         query: [batch, heads, n, head_dim].
         tiles: of all heads, [batch, heads, tiles, ...].
+        room: like query, with as many elements as there are codes, or more; for them. New memory for each block costs
+            a CPU more time than the products.
 
     Returns:
         [batch, heads, n, tiles * TILE].
     """
     scale, low = tiles.key_scales.to(query.dtype).unbind(3)
     rows, columns = scale.shape[3:]
-    codes = _unpack(tiles.key_codes, bits).to(query.dtype)
+    codes = _in_room(_unpack(tiles.key_codes, bits), room)
     if rows == TILE:  # of a token and a run of channels
         asked = query.unflatten(3, (columns, -1)).transpose(2, 3)[:, :, None]
         codes, scale, low = codes.unflatten(4, (columns, -1)).transpose(3, 4), scale.mT, low.mT
@@ -90,14 +92,18 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int) -> torch.Tensor:
     return products.transpose(2, 3).flatten(3)
 
 
-def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int) -> torch.Tensor:
+def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tensor) -> torch.Tensor:
     """Sums of the values of packed tiles by weights: [batch, heads, n, tiles * TILE] -> [batch, heads, n, head_dim]."""
     scale, low = (part.mT for part in tiles.value_scales.to(weights.dtype).unbind(3))
-    codes = _unpack(tiles.value_codes, bits).to(weights.dtype)
-    codes = codes.unflatten(4, (scale.shape[3], -1)).transpose(3, 4)
+    codes = _in_room(_unpack(tiles.value_codes, bits), room).unflatten(4, (scale.shape[3], -1)).transpose(3, 4)
     weights = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None]
     sums = (weights * scale[:, :, :, :, None]) @ codes + weights @ low[..., None]
     return sums.sum(2).transpose(2, 3).flatten(3)
+
+
+def _in_room(codes: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Codes as numbers of `room`, which holds nothing else then."""
+    return room[: codes.numel()].view(codes.shape).copy_(codes)
 
 
 def _quantize(

@@ -177,7 +177,8 @@ def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: 
     exact, tiles = torch.promote_types(query.dtype, torch.float32), [*group.packed_blocks()]
     folded, bits = _folded(query, group.keys, None)[0].to(exact), group.quantization.bits
     products = [folded @ group.keys[:, :, :slots].to(exact).mT]
-    products += [key_products(folded, block, bits) for block in tiles]
+    room = folded.new_empty(tiles[0].key_codes[..., 0].numel() * folded.shape[3])  # the first block is the largest
+    products += [key_products(folded, block, bits, room) for block in tiles]
     sizes = [part.shape[3] for part in products]
     scores = scoring.scores(torch.cat(products, 3))
     for rows, spans in group.unseen(seen, slots, sum(sizes[1:])):
@@ -186,7 +187,7 @@ def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: 
     first, *others = F.dropout(scores.softmax(3), scoring.dropout).split(sizes, 3)
     output = first @ group.values[:, :, :slots].to(exact)
     for weights, block in zip(others, tiles, strict=True):
-        output += weighted_values(weights, block, bits)
+        output += weighted_values(weights, block, bits, room)
     output = output.view(query.shape)
     if scoring.sinks is not None:
         output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
