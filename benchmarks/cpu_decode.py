@@ -4,8 +4,8 @@
 
 Four layers, hidden 1,024, 32 query and 8 KV heads of 128, random weights and caches filled with random states. Stock
 concatenates its whole cache at every token, so that beating it is easy; the honest baseline is the emitted model with
-every head full and nothing quantized. Prints medians in milliseconds a token, both ratios, and the most bytes of keys
-and values that a cache holds; stock needs one layer's more while it concatenates.
+every head full and nothing quantized. Prints medians of the CPU time of one thread in milliseconds a token, both
+ratios, and the most bytes of keys and values that a cache holds; stock needs one layer's more while it concatenates.
 
 Caches that together exceed `--memory` are measured in groups, one group after the other; within a group they take
 turns.
@@ -87,9 +87,9 @@ def measure(parts: list[Variant], batch: int, length: int, steps: int) -> dict[V
     seconds: list[list[float]] = [[] for _ in parts]
     for _ in range(steps + WARM):
         for variant, cache, times in zip(parts, caches, seconds, strict=True):
-            begin = time.perf_counter()
+            begin = time.process_time()
             variant.model(token, past_key_values=cache)
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
     found = (
         (statistics.median(times[WARM:]), cache_bytes(cache)) for times, cache in zip(seconds, caches, strict=True)
     )
@@ -100,16 +100,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], choices=(16, 8, 4, 2))
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4, 2], choices=(16, 8, 4, 2))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--memory", type=float, default=12.0, help="gigabytes of caches that are held at once")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     bits = sorted({16, *arguments.bits}, reverse=True)  # 16 is a baseline
     parts = variants(bits)
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), "- float32; at 16 bits nothing is quantized")
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(
+        ", ".join(f"{name} {value}" for name, value in facts.items()),
+        "- float32, one thread; at 16 bits nothing is quantized",
+    )
     ratios = f"{'x stock':>8} {'x own dense':>11}"
     print(f"{'tokens':>8} {'batch':>5} {'sparsity':>8} {'bits':>4} {'ms/token':>9} {ratios} {'KV MB':>9}")
     rows = []

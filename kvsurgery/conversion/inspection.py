@@ -14,12 +14,12 @@ from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import heads_by_layer, plan_moves
+from kvsurgery.conversion.request import hub_id
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.repo_id import is_repo_id
 from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast
@@ -134,9 +134,7 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
         return inspect_checkpoint(Path(source), name)
     from kvsurgery import hub
 
-    if not is_repo_id(name):
-        raise CheckpointError(f"{name} is not a folder, and no name that a model on the Hub can have")
-    with hub.headers(name, revision) as remote:
+    with hub_id(name), hub.headers(name, revision) as remote:
         return inspect_checkpoint(remote.folder, name, remote.commit)
 
 

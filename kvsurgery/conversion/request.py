@@ -93,7 +93,7 @@ class Request:
             return self.plan(Path(self.place))
         from kvsurgery import hub
 
-        with self._hub_id():
+        with hub_id(self.place):
             if weights:
                 return self.plan(*hub.fetch_checkpoint(self.place, self.revision, check=self.plan))
             with hub.headers(self.place, self.revision) as remote:
@@ -108,7 +108,7 @@ class Request:
             return Path(self.place), {}
         from kvsurgery import hub
 
-        with self._hub_id():
+        with hub_id(self.place):
             folder, commit = hub.fetch_checkpoint(self.place, self.revision, check)
         return folder, {"name": self.place, "revision": commit}
 
@@ -118,25 +118,29 @@ class Request:
         from kvsurgery import hub
 
         with ExitStack() as stack:
-            with self._hub_id():
+            with hub_id(self.place):
                 remote = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
                 prepared = self.plan(remote.folder, remote.commit)
             yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
 
-    @contextmanager
-    def _hub_id(self) -> Generator[None]:
-        """Refuse what cannot be a Hub id, and say what else a name that the Hub does not know may be."""
-        place = self.place
-        if not is_repo_id(place):
-            raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
-        if Path(place).exists():
-            raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
-        try:
-            yield
-        except HubError as error:
-            # a mistyped path looks like a Hub id
-            hint = f" (no folder {place} is here)" if Path(place).parent.is_dir() else ""
-            raise HubError(f"{error}{hint}") from error
+
+@contextmanager
+def hub_id(place: str) -> Generator[None]:
+    """Refuse a place, no folder, that cannot be a Hub id; say what else a name that the Hub does not know may be.
+
+    Raises:
+        CheckpointError: it is a file, or no name that a model on the Hub can have.
+    """
+    if not is_repo_id(place):
+        raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
+    if Path(place).exists():
+        raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
+    try:
+        yield
+    except HubError as error:
+        # a mistyped path looks like a Hub id
+        hint = f" (no folder {place} is here)" if Path(place).parent.is_dir() else ""
+        raise HubError(f"{error}{hint}") from error
 
 
 def _parted(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile, HeadProfile | None]:

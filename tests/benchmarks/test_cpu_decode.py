@@ -27,9 +27,9 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sys.argv += ["--lengths", "500", "--batches", str(batch)]
     cpu_decode.main()
     results = json.loads(path.read_text())["rows"]
-    parts = cpu_decode.variants([16, 8, 4])
+    parts = cpu_decode.variants([16, 8, 4, 2])
     assert [(row["sparsity"], row["bits"]) for row in results] == [(part.name, part.bits) for part in parts]
-    assert len(parts) == 1 + 3 * 3
+    assert len(parts) == 1 + 3 * 4
     for row, part in zip(results, parts, strict=True):
         assert row["kv_bytes"] == part.kv_bytes(batch, 500, steps + cpu_decode.WARM)
         assert row["x_stock"] == pytest.approx(results[0]["ms"] / row["ms"])

@@ -211,5 +211,12 @@ def test_a_name_that_is_neither_folder_nor_repository(tmp_path):
     with serve() as hub:
         result = hub.run(tmp_path, "inspect", str(tmp_path / "nowhere"))
     assert result.returncode == 1
-    assert "nowhere is not a folder" in result.stderr
+    assert "nowhere is neither a folder nor a Hub id" in result.stderr
     assert hub.requests == []
+
+
+def test_a_mistyped_folder(tmp_path):
+    with serve() as hub:
+        result = hub.run(tmp_path, "inspect", "lama-duo")
+    assert result.returncode == 1
+    assert "(no folder lama-duo is here)" in result.stderr
