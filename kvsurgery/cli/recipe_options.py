@@ -84,7 +84,7 @@ def _flag(name: str) -> str:
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 NOT_SWEPT = (*AXES, "threshold", "kv_budget")
 # what options stand for that are given without a value
-BARE = {"hold": 128}
+BARE = {"hold": 32}
 # group -> field of a recipe -> its type, and what it says; `method` is short for others
 FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     HEADS: {
@@ -131,7 +131,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "pool": (click.Choice(["max", "avg"]), "How this attention is pooled."),
         "hold": (
             int,
-            "Select again after every block of this many tokens (128 if no number is given), so that a budgeted head "
+            "Select again after every block of this many tokens (32 if no number is given), so that a budgeted head "
             "never keeps more than budget, window and a block.  [default: (it keeps all that follows the prompt)]",
         ),
         "select": (

@@ -117,26 +117,26 @@ class TestOptions:
 
     def test_budgets_that_hold(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--rest", "budgeted", "--budget", 100, "--hold")
-        says = "budgeted heads select again every 128 tokens, and never keep more than their budget and 136 tokens"
+        says = "budgeted heads select again every 32 tokens, and never keep more than their budget and 40 tokens"
         assert says in done(*command, "--dry-run").out
         done(*command, "--full-heads", 2, "--kv-bits", 4, "--save-recipe", "recipe.toml", "--out", "out")
         section = json.loads(Path("out/config.json").read_text())["kv_surgery"]
         assert section["selection"] == {
             **{"window": 8, "kernel_size": 7, "pool": "max"},
-            **{"hold": 128, "select": "attention"},
+            **{"hold": 32, "select": "attention"},
         }
-        assert "hold = 128" in Path("recipe.toml").read_text()
+        assert "hold = 32" in Path("recipe.toml").read_text()
         assert "4 budgeted" in (text := done("inspect", "out").out)
         assert says in text
         card = " ".join(Path("out/README.md").read_text().split())
-        assert "at most 128 tokens since, after which they choose again" in card
+        assert "at most 32 tokens since, after which they choose again" in card
         assert "4 bits (kivi, values rotated), except in budgeted heads" in card
         done(*command, 64, "--out", "other")
         assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["hold"] == 64
 
     def test_by_what_budgeted_heads_select(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--rest", "budgeted", "--budget", 100, "--select")
-        says = "budgeted heads select again every 128 tokens by accumulated attention, and never"
+        says = "budgeted heads select again every 32 tokens by accumulated attention, and never"
         text = done(*command, "accumulated", "--hold", "--save-recipe", "recipe.toml", "--out", "out").out
         assert says in text
         assert says in done("inspect", "out").out
