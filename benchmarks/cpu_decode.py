@@ -18,7 +18,7 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -94,6 +94,19 @@ def measure(parts: list[Variant], batch: int, length: int, steps: int) -> dict[V
         (statistics.median(times[WARM:]), cache_bytes(cache)) for times, cache in zip(seconds, caches, strict=True)
     )
     return dict(zip(parts, found, strict=True))
+
+
+def table(rows: list[dict[str, Any]], tokens: int, batch: int) -> list[str]:
+    """Lines of a Markdown table of what was measured at one length and batch."""
+    lines = ["| streaming heads | bits | ms a token | × stock | × own dense | KV cache |", "|---" * 6 + "|"]
+    for row in rows:
+        if (row["tokens"], row["batch"]) == (tokens, batch):
+            stock = row["sparsity"] == "stock"
+            heads = "stock" if stock else f"{float(row['sparsity']):.0%}"
+            dense = "" if stock else f"{row['x_own_dense']:.2f}"
+            figures = f"{row['ms']:.0f} | {row['x_stock']:.1f} | {dense} | {row['kv_bytes'] / 1e6:.0f} MB"
+            lines.append(f"| {heads} | {row['bits']} | {figures} |")
+    return lines
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as 
 # the architectures that were tried; vLLM serves others that `kvsurgery convert` writes as it serves their originals
 ARCHITECTURES = (
     "ApertusForCausalLM",
+    "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -21,6 +22,7 @@ ARCHITECTURES = (
     "HunYuanDenseV1ForCausalLM",
     "LlamaForCausalLM",
     "LlavaForConditionalGeneration",
+    "Ministral3ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Olmo2ForCausalLM",

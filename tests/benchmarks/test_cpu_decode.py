@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import cpu_decode
 import synthetic
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +47,12 @@ def test_groups(memory: float) -> None:
     for group in groups:
         assert len(group) == 1 or sum(part.kv_bytes(1, 500, 4) for part in group) <= memory
     assert len(groups) == {1e5: len(parts), 1e12: 1}.get(memory, len(groups))
+
+
+def test_the_documented_figures_are_the_committed_results() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "cpu-decode.json").read_text())["rows"]
+    assert "\n".join(cpu_decode.table(rows, 16384, 1)) in (ROOT / "docs" / "results.md").read_text()
+    at = {(row["sparsity"], row["bits"]): row for row in rows if (row["tokens"], row["batch"]) == (16384, 1)}
+    half, said = at["0.50", 16], " ".join((ROOT / "README.md").read_text().split())
+    own, stock = (f"{half[name]:.1f} times as fast as" for name in ("x_own_dense", "x_stock"))
+    assert f"half of the heads streaming is {own} our own code with every head full, and {stock} stock" in said

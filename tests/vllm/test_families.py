@@ -8,10 +8,15 @@ import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm import ARCHITECTURES
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, LLAMA_4
 from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
 
-MODELS = {"qwen2": {"use_sliding_window": False}}  # vLLM itself refuses one of which only some layers have windows
+MODELS = {
+    "qwen2": {"use_sliding_window": False},  # vLLM itself refuses one of which only some layers have windows
+    "ernie4_5": {"use_bias": False},  # vLLM has no bias of the output projection
+    # from this position on, vLLM does not scale queries as transformers does
+    "ministral3": {"rope_parameters": {**LLAMA_4, "original_max_position_embeddings": 2048}},
+}
 TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation to bfloat16
 
 
