@@ -9,7 +9,7 @@ import logging
 
 OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as this plugin extends them
 
-# the architectures that were tried; vLLM serves others that `kvsurgery convert` writes as it serves their originals
+# the architectures that are served with the converted cache
 ARCHITECTURES = (
     "ApertusForCausalLM",
     "Ernie4_5ForCausalLM",
@@ -35,13 +35,30 @@ ARCHITECTURES = (
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
+# the others that `kvsurgery convert` writes, which are served with the original's cache, and with a warning
+DENSE = (
+    "Cohere2ForCausalLM",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "MiniMaxM2ForCausalLM",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 
 # architecture -> module and class that vLLM has registered for it
 stock: dict[str, tuple[str, str]] = {}
 
 
 def register() -> None:
-    """Register a model class for each architecture that serves converted checkpoints, and all others as before.
+    """Register a model class for each architecture of the converter, which serves other checkpoints as before.
 
     On a version of vLLM that is not supported, nothing is registered: every checkpoint is served by the stock class.
     """
@@ -55,7 +72,7 @@ def register() -> None:
             *(".".join(map(str, version)) for version in (OLDEST, NEWEST)),
         )
         return
-    for architecture in ARCHITECTURES:
+    for architecture in (*ARCHITECTURES, *DENSE):
         registered = vllm.ModelRegistry.models.get(architecture)
         module = getattr(registered, "module_name", __name__)
         if not module.startswith(__name__):

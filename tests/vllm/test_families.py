@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
-from kvsurgery.vllm import ARCHITECTURES
+from kvsurgery.vllm import ARCHITECTURES, DENSE
 from tests.helpers.families import FAMILIES, LLAMA_4
 from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, engine, generate, prompts, reference
 
@@ -39,5 +40,23 @@ def test_tokens_are_those_of_the_emitted_model(family: str, tmp_path: Path) -> N
         assert cached_tokens(llm) - before >= sum((len(row) - 1) // BLOCK * BLOCK for row in rows) - 2 * BLOCK
 
 
-def test_every_registered_architecture_is_of_the_converter() -> None:
-    assert {*ARCHITECTURES} <= set().union(*(architectures(name) for name in supported()))
+def test_every_architecture_of_the_converter_is_registered() -> None:
+    assert not {*ARCHITECTURES} & {*DENSE}
+    assert {*ARCHITECTURES, *DENSE} == set().union(*(architectures(name) for name in supported()))
+
+
+def test_an_architecture_that_is_not_split_is_served_as_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.kvsurgery"), "warning", lambda line, *values, **_: lines.append(line % values)
+    )
+    checkpoint, rows = converted("cohere2", tmp_path), prompts()
+    with engine(tmp_path / "stock") as llm:
+        wanted = generate(llm, rows)
+    assert lines == []
+    with engine(checkpoint.folder) as llm:
+        assert_equal(generate(llm, rows), wanted)
+    assert len(lines) == 1
+    assert "does not know Cohere2ForCausalLM" in lines[0]
