@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from kvsurgery.text.needle_sets import read_set
 from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["full attention", "REFORM", "BM25 retrieval", "truncation", "H2O", "StreamingLLM"]
 
 
@@ -93,3 +95,19 @@ def test_the_table_has_a_share_for_each_length() -> None:
     assert table[0] == "| method | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
     assert table[2] == "| full attention | 100% [100%, 100%] | - | - |"
     assert table[3] == "| REFORM | 100% [100%, 100%] | 0% [0%, 0%] | 5.0 |"
+
+
+def test_the_documents_say_what_was_measured() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "beyond-context.json").read_text())
+    assert "\n".join(beyond_context.table(found)) in (ROOT / "docs" / "results.md").read_text()
+    right = {
+        (length, name): np.mean([sample[name]["right"] for sample in samples])
+        for length, samples in found["results"].items()
+        for name in NAMES[1:]
+    }
+    assert {len(samples) for samples in found["results"].values()} == {found["samples"]}
+    assert right["32000", "REFORM"] == right["4000", "REFORM"]
+    assert right["32000", "H2O"] == right["32000", "StreamingLLM"] == 0
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"In 32,000 tokens, REFORM finds {right['32000', 'REFORM']:.0%} of the facts, as in 4,000." in said
+    assert f"BM25 finds {right['32000', 'BM25 retrieval']:.0%}; H2O and StreamingLLM find none" in said
