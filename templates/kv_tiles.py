@@ -66,13 +66,13 @@ def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tensor) -> torch.Tensor:
-    """Dot products of queries and the keys of packed tiles: scales and minima go with queries, or with products.
+    """Dot products of queries and the keys of packed tiles. Scales and minima are applied to queries or products.
 
     Args:
         query: [batch, heads, n, head_dim].
         tiles: of all heads, [batch, heads, tiles, ...].
-        room: like query, with as many elements as there are codes, or more; for them. New memory for each block costs
-            a CPU more time than the products.
+        room: memory for the codes, of the queries' dtype and at least as many elements. A CPU spends much of a step on
+            pages of new memory, so all blocks use the same.
 
     Returns:
         [batch, heads, n, tiles * TILE].
@@ -102,7 +102,7 @@ def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int, room: torch.
 
 
 def _in_room(codes: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Codes as numbers of `room`, which holds nothing else then."""
+    """Codes in the dtype of `room`, written over what it holds."""
     return room[: codes.numel()].view(codes.shape).copy_(codes)
 
 
@@ -322,12 +322,10 @@ class QuantizedGroup(HeadGroup):
             yield self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
 
     def unseen(self, seen: int, slots: int, tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
-        """Spans of `slots` slots, and then of `tokens` tokens in tiles, that hold nothing which rows see.
+        """Spans that rows do not see, among `slots` slots followed by `tokens` tokens in tiles: rows, [(begin, end)].
 
-        A row that is only padding so far sees its first slot.
-
-        Args:
-            seen: columns that have been stored.
+        They are empty, or hold tokens that are packed or were taken back. `seen` columns have been stored. A row that
+        is only padding so far sees its first slot.
         """
         every = [*zip(self.skips, self.packed, strict=True)]
         alike = len(set(every)) == 1
@@ -338,7 +336,7 @@ class QuantizedGroup(HeadGroup):
             if first + stored <= ring:
                 spans += [(self.sink, self.sink + first), (self.sink + first + stored, slots)]
             else:
-                spans += [(self.sink + first + stored - ring, self.sink + first)]
+                spans.append((self.sink + first + stored - ring, self.sink + first))
             rows = slice(None) if alike else slice(row, row + 1)
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 

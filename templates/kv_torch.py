@@ -173,7 +173,7 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout
 
 
 def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: int, scoring: Scoring) -> torch.Tensor:
-    """One query per row over slots and the codes of tiles, in float32; no key and no value is dequantized."""
+    """The same where tokens are in tiles: over slots and the tiles' codes, in float32. Nothing is dequantized."""
     exact, tiles = torch.promote_types(query.dtype, torch.float32), [*group.packed_blocks()]
     folded, bits = _folded(query, group.keys, None)[0].to(exact), group.quantization.bits
     products = [folded @ group.keys[:, :, :slots].to(exact).mT]

@@ -126,10 +126,11 @@ class Request:
 
 @contextmanager
 def hub_id(place: str) -> Generator[None]:
-    """Refuse a place, no folder, that cannot be a Hub id; say what else a name that the Hub does not know may be.
+    """Ask the Hub for a place that is no folder. Where the Hub fails, its error says that no such folder is here.
 
     Raises:
-        CheckpointError: it is a file, or no name that a model on the Hub can have.
+        CheckpointError: the place is a file, or no name that a model on the Hub can have.
+        HubError: as raised inside.
     """
     if not is_repo_id(place):
         raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")

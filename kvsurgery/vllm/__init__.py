@@ -35,7 +35,7 @@ ARCHITECTURES = (
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
-# the others that `kvsurgery convert` writes, which are served with the original's cache, and with a warning
+# the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
     "Cohere2ForCausalLM",
     "Gemma3nForCausalLM",

@@ -15,7 +15,7 @@ from tests.vllm.serving import BLOCK, assert_equal, cached_tokens, converted, en
 MODELS = {
     "qwen2": {"use_sliding_window": False},  # vLLM itself refuses one of which only some layers have windows
     "ernie4_5": {"use_bias": False},  # vLLM has no bias of the output projection
-    # from this position on, vLLM does not scale queries as transformers does
+    # transformers scales queries from this position on, vLLM does not
     "ministral3": {"rope_parameters": {**LLAMA_4, "original_max_position_embeddings": 2048}},
 }
 TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation to bfloat16
