@@ -313,11 +313,13 @@ def _of_budgeted(
             kept = heads.select(*whole, layer.columns.pads, scoring)
             layer.table = None  # rows skip other columns
             path.compact(*whole, kept, layer)
-    one = [1] * len(heads.groups)
+    one, settled = [1] * len(heads.groups), layer.columns.settled
     while cut < tokens:
-        if past + cut == heads.due:
-            heads.renew(layer)
-        stop = min(heads.due - past, tokens)
+        if heads.due(past + cut, settled) == past + cut:
+            heads.renew(past + cut, layer)
+        stop = min(heads.due(past + cut, settled) - past, tokens)
+        for group in heads.groups:
+            group.settled = min(settled, past + stop - 1)
         states = [part[:, :, cut:stop] for part in (query, key, value)]
         heads.watch(past + cut, states[0])
         lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend

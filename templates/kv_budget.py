@@ -23,7 +23,8 @@ class BudgetedHeads(SelectingHeads):
         assert layout.selection is not None  # as there are budgets
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
-        self.groups = [head_group(states, 1, None if layout.holds else layout.quantization) for _ in self.budgets]
+        quantization = layout.quantization if layout.quantized_budgets else None
+        self.groups = [head_group(states, 1, quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.least = self.start - min(budget, self.start)
         self.waiting = HeadGroup(states, len(self.budgets))

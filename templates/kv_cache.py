@@ -196,7 +196,7 @@ class KVLayerCache(HandingLayer):
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
         quantized, self.margin = self.quantized, self.columns.margin
-        for group in dict.fromkeys([self.streaming, *quantized, *([self.held] if self.held else [])]):
+        for group in dict.fromkeys([*([self.held] if self.held else []), self.streaming, *quantized]):
             if self.margin > group.margin:
                 group.widen(self.margin, self.seen, self.capacity)
                 self.table = None

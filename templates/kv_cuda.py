@@ -54,8 +54,8 @@ def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
 
 def pack(layer: KVLayerCache) -> None:
     """Quantize the tiles and select the tokens that are due before the next one is stored; mostly there is nothing."""
-    if layer.budgeted and layer.seen == layer.budgeted.due:
-        layer.budgeted.renew(layer)
+    if layer.budgeted and layer.seen == layer.budgeted.due(layer.seen, layer.columns.settled):
+        layer.budgeted.renew(layer.seen, layer)
     while any(group.due() for group in layer.quantized):
         table = layer.head_table()
         kv_store.flush(table, layer.columns.settled - table.skipped)
@@ -65,7 +65,7 @@ def pack(layer: KVLayerCache) -> None:
 
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
     """As `kv_torch.compact`."""
-    if layer.tiles is not None and not layer.layout.holds:
+    if layer.layout.quantized_budgets:
         for group in layer.quantized[-kept.shape[1] :]:  # budgeted heads are the last ones, with a group each
             group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
     kv_store.compact(layer.head_table().last(kept.shape[1]), keys, values, kept)

@@ -39,6 +39,7 @@ class HeadGroup:
         self.skips = self.dropped  # the columns that each row skips
         self.skipped: int | torch.Tensor = 0  # the same on the device, int64 [batch], or a number where rows agree
         self.packed = [0] * states.shape[0]  # of each row, tokens that are in tiles and not here
+        self.settled = 0  # columns that tiles may take
 
     @property
     def heads(self) -> int:
@@ -108,7 +109,8 @@ class HeadGroup:
         """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
         if self.sink is not None and seen - self.least > self.sink + self.ring:
             ring = self.recent + margin
-            positions = self.positions(self.lengths(seen), min(capacity - self.least, self.sink + ring), ring)
+            slots = min(capacity - self.least, self.most, self.sink + ring)
+            positions = self.positions(self.lengths(seen), slots, ring)
             # positions that the old ring has dropped yield other tokens, outside of every window that can come
             self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))
         self.margin = margin
@@ -122,7 +124,10 @@ class HeadGroup:
     def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in the last `tokens` columns of `seen`, oldest first; what is padding there is arbitrary."""
         columns = torch.arange(seen - tokens, seen, device=self.keys.device)[None]
-        positions = columns - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
+        return self.at(columns - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None]))
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [batch, heads, n, head_dim] at positions, int64 [1 or batch, n]; of others arbitrary ones."""
         return self.take(self.slot(positions.clamp(min=0)))
 
     def store(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -174,7 +179,6 @@ class SelectingHeads:
     groups: Sequence[HeadGroup]
     waiting: HeadGroup  # the prompt, by column
     selected = False  # whether the prompt is complete
-    due = EVERY  # the column before which heads select again
     margin = 0  # columns that can be taken back
 
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
@@ -229,8 +233,12 @@ class SelectingHeads:
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
         """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
 
-    def renew(self, layer) -> None:
-        """Select again before column `due`: drop all but budget and window. The device is not waited for."""
+    def due(self, column: int, settled: int) -> int:
+        """The first column, of those from `column` on, before which heads select again; `settled` columns stay."""
+        return EVERY
+
+    def renew(self, column: int, layer) -> None:
+        """Select again before a column: drop all but budget and window. The device is not waited for."""
 
     def take_back(self, length: int, layer) -> None:
         """Forget selections that columns from `length` on have made."""

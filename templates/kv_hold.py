@@ -7,8 +7,13 @@ queries have seen the same tokens, so that their attention is what it was when t
 Heads select before the next column is stored, at columns that follow from the prompt alone: chunks of any size, single
 steps and rows of a batch give the same result. A selection among columns that may be taken back (assisted decoding)
 keeps what it drops aside until they are confirmed, so that a rejected token leaves no trace.
+
+In quantized heads every token has scales of its own, so that a selection moves codes from tile to tile as they are: no
+token is quantized twice while it stays in tiles. These heads select, as they fill tiles, among confirmed columns only:
+late where some may be taken back.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +21,8 @@ import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
-from .kv_layout import EVERY, LayerLayout
+from .kv_layout import EVERY, TILE, LayerLayout
+from .kv_tiles import QuantizedGroup, Tiles, quantize, repacked, unpacked
 from .kv_torch import Scoring, attention_received
 
 
@@ -39,15 +45,21 @@ class HeldHeads(BudgetedHeads):
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
         super().__init__(states, layout, prompt)
         assert self.selection.hold is not None
-        self.hold, self.due = self.selection.hold, prompt + self.selection.hold
-        for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.most = budget + self.selection.window + self.hold
+        self.hold, self.next = self.selection.hold, prompt + self.selection.hold
+        self.quantized = layout.quantized_budgets
+        self._limit()
         self.asked: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
         self.spare = HeadGroup(states, len(self.budgets))  # what selections have dropped that may be taken back
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
         self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
+
+    def _limit(self) -> None:
+        """Let groups have room for as many tokens as there can be before the next selection."""
+        late = self.margin if self.quantized else 0
+        for group, budget in zip(self.groups, self.budgets, strict=True):
+            group.most = budget + self.selection.window + self.hold + late
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +84,13 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def widen(self, margin: int, seen: int, capacity: int) -> None:
-        old, slots = self.asked, self.selection.spare(margin)
+        old, slots = self.asked, 0 if self.quantized else self.selection.spare(margin)
         if old is not None:
             self.asked = old.new_zeros(*old.shape[:2], self.selection.window + margin, old.shape[3])
             column = torch.arange(max(seen - old.shape[2], 0), seen, device=old.device)
             self.asked[:, :, column % self.asked.shape[2]] = old[:, :, column % old.shape[2]]
         before, self.margin = (self.spare.keys, self.spare.values), margin
+        self._limit()
         after = tuple(states.new_zeros(*states.shape[:2], slots, states.shape[3]) for states in before)
         for states, same in zip(after, before, strict=True):
             states[:, :, : same.shape[2]] = same
@@ -88,14 +101,14 @@ class HeldHeads(BudgetedHeads):
         if counts != self.counts:
             before = self._scores(max(self.counts))
             self.counts = counts
-            self._keep(before)
+            self._score(before)
 
     def _scores(self, slots: int) -> torch.Tensor:
         """Accumulated scores of the first slots of each head: [batch, heads, slots], 0 where there is none."""
         parts = self.scores.split(self.counts, 1)
         return torch.stack([F.pad(part, (0, slots - part.shape[1])) for part in parts], 1)
 
-    def _keep(self, scores: torch.Tensor) -> None:
+    def _score(self, scores: torch.Tensor) -> None:
         """The reverse."""
         parts = zip(scores.unbind(1), self.counts, strict=True)
         self.scores = torch.cat([F.pad(part, (0, count - part.shape[1])) for part, count in parts], 1)
@@ -107,7 +120,7 @@ class HeldHeads(BudgetedHeads):
     def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
         if self.scores.shape[1]:
             scores = importance.gather(2, chosen.clamp(max=importance.shape[2] - 1))
-            self._keep(scores.where(chosen < importance.shape[2], 0))
+            self._score(scores.where(chosen < importance.shape[2], 0))
 
     def _ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
@@ -118,7 +131,7 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def watch(self, column: int, query: torch.Tensor) -> None:
-        first = max(self.due - self.selection.window - column, 0)
+        first = max(self.next - self.selection.window - column, 0)
         if first < query.shape[2]:
             ring = self._ring(query)
             columns = torch.arange(column + first, column + query.shape[2], device=query.device)
@@ -130,11 +143,17 @@ class HeldHeads(BudgetedHeads):
         ring = self._ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 
+    def due(self, column: int, settled: int) -> int:
+        if not self.quantized:
+            return self.next
+        late = max(self.next, column)
+        return late if late <= settled else EVERY
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def renew(self, layer) -> None:
-        column, window, before = self.due, self.selection.window, [group.dropped for group in self.groups]
-        self.due += self.hold
+    def renew(self, column: int, layer) -> None:
+        window, before = self.selection.window, [group.dropped for group in self.groups]
+        self.next = column + self.hold
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
         counts = [
             [max(min(budget, length - window), 0) for budget, length in zip(self.budgets, of_row, strict=True)]
@@ -144,23 +163,24 @@ class HeldHeads(BudgetedHeads):
             [count + min(length, window) for count, length in zip(*pair, strict=True)]
             for pair in zip(counts, lengths, strict=True)
         ]
-        if left == lengths and not self.scores.shape[1]:  # nothing to drop, nothing to add up
+        there = any(map(any, lengths))
+        if left == lengths and not (there and self.scores.shape[1]):  # nothing to drop, nothing to add up
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
         keys, values = self._stored(used)
         importance = self._importance(keys, values, column, lengths)
         order = self._order(importance, lengths, counts)
         kept = on_device(left, keys.device)[..., None]
-        most = [max(of_head) for of_head in zip(*left, strict=True)]
         self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
-        if column > layer.columns.settled:
+        if column > layer.columns.settled:  # never of quantized heads
             taken = {each.place for each in self.renewals}
             place = next(first for first in range(0, self.spare.slots, self.hold) if first not in taken)
             scores = self._scores(max(self.counts))
             self.renewals.append(Renewal(column, self.start, before, used, order, kept, place, scores))
             dropped = order.gather(2, (kept + torch.arange(self.hold, device=kept.device)).clamp(max=max(used) - 1))
             self.spare.write(slice(None), place, *(_taken(states, dropped) for states in (keys, values)))
-        self._write(most, *(_taken(states, order[..., : max(most)]) for states in (keys, values)))
+        order = order[..., : max(map(max, left))]
+        self._keep(order, left, *(_taken(states, order) for states in (keys, values)))
         first = torch.arange(max(map(max, counts)), device=kept.device)
         self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
         self.start = column - window
@@ -212,8 +232,8 @@ class HeldHeads(BudgetedHeads):
             states = _taken(states, source.clamp(max=states.shape[2] - 1))
             parts.append(torch.empty_like(states).scatter_(2, renewal.order[..., None].expand_as(states), states))
         self._write(renewal.lengths, *parts)
-        self._keep(renewal.scores)
-        self.start, self.due = renewal.start, renewal.column
+        self._score(renewal.scores)
+        self.start, self.next = renewal.start, renewal.column
         self._drop(renewal.dropped, layer)
 
     def _by_row(self, name: str) -> list[tuple[int, ...]]:
@@ -221,16 +241,29 @@ class HeldHeads(BudgetedHeads):
         return list(zip(*(getattr(group, name) for group in self.groups), strict=True))
 
     def _stored(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the first slots of each head, so many of it, as [batch, heads, n, head_dim]."""
+        """Keys and values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
         parts = []
-        for name in ("keys", "values"):
-            states = [getattr(group, name)[:, 0, :count] for group, count in zip(self.groups, counts, strict=True)]
-            padded = [F.pad(part, (0, 0, 0, max(counts) - part.shape[1])) for part in states]
-            parts.append(torch.stack(padded, 1))
-        return parts[0], parts[1]
+        for group, count in zip(self.groups, counts, strict=True):
+            states = group.keys[:, :, :count], group.values[:, :, :count]
+            if isinstance(group, QuantizedGroup):
+                states = group.at(torch.arange(count, device=group.keys.device)[None])
+            parts.append([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in states])
+        keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
+        return keys, values
+
+    def _keep(self, order: torch.Tensor, left: list[list[int]], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store what heads keep, their first tokens from now on: keys and values of the places in `order`."""
+        of_heads = [*zip(*left, strict=True)]
+        if not self.quantized:
+            self._write([*map(max, of_heads)], keys, values)
+            return
+        for head, (group, counts) in enumerate(zip(self.groups, of_heads, strict=True)):
+            tokens, own = slice(max(counts)), slice(head, head + 1)
+            assert isinstance(group, QuantizedGroup)
+            _rearrange(group, order[:, head, tokens], counts, keys[:, own, tokens], values[:, own, tokens])
 
     def _write(self, counts: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The reverse."""
+        """Store the first tokens of each head, so many of it."""
         for head, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
             group.write(slice(None), 0, keys[:, head, None, :count], values[:, head, None, :count])
 
@@ -239,10 +272,10 @@ class HeldHeads(BudgetedHeads):
         for group, of_rows in zip(self.groups, dropped, strict=True):
             group.dropped = of_rows
             group.align(layer.columns.pads)
-        if layer.table is not None:
-            layer.table.skipped[:, -len(self.groups) :] = on_device(
-                self._by_row("skips"), layer.table.skipped.device, torch.int32
-            )
+        known = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}
+        for name, of_heads in known.items():
+            if of_heads is not None:
+                of_heads[:, -len(self.groups) :] = on_device(self._by_row(name), of_heads.device, of_heads.dtype)
 
 
 SELECTING[True] = HeldHeads
@@ -251,3 +284,38 @@ SELECTING[True] = HeldHeads
 def _taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
     return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
+
+
+def _rearrange(
+    group: QuantizedGroup, source: torch.Tensor, counts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Let a head's tokens be others of its own, those in tiles by the codes that they have.
+
+    Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
+
+    Args:
+        source: int64 [batch, n], where the token at each place has been.
+        counts: how many each row keeps.
+        keys, values: [batch, 1, n, head_dim], those of the tokens at each place.
+    """
+    how, sink, before = group.quantization, group.sink, group.packed
+    group.packed = [
+        max(TILE * how.tiles(count + 1 - sink), min(packed, (count - sink) // TILE * TILE))
+        for count, packed in zip(counts, before, strict=True)
+    ]
+    if tiles := max(group.packed) // TILE:
+        filling = slice(sink, sink + tiles * TILE)
+        fresh = quantize(*(states[:, :, filling].unflatten(2, (-1, TILE)) for states in (keys, values)), how)
+        place = source[:, filling] - sink
+        in_tile = (place >= 0) & (place < on_device(before, place.device)[:, None])
+        place = place.clamp(0, max(group.count * TILE - 1, 0))
+        moved = []
+        for old, new in zip(unpacked(group.tiles, how.bits), unpacked(fresh, how.bits), strict=True):
+            codes = old.gather(2, place[:, None, :, None].expand_as(new))
+            moved.append(codes.where(in_tile[:, None, :, None], new))
+        for stored, part in zip(group.tiles, repacked(Tiles(*moved), how.bits), strict=True):
+            stored[:, :, :tiles] = part
+    alike = len({*counts}) == 1
+    for row, count in enumerate(counts[:1] if alike else counts):
+        rows = slice(None) if alike else slice(row, row + 1)
+        HeadGroup.write(group, rows, 0, keys[rows, :, :count], values[rows, :, :count])

@@ -293,12 +293,19 @@ class LayerLayout:
         """How many heads are quantized: the first ones in the order of storage."""
         if self.quantization is None:
             return 0
-        return self.heads if self.quantized_window or (self.budgets and not self.holds) else self.full
+        return self.heads if self.quantized_window or self.quantized_budgets else self.full
 
     @property
     def holds(self) -> bool:
-        """Whether budgets hold after the prompt; such heads are small, and never quantized."""
+        """Whether budgets hold after the prompt."""
         return self.selection is not None and self.selection.hold is not None
+
+    @property
+    def quantized_budgets(self) -> bool:
+        """Whether budgeted heads are quantized. Those whose budgets hold are only where every token has scales of its
+        own: a later selection moves its codes, and where tokens share scales, would quantize them again."""
+        how = self.quantization
+        return bool(how and self.budgets and (how.scheme == "per-token" or not self.holds))
 
     def held(self, budget: int, prompt: int, new: int, margin: int = 0) -> int:
         """Tokens that a head with this budget stores at most; `margin` as `kv_bytes` has it."""
@@ -307,7 +314,10 @@ class LayerLayout:
         tokens = min(budget, prompt - window) + window + new
         if self.selection.hold is None:
             return tokens
-        return min(tokens, budget + self.selection.window + self.selection.hold) + self.selection.spare(margin)
+        most = budget + self.selection.window + self.selection.hold
+        if self.quantized_budgets:
+            return min(tokens, most + margin)
+        return min(tokens, most) + self.selection.spare(margin)
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
@@ -325,10 +335,10 @@ class LayerLayout:
         how = self.quantization
         if how is None:
             return streaming + sum(tokens + budgeted) * token
-        if self.holds:
-            streaming += sum(budgeted) * token
-        else:
+        if self.quantized_budgets:
             tokens += budgeted
+        else:
+            streaming += sum(budgeted) * token
         tile = how.tile_bytes(head_dim, itemsize)
         if self.quantized_window:
             tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
@@ -497,9 +507,13 @@ class KVLayout:
         """
         for head_dim in {layer.head_dim or self.head_dim for layer in self.layers}:
             quantization.check(head_dim)
-        if any(layer.holds for layer in self.layers) and not self.counts[FULL] and not quantization.streaming:
-            raise ValueError("budgets that hold are not quantized, and there are no full heads; leave it out")
-        return KVLayout(tuple(replace(layer, quantization=quantization) for layer in self.layers), self.head_dim)
+        layers = tuple(replace(layer, quantization=quantization) for layer in self.layers)
+        if any(layer.holds for layer in layers) and not any(layer.quantized_heads for layer in layers):
+            raise ValueError(
+                f"there are only heads whose budgets hold, which are not quantized with the scheme "
+                f"{quantization.scheme}; give the scheme per-token, or leave quantization out"
+            )
+        return KVLayout(layers, self.head_dim)
 
     def kv_bytes(self, batch: int, prompt: int, new: int = 0, margin: int = 0, itemsize: int = 2) -> int:
         """Bytes of keys and values that a cache for `prompt + new` tokens allocates.

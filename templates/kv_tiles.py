@@ -193,6 +193,21 @@ def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.T
     return torch.addcmul(low, grouped, scale).view_as(states)  # rounds once
 
 
+def unpacked(tiles: Tiles, bits: int) -> Tiles:
+    """Codes [..., tiles * TILE, head_dim], scales and minima [..., tiles * TILE, n] of tokens that have their own."""
+    codes = (_unpack(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
+    scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
+    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
+def repacked(tokens: Tiles, bits: int) -> Tiles:
+    """The reverse: [..., tiles, *] as tiles have them."""
+    key_codes, key_scales, value_codes, value_scales = tokens.map(lambda part: part.unflatten(-2, (-1, TILE)))
+    scales = (part.unflatten(-1, (2, -1)).transpose(-3, -2) for part in (key_scales, value_scales))
+    codes = (_pack(part, bits) for part in (key_codes, value_codes))
+    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
 @functools.cache
 @torch.inference_mode(False)  # it may be used where gradients are wanted
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -238,7 +253,6 @@ class QuantizedGroup(HeadGroup):
         super().__init__(states, heads, sink, quantization.residual + TILE)
         self.quantization, self.span = quantization, span
         self.tiles = empty_tiles(self.keys, 0, quantization).map(lambda part: part.unflatten(1, (heads, 0)))
-        self.settled = 0  # columns that tiles may take
 
     @property
     def nbytes(self) -> int:
@@ -251,7 +265,7 @@ class QuantizedGroup(HeadGroup):
 
     def wanted_tiles(self, capacity: int) -> int:
         """Tiles that a head fills in this many columns; never fewer than there are."""
-        filled = self.quantization.tiles(capacity - self.least - self.sink)
+        filled = self.quantization.tiles(min(capacity - self.least, self.most) - self.sink)
         return max(self.count, min(filled, self.quantization.window_tiles(self.span)))
 
     def due(self) -> bool:
@@ -299,12 +313,11 @@ class QuantizedGroup(HeadGroup):
         for row in range(len(self.packed))[rows]:
             self.packed[row] = max(self.packed[row], stop)
 
-    def window(self, seen: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = super().window(seen, tokens)
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = super().at(positions)
         if not any(self.packed):
             return stored
-        after_sinks = torch.arange(seen - tokens, seen, device=self.keys.device)[None] - self.sink
-        after_sinks = after_sinks - (self.skipped if isinstance(self.skipped, int) else self.skipped[:, None])
+        after_sinks = positions - self.sink
         packed = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
         place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
         dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.bits))

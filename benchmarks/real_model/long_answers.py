@@ -6,8 +6,9 @@
 The model writes the answers itself: it goes on with pieces of a text, by sampling. Facts stand in each piece and, after
 the first quarter, in each answer. Every cache then reads the same answers: how likely are they, is the next token that
 of the original, and are the facts recalled, right after each quarter? Only facts that the original recalls there count.
-The small caches hold as many bytes at most. The last `--steps` tokens of each quarter take so much CPU time. With
-`--given` the text itself goes on, and no fact is stated in it. A run continues from its JSON file.
+The small caches hold as many bytes at most; quantized ones hold as many as the others would in 16 bit. The last
+`--steps` tokens of each quarter take so much CPU time. With `--given` the text itself goes on, and no fact is stated in
+it. A run continues from its JSON file.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -38,6 +40,7 @@ from transformers.utils import logging
 from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
 
 from kvsurgery import __version__, console
+from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
@@ -67,7 +70,7 @@ class Contender:
 
 
 def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> list[Contender]:
-    """All that are compared; but for the original and what grows, each holds as many tokens at most."""
+    """All that are compared; but for the original and what grows, each holds as many tokens or bytes at most."""
     window = Recipe().window
     most, eager = budget + window + hold, partial(stock, source, "eager")
 
@@ -86,6 +89,13 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
 
         return Contender(f"kvpress, {press}, blocks of {hold}", partial(stock, source), session)
 
+    def quantized(bits: int, block: int) -> Contender:
+        most_bytes = _bytes(source, profile, Recipe(rest="budgeted", budget=most - window - block, hold=block))
+        how = Recipe(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
+        more = range(most - window - block, 16 // bits * most)
+        fits = bisect_right(more, most_bytes, key=lambda each: _bytes(source, profile, replace(how, budget=each)))
+        return ours(f"budgets of {more[fits - 1]} that hold, {bits} bits", replace(how, budget=more[fits - 1]))
+
     taken = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
     accumulated = Recipe(rest="budgeted", budget=budget - taken, hold=hold, select=ACCUMULATED)
     streaming = Recipe(sparsity=1.0, rest="streaming", sink=SINK, recent=most - SINK)
@@ -95,12 +105,18 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
             ours(f"budgets of {budget} that hold, blocks of {hold}", Recipe(rest="budgeted", budget=budget, hold=hold))
             for budget, hold in ((budget, hold), (most - window - hold // 4, hold // 4))
         ),
+        *(quantized(bits, hold // 4) for bits in (4, 2)),
         ours(f"budgets of {budget - taken} that hold, by accumulated attention", accumulated),
         ours(f"all heads streaming, {SINK} + {most - SINK}", streaming),
         *(Contender(f"{kind.__name__}, {most}", eager, partial(kind, most=most)) for kind in (H2O, TOVA)),
         *map(pressed, PRESSES),
         ours(f"budgets of {budget}, all that follows is kept", Recipe(rest="budgeted", budget=budget)),
     ]
+
+
+def _bytes(source: Path, profile: HeadProfile, recipe: Recipe) -> int:
+    """The most bytes that a cache without full heads holds of one sequence, in 16 bit."""
+    return PreparedConversion.prepare(source, profile, recipe).policy.layout.kv_bytes(1, 2**15, 2**15)
 
 
 @torch.inference_mode()

@@ -147,7 +147,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_budget": (float, "With --kv-bits auto: the largest average number of bits per stored value."),
         "kv_scheme": (
             click.Choice(["kivi", "per-token"]),
-            "Which elements share a scale: kivi, a channel of keys and a token of values; per-token, a token of both.",
+            "Which elements share a scale: kivi, a channel of keys and a token of values; per-token, a token of both. "
+            "With --hold, budgeted heads are quantized only per token.",
         ),
         "kv_group_size": (
             int,

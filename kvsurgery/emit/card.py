@@ -140,9 +140,11 @@ def _quantized(policy: Policy) -> str:
     section = policy.layout.quantization_section
     if section is None:
         return ""
-    excepted = "" if section["streaming"] else ", except in streaming heads"
-    if policy.recipe.hold is not None:
+    layers, excepted = policy.layout.layers, ""
+    if any(layer.budgets and not layer.quantized_budgets for layer in layers):
         excepted = ", except in budgeted heads"
+    elif any(layer.streaming and not layer.quantized_window for layer in layers):
+        excepted = ", except in streaming heads"
     return (
         f". The first {section['sink']} and at least the newest {section['residual']} tokens stay in the model's "
         f"dtype; the other tokens are stored in {describe_bits(section)}{excepted}"

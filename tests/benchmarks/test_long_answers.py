@@ -36,7 +36,7 @@ def words() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    return stock("llama", vocab_size=len(words), attn_implementation="eager")
+    return stock("llama", head_dim=8, vocab_size=len(words), attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,9 @@ class TestOptions:
         card = " ".join(Path("out/README.md").read_text().split())
         assert "at most 32 tokens since, after which they choose again" in card
         assert "4 bits (kivi, values rotated), except in budgeted heads" in card
-        done(*command, 64, "--out", "other")
+        done(*command, 64, "--kv-bits", 4, "--kv-scheme", "per-token", "--out", "other")
+        card = " ".join(Path("other/README.md").read_text().split())
+        assert "stored in 4 bits (per-token, values rotated)." in card
         assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["hold"] == 64
 
     def test_by_what_budgeted_heads_select(self, here: Path) -> None:

@@ -37,23 +37,28 @@ class HoldReference:
     Args:
         model: the stock model with the weights of the converted one, heads in its order.
         prompt: columns after which heads select first.
+        late: heads select among the first `confirmed` columns only, late where more have come.
     """
 
-    def __init__(self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0):
-        self.model, self.layout, self.prompt, self.pad = model, layout, prompt, pad
-        self.tokens = 0
-        self.states = [
-            LayerState(self._first(layer), alive={head: [] for head in budgets(layer)}) for layer in layout.layers
-        ]
+    confirmed = float("inf")
 
-    def _first(self, layer: LayerLayout) -> int:
-        """The first column at which a layer has something to select from."""
-        late = self.pad - self.prompt + 1
-        return (
-            self.prompt
-            if late <= 0 or not layer.holds
-            else self.prompt + -(-late // layer.selection.hold) * layer.selection.hold
-        )
+    def __init__(self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0, late: bool = False):
+        self.model, self.layout, self.prompt, self.pad, self.late = model, layout, prompt, pad, late
+        self.tokens = 0
+        self.states = [LayerState(prompt, alive={head: [] for head in budgets(layer)}) for layer in layout.layers]
+
+    def skip(self, columns: range) -> None:
+        """Take columns of padding, in which there is nothing to select from."""
+        for column in columns:
+            for layer, state in zip(self.layout.layers, self.states, strict=True):
+                if layer.holds and (column == self.prompt - 1 or self.selects(state, column)):
+                    state.due = max(column, self.prompt) + layer.selection.hold
+
+    def selects(self, state: LayerState, column: int) -> bool:
+        """Whether heads select before a column after the prompt."""
+        if self.late:
+            return column >= max(state.due, self.prompt + 1) and column <= self.confirmed
+        return column == state.due > self.prompt
 
     def __deepcopy__(self, memo) -> HoldReference:
         same = copy.copy(self)
@@ -82,8 +87,8 @@ class HoldReference:
     def attend(self, module, query, key, value, scaling, softcap) -> torch.Tensor:
         """Attention of one token [heads, head_dim] in one layer."""
         layer, state, column = self.layout.layers[module.layer_idx], self.states[module.layer_idx], self.now
-        if column == state.due > self.prompt:
-            self.select(layer, state, scaling, softcap)
+        if self.selects(state, column):
+            self.select(layer, state, column, scaling, softcap)
         state.queries.append(query)
         state.keys.append(key)
         state.values.append(value)
@@ -98,7 +103,7 @@ class HoldReference:
             weights = self.weights(state, head, kv_head, self.tokens, places, scaling, softcap)
             output.append(weights @ torch.stack([state.values[place][kv_head] for place in places]).double())
         if column == self.prompt - 1:
-            self.select(layer, state, scaling, softcap)
+            self.select(layer, state, self.prompt, scaling, softcap)
         return torch.stack(output).to(query.dtype)
 
     @property
@@ -115,14 +120,14 @@ class HoldReference:
             scores = softcap * torch.tanh(scores / softcap)
         return scores.softmax(-1)
 
-    def select(self, layer: LayerLayout, state: LayerState, scaling, softcap) -> None:
+    def select(self, layer: LayerLayout, state: LayerState, column: int, scaling, softcap) -> None:
         how = layer.selection
         if how is None:
             return
-        state.before.append((state.due, copy.deepcopy(state.alive), dict(state.scores)))
-        stop = state.due - self.pad  # positions before it
+        state.before.append((column, copy.deepcopy(state.alive), dict(state.scores)))
+        stop = column - self.pad  # positions before it
         start = max(stop - how.window, 0)
-        state.due += how.hold
+        state.due = column + how.hold
         group = len(state.queries[0]) // layer.heads if state.queries else 1
         for kv_head, budget in budgets(layer).items():
             alive = state.alive[kv_head]

@@ -111,7 +111,7 @@ def test_steps_from_a_graph(kind: str, graphs) -> None:
         section["quantization"] = LOSSLESS
     if kind != "quantized" and kind != "16 bit":
         section["selection"] = {"window": 4, "kernel_size": 3, "pool": "max"}
-        section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 30]}] * 4
+        section["layers"] = [{"blocks": [[1, 3]], "budgets": [4, 9, 150]}] * 4
     if "held" in kind:  # selections come between replays
         section["selection"]["hold"] = 6
     if "accumulated" in kind:

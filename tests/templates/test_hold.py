@@ -1,6 +1,7 @@
 """Budgets that hold: whatever comes, in whatever parts, heads keep what a slow reference says, in constant bytes."""
 
 import copy
+from dataclasses import asdict
 from functools import cache
 
 import pytest
@@ -15,24 +16,27 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvsurgery.templates import kv_hold, kv_layout, kv_tiles
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
+from kvsurgery.templates.kv_tiles import dequantize, quantize
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
-from tests.helpers.families import largest, tokens
+from tests.helpers.families import largest, stock, tokens
 from tests.helpers.hold_reference import HoldReference
 
 WINDOW, HOLD = 3, 5
 SELECTION = {"window": WINDOW, "kernel_size": 3, "pool": "max", "hold": HOLD}
 BUDGETS = [[4, 6, 0], [3, 8, 1, 5]]
+TILED = [4, 150, 270]
 LENGTH = 64  # columns of the longest cache
 GREEDY = {"do_sample": False, "suppress_tokens": [0, 2]}
 SECTIONS = {
     "16 bit": {},
     "mean pool, a block as long as the window": {"selection": SELECTION | {"pool": "avg", "hold": WINDOW}},
-    "quantized full heads": {"quantization": LOSSLESS},
+    "quantized": {"quantization": LOSSLESS | {"residual": 2}},
     "accumulated": {"selection": SELECTION | {"select": "accumulated"}},
     "value norm": {"selection": SELECTION | {"select": "value-norm"}},
 }
@@ -63,8 +67,10 @@ class HoldMachine(CacheOperations):
         self.cache = KVSurgeryCache(self.model.config)
         self.cache.expect_prompt(prompt)
         self.prompt, self.seen, self.seed, self.safe = prompt, 0, 0, 0
+        self.firm = 0  # columns before which selections stayed, as they were confirmed at the time
         self.recording = False
-        self.rows = [HoldReference(self.stock, self.layout, prompt, pad) for pad in pads]
+        late = self.kind == "quantized"
+        self.rows = [HoldReference(self.stock, self.layout, prompt, pad, late) for pad in pads]
 
     @rule(size=st.integers(1, 24))
     def append(self, size):
@@ -88,6 +94,9 @@ class HoldMachine(CacheOperations):
             logits = self.model(ids, past_key_values=self.cache, attention_mask=mask, position_ids=positions).logits
         assert logits.isfinite().all()
         for row, (reference, of_row) in enumerate(zip(self.rows, ids, strict=True)):
+            if self.recording:
+                reference.confirmed = self.safe or size
+            reference.skip(range(self.seen, min(reference.pad, self.seen + size)))
             expected = reference.feed(of_row[max(0, reference.pad - self.seen) :])
             if len(expected):
                 assert largest(logits[row, -len(expected) :] - expected, expected) <= 1e-4, f"row {row}"
@@ -103,13 +112,15 @@ class HoldMachine(CacheOperations):
     def crop(self, data):
         least = data.draw(st.sampled_from([0, self.safe, max(0, self.seen - 4)]))
         length = data.draw(st.integers(min(least, self.seen), self.seen))
+        self.firm = max(self.firm, self.safe)
         confirmed = self.safe if self.recording else float("inf")
         try:
             self.cache.crop(length - self.seen)
         except ValueError:
-            last = max((c for row in self.rows for s in row.states for c, *_ in s.before if c <= confirmed), default=0)
+            firm = max(confirmed, self.firm)
+            last = max((c for row in self.rows for s in row.states for c, *_ in s.before if c <= firm), default=0)
             unrestorable = self.family == "gemma2" and (not self.recording or length < self.safe)
-            tiles = self.kind == "quantized full heads" and (not self.recording or length < self.safe)
+            tiles = self.kind == "quantized" and (not self.recording or length < self.safe)
             assert unrestorable or tiles or length < max(last, self.prompt)
         else:
             for row in self.rows:
@@ -148,7 +159,9 @@ class HoldMachine(CacheOperations):
     [("llama", kind) for kind in SECTIONS] + [("gemma2", "16 bit"), ("gemma2", "accumulated")],
     ids=lambda value: value,
 )
-def test_any_operations(family, kind):
+def test_any_operations(family, kind, monkeypatch):
+    for module in (kv_layout, kv_tiles, kv_hold):
+        monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=12, phases=[Phase.generate])
@@ -175,6 +188,56 @@ def test_a_chat_of_twenty_turns_in_constant_memory(held):
     slots = sum(budget + WINDOW + HOLD for budget in (4, 9, 30))
     assert max(beside) == 4 * slots * 2 * layout.head_dim * 4
     assert len(beside) <= 2  # the first turn is shorter
+
+
+@pytest.fixture
+def tiled():
+    """A model of two layers with larger budgets, and tiles."""
+    original = stock("llama", num_hidden_layers=2, head_dim=16)
+    section = {"version": 2, "head_dim": 16, "selection": SELECTION, "quantization": LOSSLESS}
+    original.config.kv_surgery = section | {"layers": [{"blocks": [[1, 3]], "budgets": TILED}] * 2}
+    return CLASSES["llama"].from_pretrained(None, config=original.config, state_dict=original.state_dict()).eval()
+
+
+def test_quantized_heads_take_constant_memory(tiled):
+    layout, cache, beside = KVLayout.from_config(tiled.config), KVSurgeryCache(tiled.config), set()
+    for part in tokens(1, 700).split([300, *[1] * 100, 200, *[1] * 100], 1):
+        with torch.no_grad():
+            tiled(part, past_key_values=cache)
+        columns = cache.layers[0].capacity
+        assert cache.allocated_bytes() == layout.kv_bytes(1, 300, columns - 300, itemsize=4)
+        beside.add(sum(group.nbytes for group in cache.layers[0].groups[2:]))
+    assert len(beside) <= 2  # at the end of the prompt there is no block yet
+    assert [group.packed for group in cache.layers[0].groups[2:]] == [[0], [128], [256]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
+    """After seventy selections, tiles of the first layer hold what its tokens become when they are quantized once."""
+    section = {"bits": bits, "scheme": "per-token", "residual": 5, "sink": 3, "rotate": "none"}
+    quantization = Quantization(**section, clip=bits < 4)
+    layers = [{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 2
+    caches = []
+    for part in (
+        tiled.config.kv_surgery | {"quantization": asdict(quantization)},
+        {"version": 2, "head_dim": 16, "layers": layers},
+    ):
+        tiled.config.kv_surgery = part
+        model = CLASSES["llama"](tiled.config).eval()
+        model.load_state_dict(tiled.state_dict())
+        caches.append(KVSurgeryCache(model.config))
+        for columns in tokens(1, 640).split([300] + [1] * 340, 1):
+            with torch.no_grad():
+                model.to(dtype)(columns, past_key_values=caches[-1])
+    budgeted, every = caches[0].layers[0].budgeted.groups, caches[1].layers[0].full
+    states = (part[:, :, :640].unflatten(2, (-1, TILE)) for part in (every.keys, every.values))
+    once = [part.flatten(2, 3)[0] for part in dequantize(quantize(*states, quantization), bits)]
+    assert [group.packed for group in budgeted] == [[0], [128], [256]]
+    for head, group in enumerate(budgeted, 1):
+        found = (part.flatten(2, 3)[0, 0, : group.packed[0]] for part in dequantize(group.tiles, bits))
+        same = [(mine[:, None] == each[head]).all(-1) for mine, each in zip(found, once, strict=True)]
+        assert (same[0] & same[1]).any(1).all()
 
 
 def test_generation_is_the_same_however_it_runs(held):
@@ -267,7 +330,7 @@ def test_without_hold_nothing_is_selected_again(held):
 
 
 def test_a_cache_that_is_asked_to_be_quantized(held):
-    """Full heads are quantized, budgets that hold are not; without full heads nothing would be."""
+    """Without scales for each token only full heads are quantized; without these nothing would be."""
     options = GREEDY | {"max_new_tokens": 4, "return_dict_in_generate": True}
     options |= {"cache_implementation": "quantized", "cache_config": {"nbits": 8}}
     cache = held.generate(tokens(1, 400), **options).past_key_values
@@ -279,5 +342,7 @@ def test_a_cache_that_is_asked_to_be_quantized(held):
     assert cache.allocated_bytes() == layout.kv_bytes(1, 400, 4, itemsize=4)
     for section in held.config.kv_surgery["layers"]:
         section.update(blocks=[[0, 4]], budgets=[9] * 4)
-    with pytest.raises(ValueError, match="budgets that hold are not quantized, and there are no full heads"):
+    with pytest.raises(
+        ValueError, match=r"only heads whose budgets hold, which are not .* scheme kivi; give the scheme per-token"
+    ):
         held.generate(tokens(1, 20), **options)
