@@ -123,7 +123,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(describe_reform(surgery.reform))
     lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
     if surgery.hold:
-        lines.append(describe_hold(**surgery.hold))
+        lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
     if refusal := surgery.vllm.get("refusal"):
         lines.append(refusal)
     else:

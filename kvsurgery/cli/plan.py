@@ -150,7 +150,8 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     if facts["quantization"] and policy["kv_bits"] == AUTO:
         lines.append(f"KV cache in {describe_bits(facts['quantization'])}")
     if "hold" in policy:
-        lines.append(describe_hold(policy["window"], policy["hold"], policy["select"]))
+        scheme = policy["kv_scheme"] if facts["quantization"] else None
+        lines.append(describe_hold(policy["window"], policy["hold"], policy["select"], scheme))
     if "reform" in policy:
         lines.append(describe_reform(policy["reform"]))
     if keys := facts["left_out_of_config"]:

@@ -47,10 +47,11 @@ def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None
     return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
 
 
-def describe_hold(window: int, hold: int, select: str) -> str:
-    """How much budgeted heads keep whose budgets hold, and by what they select, in words."""
+def describe_hold(window: int, hold: int, select: str, scheme: str | None) -> str:
+    """How much budgeted heads keep whose budgets hold, and by what they select, in words; `scheme` is that of a cache
+    that is quantized."""
     chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
     return (
         f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
-        f"{window + hold} tokens"
+        f"{window + hold} tokens{', and are not quantized' if scheme == 'kivi' else ''}"
     )

@@ -12,6 +12,7 @@ OLDEST, NEWEST = (0, 30), (0, 33)  # vLLM's cache planner and cache managers as 
 # the architectures that are served with the converted cache
 ARCHITECTURES = (
     "ApertusForCausalLM",
+    "Cohere2ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
     "Gemma2ForCausalLM",
@@ -20,6 +21,7 @@ ARCHITECTURES = (
     "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "Llama4ForCausalLM",
     "LlamaForCausalLM",
     "LlavaForConditionalGeneration",
     "Ministral3ForCausalLM",
@@ -37,12 +39,10 @@ ARCHITECTURES = (
 )
 # the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
-    "Cohere2ForCausalLM",
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
     "GptOssForCausalLM",
-    "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
     "MiniMaxM2ForCausalLM",
     "Mistral3ForConditionalGeneration",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.platforms import current_platform
 
 
-def full_backend(stock: type) -> type:
-    """The stock backend, as one that takes caches whose outermost axis is the block."""
+def full_backend(stock: Attention) -> type:
+    """The backend of a stock attention, as one that takes caches whose outermost axis is the block."""
     if not current_platform.is_cpu():
-        return stock
+        return stock.attn_backend
     from kvsurgery.vllm.cpu import FullBackend
 
+    if isinstance(stock, ChunkedLocalAttention):
+        return create_chunked_local_attention_backend(FullBackend, stock.attention_chunk_size)
     return FullBackend
 
 

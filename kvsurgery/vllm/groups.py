@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 
@@ -60,24 +61,27 @@ class Groups:
         return self._filled[1]
 
     def window(self, layer: LayerLayout) -> int:
-        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one more.
+        """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one or two more.
 
         vLLM puts windows of one length in one group, and of that group the manager may be the stock one, which frees
-        sinks; so no window is as long as one of the model's own.
+        sinks; so no window is as long as one of the model's own. Those of Cohere 2 have one token more in vLLM.
         """
-        return layer.recent + any(other.native and other.recent == layer.recent for other in self.layout.layers)
+        own = {layer.recent for layer in self.layout.layers if layer.native}
+        return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & own)
 
     def blocks(self, tokens: int, size: int, in_flight: int = 1) -> int:
         """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""
-        count = -(-tokens // size) if any(layer.full for layer in self.layout.layers) else 0
+        blocks = -(-tokens // size) if any(layer.full for layer in self.layout.layers) else 0
         layers = [layer for layer in self.layout.layers if not layer.native and layer.streaming]
         if layers:
-            count += len(self._filled[0]) * _window_blocks(tokens, size, layers[0].sink, layers[0].recent, in_flight)
+            window = self.window(layers[0])
+            blocks += len(self._filled[0]) * _window_blocks(tokens, size, layers[0].sink, window, in_flight)
         native = [layer for layer in self.layout.layers if layer.native]
         if native:
             groups = -(-len(native) // (self.width // native[0].heads))
-            count += groups * _window_blocks(tokens, size, 0, native[0].recent, in_flight)
-        return count
+            window = native[0].recent - size * native[0].chunked  # chunks begin with a block
+            blocks += groups * _window_blocks(tokens, size, 0, window, in_flight)
+        return blocks
 
     def block_bytes(self, size: int, itemsize: int = 2) -> int:
         """Bytes of a block: keys and values of `size` tokens."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
@@ -102,18 +102,19 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is Attention
+        if type(child) in (Attention, ChunkedLocalAttention)
     ]
     for parent, name, stock in attentions:
         index = extract_layer_index(stock.layer_name)
         layer = layout.layers[index]
-        if stock.sliding_window != (layer.recent if layer.native else None):
+        window = stock.attention_chunk_size if isinstance(stock, ChunkedLocalAttention) else stock.sliding_window
+        if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
             raise ValueError(
-                f"kvsurgery: layer {index} has a window of {stock.sliding_window} tokens in vLLM, and not in "
+                f"kvsurgery: layer {index} has a window of {window} tokens in vLLM, and not in "
                 "config.json; use transformers with trust_remote_code=True"
             )
         if layer.native:
-            stock.attn_backend = full_backend(stock.attn_backend)
+            stock.attn_backend = full_backend(stock)
             continue
         cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
         setattr(parent, name, _split(stock, layer, cache, vllm_config))
@@ -169,7 +170,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
             num_heads=layer.full * group,
             num_kv_heads=layer.full,
             prefix=f"{stock.layer_name}.full",
-            attn_backend=full_backend(stock.attn_backend),
+            attn_backend=full_backend(stock),
             **settings,
         )
     if layer.streaming:

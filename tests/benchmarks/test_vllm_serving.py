@@ -30,7 +30,7 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["serving", "serving-1024-768", "serving-512-1024", "equal-load-100", "equal-load-1000"]
+    "name", ["serving", "serving-1024-768", "serving-768-896", "serving-512-1024", "equal-load-100", "equal-load-1000"]
 )
 def test_the_documented_tables_are_the_committed_results(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"vllm-{name}.json").read_text())

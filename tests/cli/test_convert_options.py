@@ -127,7 +127,7 @@ class TestOptions:
         }
         assert "hold = 32" in Path("recipe.toml").read_text()
         assert "4 budgeted" in (text := done("inspect", "out").out)
-        assert says in text
+        assert f"{says}, and are not quantized" in text
         card = " ".join(Path("out/README.md").read_text().split())
         assert "at most 32 tokens since, after which they choose again" in card
         assert "4 bits (kivi, values rotated), except in budgeted heads" in card

@@ -33,6 +33,16 @@ def test_short_sequences_hold_no_more_than_they_have() -> None:
     assert Forecast.of(layout, 20).kv_bytes == 2 * 2 * (16 * 4 * 2 * 128 * 2)
 
 
+def test_chunks_of_the_model_begin_with_a_block() -> None:
+    chunked = {"blocks": [[0, 4]], "sink": 0, "recent": 8192, "native": True, "chunked": True}
+    block = 16 * 4 * 2 * 128 * 2
+    windows = {**chunked, "chunked": False}
+    kv_bytes = [
+        forecast(config([*LAYERS, layer])).kv_bytes - forecast(config()).kv_bytes for layer in (chunked, windows)
+    ]
+    assert kv_bytes == [8192 // 16 * block, (8192 // 16 + 1) * block]
+
+
 def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
     even = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}]
     uneven = [{"blocks": [[2, 0], [0, 2]], "sink": 4, "recent": 8}]
@@ -43,6 +53,6 @@ def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
 def test_what_vllm_cannot_serve() -> None:
     with pytest.raises(ValueError, match="REFORM"):
         forecast(config(reform={}))
-    with pytest.raises(ValueError, match="Cohere2ForCausalLM with a KV cache of the original's size"):
-        forecast({**config(), "architectures": ["Cohere2ForCausalLM"]})
+    with pytest.raises(ValueError, match="Gemma3nForCausalLM with a KV cache of the original's size"):
+        forecast({**config(), "architectures": ["Gemma3nForCausalLM"]})
     assert forecast({**config(), "architectures": ["LlamaForCausalLM"]}) == forecast(config())
