@@ -55,6 +55,7 @@ KINDS = {
     "uneven": {"tp_uneven": True, "full_heads": 6},
     "budgets": {"rest": "budgeted", "full_heads": 4, "budget": 6},
     "held": {"rest": "budgeted", "full_heads": 4, "budget": 6, "window": 2, "hold": 2},
+    "accumulated": {"rest": "budgeted", "full_heads": 4, "budget": 6, "window": 2, "hold": 2, "select": "accumulated"},
     "8 bits": {"sparsity": 0.5, "quantization": LOSSLESS},
 }
 SIZES = {"chunk": 8, "encode_budget": 12, "window": 3, "keep": 3, "pool": 3, "recompute_budget": 40, "query_length": 4}
@@ -143,7 +144,7 @@ def check_bytes(name: str, folder: Path, held: list[int], whole: int) -> None:
     assert held == [part.kv_bytes(**size) for part in layout.parts(len(held))], name
     assert sum(held) == whole, name
     head = 2 * process.BATCH * (process.PROMPT + process.NEW) * layout.head_dim * 4
-    assert max(held) - min(held) <= (head if name in ("uneven", "budgets", "held") else 0), name
+    assert max(held) - min(held) <= (head if name in ("uneven", "budgets", "held", "accumulated") else 0), name
 
 
 def check_weights(name: str, folder: Path, held: list[int]) -> None:
