@@ -267,7 +267,7 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         ),
         ((*BUDGETED, 9, "--hold", 7), r"--hold lies in \[8, .*: the observation window, --window, must fit into"),
         ((*BUDGETED, 9, "--hold", 10**30), r"--hold lies in \[8, "),
-        ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: budgets that hold are not quantized, and there are no"),
+        ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads whose budgets hold are quantized with the"),
         (("--recent", 2**63), "--recent"),
         (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantized cache does not divide"),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
