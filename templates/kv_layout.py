@@ -147,6 +147,11 @@ class Selection:
         """The entry in the `kv_surgery` section, without what is not set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    def quantizable(self, quantization: Quantization) -> bool:
+        """Whether heads that select so can be quantized so. Where budgets hold, every token needs scales of its own: a
+        later selection moves its codes, and where tokens share scales, it would quantize them again."""
+        return self.hold is None or quantization.scheme == "per-token"
+
     def spare(self, margin: int) -> int:
         """Tokens kept aside for each head that holds, so that selections among the last `margin` can be taken back."""
         return 0 if self.hold is None else self.hold * -(-margin // self.hold)
@@ -302,10 +307,9 @@ class LayerLayout:
 
     @property
     def quantized_budgets(self) -> bool:
-        """Whether budgeted heads are quantized. Those whose budgets hold are only where every token has scales of its
-        own: a later selection moves its codes, and where tokens share scales, would quantize them again."""
-        how = self.quantization
-        return bool(how and self.budgets and (how.scheme == "per-token" or not self.holds))
+        """Whether budgeted heads are quantized."""
+        how, selection = self.quantization, self.selection
+        return bool(how and self.budgets and selection and selection.quantizable(how))
 
     def held(self, budget: int, prompt: int, new: int, margin: int = 0) -> int:
         """Tokens that a head with this budget stores at most; `margin` as `kv_bytes` has it."""

@@ -150,8 +150,7 @@ class Prices:
     def budgeted(self, followed: np.ndarray, beta: float | None, selection: kv_layout.Selection) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads]; where budgets
         hold, only with a cache that they can have: in the model's dtype, or quantized per token."""
-        holds = selection.hold is not None
-        quantizations = [how for how in self.quantizations if not (holds and how and how.scheme != "per-token")]
+        quantizations = [how for how in self.quantizations if how is None or selection.quantizable(how)]
         most = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
         demand, others = self.demand, np.ones(self.scores.shape, dtype=bool)
         window = min(selection.window, demand.prompt)

@@ -108,6 +108,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         index = extract_layer_index(stock.layer_name)
         layer = layout.layers[index]
         window = stock.attention_chunk_size if isinstance(stock, ChunkedLocalAttention) else stock.sliding_window
+        # vLLM lets those of Cohere 2 see a token more
         if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
             raise ValueError(
                 f"kvsurgery: layer {index} has a window of {window} tokens in vLLM, and not in "
