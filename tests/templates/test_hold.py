@@ -211,6 +211,23 @@ def test_quantized_heads_take_constant_memory(tiled):
     assert [group.packed for group in cache.layers[0].groups[2:]] == [[0], [128], [256]]
 
 
+def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
+    """Budgets that nothing exceeds, and windows that nothing leaves: full heads are quantized alike beside both."""
+    section = {**tiled.config.kv_surgery, "quantization": asdict(Quantization(4, residual=5))}
+    window = {"blocks": [[1, 3]], "sink": 0, "recent": 500}
+    found = []
+    for layers in ([{"blocks": [[1, 3]], "budgets": [500] * 3}] * 2, [window] * 2):
+        tiled.config.kv_surgery = section | {"layers": layers}
+        model = CLASSES["llama"](tiled.config).eval()
+        model.load_state_dict(tiled.state_dict())
+        cache = KVSurgeryCache(model.config)
+        with torch.no_grad():
+            parts = tokens(1, 400).split([300, *[1] * 40, 60], 1)
+            found.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+        assert [group.packed for group in cache.layers[0].quantized] == [[384]]
+    assert largest(found[0] - found[1], found[1]) <= 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
