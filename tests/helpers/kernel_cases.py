@@ -62,6 +62,7 @@ DECODE = [
     Decode([FULL, (4, 8, 8)], 2, 64, [0, 0], 4),
     Decode([(4, 128, 128)] * 3, 3, 80, [132, 133, 128, 4, 3], 9),
     Decode([FULL, (4, 60, 60)], 8, 64, [300, 0, 5], 11, learned=True),
+    Decode([FULL, (4, 16, 16), (2, 8, 8)], 2, 16, [3, 90, 0, 20] * 12, 13),
 ]
 
 
@@ -117,6 +118,7 @@ PACKED = [
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
     Packed(Quantization(4), 2, [FULL], 8, 64, [450, 3], 7, learned=True),
+    Packed(Quantization(4), 2, [(4, 16, 16)], 1, 16, [0, 400, 130, 300, 5] * 9, 13),
 ]
 
 

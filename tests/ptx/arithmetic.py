@@ -198,6 +198,8 @@ def _define_bits() -> None:
         _define(f"mov.{kind}", lambda x: x, kind)
     for kind in ("b16", "b32", "f32", "b64"):
         _define(f"selp.{kind}", lambda a, b, p: np.where(p, a, b), (kind, kind, "pred"))
+    for kind in ("b32", "b64"):
+        _define(f"popc.{kind}", lambda x: np.bitwise_count(x).astype(np.uint32), kind, "b32")
     _define("lop3.b32", _looked_up, ("b32",) * 4)
     _define("prmt.b32", _permuted, ("b32",) * 3)
     _define("shf.l.wrap.b32", _funnel_left, ("b32",) * 3)

@@ -94,6 +94,9 @@ case("min.relu.s32", [-5, 3, 9], [7, 7, 7], gives=[0, 3, 7])
 for kind in ("s32", "u32", "s64", "u64"):
     case(f"bfe.{kind}", [0b110100], [2], [3], gives=[0b101 - 8 if kind[0] == "s" else 0b101])
     case(f"bfe.{kind}", [0b110100], [2], [0], gives=[0])
+for kind in ("b32", "b64"):
+    case(f"popc.{kind}", [0, 0b1011, 2**31 + 1], gives=[0, 3, 2])
+case("popc.b64", [2**63 + 2**40], gives=[2])
 case("lop3.b32", [0xF0], [0xCC], [0xAA], [0xEA], gives=[0xEA])  # the table is what a, b and c of these make
 case("lop3.b32", [0xF0], [0xCC], [0xAA], [0x6A], gives=[0x6A])
 case("prmt.b32", [0x33221100], [0x77665544], [0x7410], gives=[0x77441100])

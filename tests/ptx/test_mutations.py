@@ -26,9 +26,10 @@ SYNCHRONIZES = re.compile(r"bar\.sync|cp\.async\.wait_group|wgmma\.wait_group\.s
 SHARED = re.compile(r"(ld|st)\.shared.*|(ld|st)matrix.*|cp\.async\.c[ag].*|wgmma\.mma_async.*|ret|bra.*")
 KINDS = [FULL, (4, 60, 60)]
 
-# a case in which every loop of its kernels runs twice or more
+# a case in which every loop of its kernels runs twice or more; the second one has more rows than a warp counts
 CASES = [
     (80, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
+    (80, "check_decode", (Decode([*KINDS, (4, 9, 9)], 1, 16, [5300, 33] + [0, 5] * 21, 60),)),
     (90, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (80, "check_flush", (Quantization(4), 128)),
 ]
@@ -48,6 +49,7 @@ REST = [
     (80, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (90, "check_prefill", (Prefill(500, 130, 1, 64, sink=4, recent=65),)),
     (90, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
+    (80, "check_packed", (Packed(Quantization(4), 2, [FULL], 1, 16, [5300, 130] + [0, 300] * 22, 200),)),
 ]
 
 
@@ -94,7 +96,7 @@ def without(kernel: Kernel, number: int) -> Kernel:
 @pytest.mark.skipif(not (OLDEST or ALL), reason="the oldest Triton's code has its barriers removed")
 @pytest.mark.parametrize(
     ("target", "check", "cases"),
-    [pytest.param(*of[:2], of[2:], id=f"sm{of[0]}-{of[1]}-{of[2][0]}") for of in CASES + REST * ALL],
+    [pytest.param(*of[:2], of[2:], id=f"sm{of[0]}-{of[1]}-{of[2][0]}"[:80]) for of in CASES + REST * ALL],
 )
 def test_every_barrier_and_wait_counts(target: int, check: str, cases: tuple, monkeypatch, tmp_path) -> None:
     torch.use_deterministic_algorithms(True)
