@@ -128,14 +128,17 @@ class HeldHeads(BudgetedHeads):
             self.asked = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
         return self.asked
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def watch(self, column: int, query: torch.Tensor) -> None:
         first = max(self.next - self.selection.window - column, 0)
-        if first < query.shape[2]:
-            ring = self._ring(query)
-            columns = torch.arange(column + first, column + query.shape[2], device=query.device)
-            ring[:, :, columns % ring.shape[2]] = query[:, :, first:]
+        if first < query.shape[2]:  # seldom, and what follows takes longer than this
+            self._watch(column + first, query[:, :, first:])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _watch(self, column: int, query: torch.Tensor) -> None:
+        ring = self._ring(query)
+        for place, states in enumerate(query.unbind(2), column):
+            ring[:, :, place % ring.shape[2]] = states
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -168,9 +171,9 @@ class HeldHeads(BudgetedHeads):
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
         keys, values = self._stored(used)
-        importance = self._importance(keys, values, column, lengths)
-        order = self._order(importance, lengths, counts)
-        kept = on_device(left, keys.device)[..., None]
+        stops, kept = (on_device(each, keys.device)[..., None] for each in (lengths, left))
+        importance = self._importance(keys, values, column, stops)
+        order = self._order(importance, stops, counts)
         self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
         if column > layer.columns.settled:  # never of quantized heads
             taken = {each.place for each in self.renewals}
@@ -187,21 +190,24 @@ class HeldHeads(BudgetedHeads):
         dropped = [[column - tokens for tokens in of_head] for of_head in zip(*left, strict=True)]
         self._drop(dropped, layer)
 
-    def _importance(self, keys, values, column: int, lengths: list[list[int]]) -> torch.Tensor:
-        """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots]."""
+    def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
+        """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
+
+        Heads have so many tokens: int64 [batch, heads, 1].
+        """
         assert self.asked is not None
         assert self.scoring is not None
         window, device = self.selection.window, keys.device
         asked = torch.arange(column - window, column, device=device) % self.asked.shape[2]
-        stops, nothing = on_device(lengths, device)[..., None], torch.zeros(1, 1, 1, dtype=torch.long, device=device)
+        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
         received = attention_received(self.asked[:, :, asked], keys, nothing, self.scoring, stops)
         importance = weighted(received, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
 
-    def _order(self, importance: torch.Tensor, lengths, counts) -> torch.Tensor:
+    def _order(self, importance: torch.Tensor, stops: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
         """Slots of each head in another order: those that it keeps, the other tokens, empty ones; each ascending."""
         window, device = self.selection.window, importance.device
-        stops, nothing = on_device(lengths, device)[..., None], torch.zeros(1, 1, 1, dtype=torch.long, device=device)
+        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
         chosen = most_important(importance, nothing, counts, self.selection, stops - window)
         slots = importance.shape[2]
         slot = torch.arange(slots, device=device)

@@ -117,7 +117,7 @@ def attention_received(
 ) -> torch.Tensor:
     """Attention that columns get from queries at the last of them, mean over these and over a group's query heads.
 
-    Scores are computed twice, in blocks of keys, and never held whole.
+    Scores are computed in blocks of keys, and twice if one block does not hold them all.
 
     Args:
         query: [batch, heads * group, window, head_dim].
@@ -142,10 +142,11 @@ def attention_received(
 
     size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
     blocks = [slice(first, first + size) for first in range(0, columns, size)]
-    lse = torch.stack([scores(block).logsumexp(-1) for block in blocks]).logsumexp(0)[..., None]
+    whole = [scores(block) for block in blocks[: len(blocks) == 1]]
+    lse = torch.stack([part.logsumexp(-1) for part in whole or map(scores, blocks)]).logsumexp(0)[..., None]
     if scoring.sinks is not None:
         lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
-    return torch.cat([(scores(block) - lse).exp().mean((2, 3)) for block in blocks], -1)
+    return torch.cat([(part - lse).exp().mean((2, 3)) for part in whole or map(scores, blocks)], -1)
 
 
 def merge(
