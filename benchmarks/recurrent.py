@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,8 @@ def recall_model() -> PreTrainedModel:
 def answer(method: Method, prompt: torch.Tensor, figures: Figures | None = None) -> list[int]:
     """Read a prompt [1, tokens] and go on greedily."""
     begin = time.process_time()
-    session, token = method.read(recall_model(), prompt, NEW)
+    text, question = prompt[:, : -SETTINGS.query_length], prompt[:, -SETTINGS.query_length :]
+    session, token = method.read(recall_model(), text, question.shape[1] + NEW).ask(question)
     ends, answered = [time.process_time()], []
     for _ in range(NEW):
         token = session.next(token)
@@ -123,7 +124,7 @@ def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
         Recurrent(SETTINGS, "H2O"),
         Recurrent(replace(SETTINGS, recompute_budget=SETTINGS.encode_budget), "H2O, encode budget"),
         Recurrent(replace(SETTINGS, compressor="tova"), "TOVA"),
-        Recurrent(SETTINGS, "InfiniPot", InfiniPot),
+        Recurrent(SETTINGS, "InfiniPot", partial(InfiniPot, catalyst=[task.RECALL])),
         Recurrent(SETTINGS, "InfLLM-like blocks", InfLLM),
         BM25(SETTINGS),
         *(Gathered(replace(SETTINGS, heads=tuple(own)), name) for name, own in heads.items()),

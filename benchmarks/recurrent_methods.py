@@ -1,8 +1,8 @@
-"""Ways to answer a question about a prompt that is longer than what a model may look at, all in the same few lines.
+"""Ways to answer a question about a text that is longer than what a model may look at, all in the same few lines.
 
-A method reads a prompt and returns a `Session`, and the tokens that it has yet to see. Methods that choose tokens of
-the prompt go on with the model's own cache; recurrent ones with what their layers keep from chunk to chunk. All run the
-same emitted model and its attention. `Reform` holds everybody's settings:
+A method reads a text and returns a `Reading`. Asked a question, that returns a `Session`, and the tokens that it has
+yet to see. Methods that choose tokens of the prompt go on with the model's own cache; recurrent ones with what their
+layers keep from chunk to chunk. All run the same emitted model and its attention. `Reform` holds everybody's settings:
 
 - whoever answers from a cache, or from chosen tokens, has `recompute_budget` of them;
 - recurrent methods read `chunk` tokens at once. What follows a chunk sees what is kept of it; the answer is all kept;
@@ -11,10 +11,12 @@ same emitted model and its attention. `Reform` holds everybody's settings:
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +40,32 @@ class Session(Protocol):
         """The most likely token [1, 1] after these [1, tokens], which follow what was read."""
 
 
+class Reading(Protocol):
+    """A text that has been read."""
+
+    def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
+        """Let a question [1, tokens] follow the text; returns the session and what to give it first.
+
+        Only one question can be asked, as what was kept of the text may go: ask further ones of a `duplicate`.
+        """
+
+
 class Method(Protocol):
-    """A way to read long prompts."""
+    """A way to read long texts."""
 
     @property
     def name(self) -> str: ...
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
-        """Read a prompt [1, tokens], before so many new ones; returns the session and what to give it first."""
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        """Read a text [1, tokens], before a question and so many new tokens, together no more than `new`."""
+
+
+Read = TypeVar("Read", bound=Reading)
+
+
+def duplicate(reading: Read, model: PreTrainedModel) -> Read:
+    """A copy of what was read, which goes on by itself with the same model."""
+    return copy.deepcopy(reading, {id(module): module for module in model.modules()})
 
 
 class Plain:
@@ -57,6 +77,9 @@ class Plain:
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(tokens, past_key_values=self.cache, logits_to_keep=1).logits.argmax(-1)
 
+    def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
+        return self, question
+
 
 @dataclass(frozen=True)
 class Full:
@@ -64,8 +87,25 @@ class Full:
 
     name: str = "full attention"
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
-        return Plain(model, prompt.shape[1] + new), prompt
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        reading = Plain(model, text.shape[1] + new)
+        reading.next(text)
+        return reading
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """A text of which each question gets tokens of its own, places [kept] of the whole prompt [1, tokens]."""
+
+    model: PreTrainedModel
+    text: torch.Tensor
+    new: int
+    choose: Callable[[torch.Tensor, int], torch.Tensor]  # by the prompt, and where its question begins
+
+    def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
+        prompt = torch.cat([self.text, question], 1)
+        places = self.choose(prompt, self.text.shape[1])
+        return Plain(self.model, len(places) + self.new), prompt[:, places]
 
 
 @dataclass(frozen=True)
@@ -75,10 +115,12 @@ class Truncation:
     settings: Reform
     name: str = "truncation"
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
-        keep, budget = self.settings.keep, self.settings.recompute_budget
-        kept = torch.cat([prompt[:, :keep], prompt[:, keep:][:, keep - budget :]], 1)
-        return Plain(model, budget + new), kept
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        return Choosing(model, text, new, self.choose)
+
+    def choose(self, prompt: torch.Tensor, question: int) -> torch.Tensor:
+        keep, budget, places = self.settings.keep, self.settings.recompute_budget, torch.arange(prompt.shape[1])
+        return torch.cat([places[:keep], places[keep:][keep - budget :]])
 
 
 @dataclass(frozen=True)
@@ -92,11 +134,14 @@ class BM25:
     part: int = 128
     name: str = "BM25 retrieval"
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        return Choosing(model, text, new, self.choose)
+
+    def choose(self, prompt: torch.Tensor, question: int) -> torch.Tensor:
         import bm25s  # of all methods, this alone needs it
 
         keep, words = self.settings.keep, list(map(str, prompt[0].tolist()))
-        budget, question = min(self.settings.recompute_budget, len(words)), len(words) - self.settings.query_length
+        budget = min(self.settings.recompute_budget, len(words))
         starts = range(0, len(words), self.part)
         retriever = bm25s.BM25()
         retriever.index([words[start : start + self.part] for start in starts], show_progress=False)
@@ -107,7 +152,25 @@ class BM25:
             chosen[starts[index] :][: self.part] = True
         rest = (~chosen).nonzero()[:, 0]
         chosen[rest[len(rest) - (budget - int(chosen.sum())) :]] = True  # the end takes what is left
-        return Plain(model, budget + new), prompt[:, chosen]
+        return chosen.nonzero()[:, 0]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A text whose tokens have embeddings, those of its last and unfinished chunk aside."""
+
+    model: PreTrainedModel
+    encoder: Encoder
+    text: torch.Tensor
+    new: int
+    embeddings: torch.Tensor  # [tokens of whole chunks, heads * head_dim]
+
+    def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
+        prompt, start = torch.cat([self.text, question], 1), self.text.shape[1]
+        last = self.encoder.read(input_ids=prompt[:, len(self.embeddings) :])
+        embeddings = torch.cat([self.embeddings, last])
+        places = gather(similarity(embeddings, embeddings[start:]), start, self.encoder.reform)
+        return Plain(self.model, len(places) + self.new), prompt[:, places]
 
 
 @dataclass(frozen=True)
@@ -117,11 +180,10 @@ class Gathered:
     settings: Reform
     name: str = "REFORM"
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
-        embeddings = Encoder(model.model, KVLayout.from_config(model.config), self.settings).read(input_ids=prompt)
-        question = prompt.shape[1] - self.settings.query_length
-        places = gather(similarity(embeddings, embeddings[question:]), question, self.settings)
-        return Plain(model, len(places) + new), prompt[:, places]
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        encoder = Encoder(model.model, KVLayout.from_config(model.config), self.settings)
+        whole = text.shape[1] // self.settings.chunk * self.settings.chunk
+        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole]))
 
 
 class Reader(ChunkEncoder):
@@ -130,6 +192,11 @@ class Reader(ChunkEncoder):
     def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
         super().__init__(model.model, KVLayout.from_config(model.config), settings)
         self.head, self.budget, self.capacity = model.lm_head, settings.recompute_budget, capacity
+        self.rest, self.question = torch.empty(1, 0, dtype=torch.long), 0
+
+    def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
+        self.question = question.shape[1]
+        return self, torch.cat([self.rest, question], 1)
 
     def forward(self, tokens: torch.Tensor, budget: int = EVERYTHING) -> torch.Tensor:
         """Hidden states [1, tokens, hidden]; then this many tokens are kept."""
@@ -154,14 +221,16 @@ class Recurrent:
 
     settings: Reform
     name: str
-    reader: type[Reader] = Reader
+    reader: Callable[[PreTrainedModel, Reform, int], Reader] = Reader
 
-    def read(self, model: PreTrainedModel, prompt: torch.Tensor, new: int) -> tuple[Session, torch.Tensor]:
-        reader = self.reader(model, self.settings, prompt.shape[1] + new)
-        *parts, last = prompt.split(self.settings.chunk, 1)
-        for part in parts:
-            reader.compress(part)
-        return reader, last
+    def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
+        reader = self.reader(model, self.settings, text.shape[1] + new)
+        for part in text.split(self.settings.chunk, 1):
+            if part.shape[1] == self.settings.chunk:
+                reader.compress(part)
+            else:
+                reader.rest = part
+        return reader
 
 
 class DistillingLayer(EncodingLayer):
@@ -185,14 +254,14 @@ class DistillingLayer(EncodingLayer):
 
 
 class InfiniPot(Reader):
-    """After every chunk a catalyst prompt asks what may be needed (Kim et al. 2024); here the word that questions open
+    """After every chunk a catalyst prompt asks what may be needed (Kim et al. 2024); here the words that questions open
     with. Half of the budget goes to tokens by their negative log-likelihood, the rest by the catalyst's attention."""
 
     layer = DistillingLayer
-    catalyst = 5  # task.RECALL
 
-    def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
+    def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int, catalyst: Sequence[int]):
         super().__init__(model, settings, capacity)
+        self.catalyst = torch.tensor([catalyst])
         self.surprise, self.expected = torch.zeros(0), None  # of what no layer has chosen from, and of the next token
 
     def compress(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -202,7 +271,7 @@ class InfiniPot(Reader):
         loss = F.cross_entropy(torch.cat([before, logits[:, :-1]], 1)[0], tokens[0], reduction="none")
         self.surprise, self.expected = torch.cat([self.surprise, loss]), logits[:, -1:]
         if self.past > self.budget:
-            self.forward(torch.full_like(tokens[:, :1], self.catalyst), self.budget)
+            self.forward(self.catalyst, self.budget)
             self.surprise = self.surprise[:0]
         return hidden
 
@@ -277,7 +346,6 @@ class InfLLM(Reader):
         return hidden
 
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
-        question = self.reform.query_length
-        if tokens.shape[1] > question:
-            self.forward(tokens[:, :-question])
-        return super().next(tokens[:, -question:])
+        if tokens.shape[1] > self.question:
+            self.forward(tokens[:, : -self.question])
+        return super().next(tokens[:, -self.question :])

@@ -1,11 +1,13 @@
-"""Prompts beyond the context of a real language model: REFORM and other ways to read them, with one fact asked for.
+"""Texts beyond the context of a real language model: REFORM and other ways to read them, with four facts asked for.
 
     kvsurgery profile compute MODEL --method reform --context 4K --chunk 512 -o reform.safetensors
     python benchmarks/real_model/beyond_context.py MODEL --profile reform.safetensors --text book.txt --json beyond.json
 
-Facts are single words that stand between the sentences of a text; the beginning of one of them is the end of the
-prompt. Every prompt goes through all methods in turns, in bfloat16. Methods answer from as many tokens, whatever the
-length. Seconds are of CPU time on one thread, to the first word of the answer. A run continues from its JSON file.
+Facts are single words that stand between the sentences of a text; the beginning of one of them is the end of a
+prompt. A text is read once, and each question follows a copy of what was read. Every text goes through all methods in
+turns, in bfloat16; methods that keep a small cache while every layer reads are slow, so they read fewer texts. Methods
+answer from as many tokens, whatever the length. Seconds are of CPU time on one thread, to the first word of an answer,
+reading included. A run continues from its JSON file.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +25,47 @@ import numpy as np
 import torch
 import transformers
 from models import stock
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trials import Prompt, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recurrent_methods import BM25, Full, Gathered, Method, Recurrent, Truncation
+from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Reading, Recurrent, Truncation, duplicate
 from synthetic import dimensions, emitted
 
 from kvsurgery import __version__, console
+from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.haystack import Haystack, token_ids
 
 LENGTHS = (4000, 8000, 16000, 32000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)
-FACTS = 4
+FACTS = 4  # of a text
+ROOM = 64  # tokens, for a question and its answer
+CATALYST = "\n\nThe secret word of the"  # how all questions begin
 
 
-def methods(settings: Reform) -> list[Method]:
-    """All that are compared, by budget alike."""
+def choosing(settings: Reform) -> list[Method]:
+    """Methods that answer with a cache of tokens that are chosen when a question is asked."""
+    return [Full(), Gathered(settings), BM25(settings), Truncation(settings)]
+
+
+def recurrent(settings: Reform, catalyst: list[int]) -> list[Method]:
+    """Methods that answer with what they kept when they read."""
     return [
-        Full(),
-        Gathered(settings),
-        BM25(settings),
-        Truncation(settings),
         Recurrent(settings, "H2O"),
         Recurrent(replace(settings, compressor="streaming"), "StreamingLLM"),
+        Recurrent(settings, "InfiniPot", partial(InfiniPot, catalyst=catalyst)),
+        Recurrent(settings, "InfLLM-like blocks", InfLLM),
     ]
 
 
-@torch.inference_mode()
-def answer(method: Method, model: PreTrainedModel, prompt: torch.Tensor, count: int) -> tuple[list[int], float]:
-    """So many tokens that follow a prompt, int64 [1, tokens], and seconds to the first of them."""
+def answer(reading: Reading, question: torch.Tensor, count: int) -> tuple[list[int], float]:
+    """So many tokens that follow a question, int64 [1, tokens], and seconds to the first of them."""
     begin = time.process_time()
-    session, token = method.read(model, prompt, count)
+    session, token = reading.ask(question)
     token = session.next(token)
     seconds, found = time.process_time() - begin, [int(token)]
     while len(found) < count:
@@ -66,35 +74,44 @@ def answer(method: Method, model: PreTrainedModel, prompt: torch.Tensor, count: 
     return found, seconds
 
 
-def measure(model: PreTrainedModel, settings: Reform, number: int, prompt: Prompt) -> dict[str, dict[str, float]]:
-    """By method: whether every token of the answer is right, and seconds."""
-    question = prompt.questions[number % len(prompt.questions)]
-    asked, expected = question.tokens[: -question.answer], question.tokens[-question.answer :]
-    tokens = torch.from_numpy(np.concatenate([prompt.text, asked]))[None]
-    every, found = methods(replace(settings, query_length=len(asked))), {}
-    turn = number % len(every)
-    for method in every[turn:] + every[:turn]:
-        if isinstance(method, Full) and tokens.shape[1] > model.config.max_position_embeddings:
-            continue
-        given, seconds = answer(method, model, tokens, len(expected))
-        found[method.name] = {"right": given == expected, "seconds": seconds}
+@torch.inference_mode()
+def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str, list[float]]:
+    """By question: whether every token of the answer is right, and seconds."""
+    begin = time.process_time()
+    reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
+    read, found = time.process_time() - begin, {"right": [], "seconds": []}
+    for question in prompt.questions:
+        asked, expected = question.tokens[: -question.answer], question.tokens[-question.answer :]
+        given, seconds = answer(duplicate(reading, model), torch.tensor([asked]), len(expected))
+        found["right"].append(given == expected)
+        found["seconds"].append(read + seconds)
     return found
+
+
+def recalled(samples: list[dict[str, Any]], name: str, than: str | None = None) -> Interval:
+    """The share of right answers, or the difference to another method's, over the texts that were read."""
+    own = [sample for sample in samples if name in sample and than in (None, *sample)]
+    right = np.array([[np.mean(sample[each]["right"]) for sample in own] for each in (name, than) if each])
+    resampled = resampled_means(right, 0)
+    if than is None:
+        return interval(right[0].mean(), resampled[0])
+    return interval(right[0].mean() - right[1].mean(), resampled[0] - resampled[1])
 
 
 def table(found: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table: the share of right answers by length, and seconds to the first word at the last."""
-    lengths = [length for length, samples in found["results"].items() if samples]
-    heads = ["method", *(f"{int(length):,} tokens" for length in lengths), f"seconds at {int(lengths[-1]):,}"]
+    lengths = sorted((length for length, samples in found["results"].items() if samples), key=int)
+    heads = ["method", "texts", *(f"{int(length):,} tokens" for length in lengths), f"seconds at {int(lengths[-1]):,}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for method in methods(SETTINGS):
-        cells, last = [method.name], "-"
+    for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
+        texts = {sum(method.name in sample for sample in found["results"][length]) for length in lengths} - {0}
+        cells, last = [method.name, " or ".join(map(str, sorted(texts)))], "-"
         for length in lengths:
-            own = [sample[method.name] for sample in found["results"][length] if method.name in sample]
-            right = np.array([[float(each["right"]) for each in own]])
+            own = [sample for sample in found["results"][length] if method.name in sample]
             if own:
-                around = interval(right.mean(), resampled_means(right, 0)[0])
+                around = recalled(own, method.name)
                 cells.append(f"{around.mean:.0%} [{around.low:.0%}, {around.high:.0%}]")
-                last = f"{np.median([each['seconds'] for each in own]):.1f}"
+                last = f"{np.median([sample[method.name]['seconds'] for sample in own]):.1f}"
             else:
                 cells.append("-")
                 last = "-"
@@ -108,7 +125,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True, help="its embedding heads")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
-    parser.add_argument("--samples", type=int, default=20, help="prompts of each length")
+    parser.add_argument("--texts", type=int, default=25, help="texts of each length")
+    parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not measured again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -117,28 +135,36 @@ def main() -> None:
     heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
     tokenizer, plain = AutoTokenizer.from_pretrained(arguments.model), stock(arguments.model, dtype=torch.bfloat16)
     settings = replace(SETTINGS, heads=heads)
-    assert tokenizer is not None  # for the checker: transformers' types say it may be
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert isinstance(plain, LlamaForCausalLM)
     model = emitted(plain, dimensions(plain.config)[0])
     facts = {
         "text": arguments.text.name,
-        "samples": arguments.samples,
+        "texts": arguments.texts,
+        "recurrent_texts": arguments.recurrent_texts,
         "settings": json.loads(json.dumps(asdict(settings))),
     }
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
     if {name: found[name] for name in facts} != facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
     found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    results = found.setdefault("results", {})
+    results, few = found.setdefault("results", {}), choosing(settings)
+    every = few + recurrent(settings, token_ids(tokenizer, CATALYST))
     for length in arguments.lengths:
         own = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
-        for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.samples, 0)):
+        for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
             if number < len(own):
                 continue
-            own.append(measure(model, settings, number, prompt))
+            here = every if number < arguments.recurrent_texts else few
+            if length + ROOM > model.config.max_position_embeddings:
+                here = [method for method in here if not isinstance(method, Full)]
+            turn = number % len(here)
+            read = {method.name: measure(method, model, prompt) for method in here[turn:] + here[:turn]}
+            own.append(read)
             arguments.json.write_text(json.dumps(found) + "\n")
-            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.samples}: {own[-1]}", markup=False)
+            right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
+            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right", markup=False)
     print("\n".join(table(found)))
 
 

@@ -24,7 +24,8 @@ from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["full attention", "REFORM", "BM25 retrieval", "truncation", "H2O", "StreamingLLM"]
+FEW = ["full attention", "REFORM", "BM25 retrieval", "truncation"]
+NAMES = [*FEW, "H2O", "StreamingLLM", "InfiniPot", "InfLLM-like blocks"]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +49,15 @@ def test_a_run_goes_on_from_its_file(
     """Full attention is left out where the model has no positions for it."""
     results = tmp_path / "found.json"
     command = ["beyond_context.py", folder, "--profile", folder / "reform.safetensors"]
-    command += ["--text", folder / "text.txt", "--lengths", 1200, 1400, "--samples", 2, "--json", results]
+    command += ["--text", folder / "text.txt", "--lengths", 1200, 1400, "--texts", 2, "--recurrent-texts", 1]
+    command += ["--json", results]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
     written = json.loads(results.read_text())
     found = written["results"]
-    assert [sorted(sample) for sample in found["1200"]] == [sorted(NAMES)] * 2
-    assert [sorted(sample) for sample in found["1400"]] == [sorted(NAMES[1:])] * 2
+    assert [sorted(sample) for sample in found["1200"]] == [sorted(NAMES), sorted(FEW)]
+    assert [sorted(sample) for sample in found["1400"]] == [sorted(NAMES[1:]), sorted(FEW[1:])]
+    assert {len(answers["right"]) for sample in found["1400"] for answers in sample.values()} == {4}
     found["1200"][0]["REFORM"]["right"] = "kept"
     del found["1400"][1]
     results.write_text(json.dumps(written))
@@ -64,37 +67,45 @@ def test_a_run_goes_on_from_its_file(
     assert again["1200"][0]["REFORM"]["right"] == "kept"
     assert len(again["1400"]) == 2
     assert "the table" in capsys.readouterr().out
-    sys.argv[sys.argv.index("--samples") + 1] = "3"
+    sys.argv[sys.argv.index("--texts") + 1] = "3"
     with pytest.raises(SystemExit):
         beyond_context.main()
     assert "measured with other settings" in capsys.readouterr().err
 
 
 def test_what_fits_is_answered_as_by_the_model(folder: Path) -> None:
-    """A method with room for all of a prompt gives the stock model's greedy answer."""
+    """A method with room for all of a prompt gives the stock model's greedy answer, to each of two questions."""
     words, model = (
         tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400),
         beyond_context.stock(folder),
     )
     [prompt] = prompts(words, Haystack.read(str(folder / "text.txt"), words, 600), 600, 4, 1, 0)
     tokens = torch.from_numpy(prompt.text)[None]
-    expected = model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, -4:].tolist()
+    questions = tokens[:, 5:12], tokens[:, 40:49]
+    expected = [
+        model.generate(torch.cat([tokens, question], 1), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, -4:]
+        for question in questions
+    ]
     emitted = beyond_context.emitted(model, beyond_context.dimensions(model.config)[0])
-    settings = beyond_context.replace(beyond_context.SETTINGS, heads=((0, "q", 1),), query_length=8)
-    for method in beyond_context.methods(settings):
+    settings = beyond_context.replace(beyond_context.SETTINGS, heads=((0, "q", 1),))
+    for method in [*beyond_context.choosing(settings), *beyond_context.recurrent(settings, [1])]:
         if method.name not in ("REFORM", "BM25 retrieval"):  # which gather, and fill what is left
-            assert beyond_context.answer(method, emitted, tokens, 4)[0] == expected
+            with torch.inference_mode():
+                reading = method.read(emitted, tokens, 16)
+                for question, answer in zip(questions, expected, strict=True):
+                    own = beyond_context.duplicate(reading, emitted)
+                    assert beyond_context.answer(own, question, 4)[0] == answer.tolist()
 
 
 def test_the_table_has_a_share_for_each_length() -> None:
     def sample(right: bool, seconds: float, names: list[str] = NAMES) -> dict:
-        return {name: {"right": right, "seconds": seconds} for name in names}
+        return {name: {"right": [right, True], "seconds": [seconds, seconds]} for name in names}
 
     results = {"4000": [sample(True, 1.0), sample(True, 2.0)], "16000": [sample(False, 5.0, NAMES[1:])], "32000": []}
     table = beyond_context.table({"results": results})
-    assert table[0] == "| method | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
-    assert table[2] == "| full attention | 100% [100%, 100%] | - | - |"
-    assert table[3] == "| REFORM | 100% [100%, 100%] | 0% [0%, 0%] | 5.0 |"
+    assert table[0] == "| method | texts | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
+    assert table[2] == "| full attention | 2 | 100% [100%, 100%] | - | - |"
+    assert table[3] == "| REFORM | 1 or 2 | 100% [100%, 100%] | 50% [50%, 50%] | 5.0 |"
 
 
 def test_the_documents_say_what_was_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import recurrent
-from recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Truncation
+from recurrent_methods import BM25, Gathered, InfiniPot, InfLLM, Method, Recurrent, Session, Truncation
 from recurrent_report import ABOVE, H2O, OURS, RANDOM, WORST, verdicts
 
 from kvsurgery.templates.kv_reform import Reform
@@ -23,7 +24,7 @@ SMALL = replace(recurrent.SETTINGS, heads=HEADS, chunk=64, encode_budget=48, rec
 COMPRESSORS = {"H2O": {"compressor": "h2o"}, "TOVA": {"compressor": "tova"}, "streaming": {"compressor": "streaming"}}
 RECURRENT = {
     **{name: lambda settings, own=own: Recurrent(replace(settings, **own), "") for name, own in COMPRESSORS.items()},
-    "InfiniPot": lambda settings: Recurrent(settings, "", InfiniPot),
+    "InfiniPot": lambda settings: Recurrent(settings, "", partial(InfiniPot, catalyst=[recurrent.task.RECALL])),
     "InfLLM": lambda settings: Recurrent(settings, "", InfLLM),
 }
 CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered}
@@ -32,6 +33,12 @@ CHOOSING = {"truncation": Truncation, "BM25": BM25, "REFORM": Gathered}
 @pytest.fixture(scope="module")
 def prompts() -> torch.Tensor:
     return recurrent.task.prompts(3, 2, 450).tokens
+
+
+def asked(method: Method, prompt: torch.Tensor) -> tuple[Session, torch.Tensor]:
+    """A prompt [1, tokens] whose last few tokens are the question."""
+    text, question = prompt[:, : -SMALL.query_length], prompt[:, -SMALL.query_length :]
+    return method.read(recurrent.recall_model(), text, SMALL.query_length + 2).ask(question)
 
 
 def made(name: str, settings: Reform) -> Method:
@@ -50,7 +57,7 @@ def test_what_may_keep_everything_answers_like_full_attention(name: str, prompts
 @pytest.mark.parametrize("name", CHOOSING)
 def test_as_many_tokens_as_the_budget_are_chosen(name: str, prompts: torch.Tensor) -> None:
     method, numbered = made(name, SMALL), prompts[:1]
-    _, chosen = method.read(recurrent.recall_model(), numbered, 1)
+    _, chosen = asked(method, numbered)
     assert chosen.shape[1] == SMALL.recompute_budget
     assert chosen[:, : SMALL.keep].equal(numbered[:, : SMALL.keep])
     assert chosen[:, -SMALL.keep :].equal(numbered[:, -SMALL.keep :])
@@ -59,7 +66,7 @@ def test_as_many_tokens_as_the_budget_are_chosen(name: str, prompts: torch.Tenso
 @pytest.mark.parametrize("name", RECURRENT)
 @torch.no_grad()
 def test_no_chunk_sees_more_than_the_budget_and_itself(name: str, prompts: torch.Tensor) -> None:
-    session, last = made(name, SMALL).read(recurrent.recall_model(), prompts[:1], 2)
+    session, last = asked(made(name, SMALL), prompts[:1])
     positions = []
     hook = session.model.rotary_emb.register_forward_hook(lambda *call: positions.append(call[2][0].shape[1]))
     session.next(last)
@@ -75,7 +82,7 @@ def test_the_retriever_finds_the_fact() -> None:
     tokens, answers = recurrent.task.prompts(5, 8, 900)
     method, found = BM25(SMALL, part=64), 0
     for prompt, expected in zip(tokens, answers, strict=True):
-        _, chosen = method.read(recurrent.recall_model(), prompt[None], 1)
+        _, chosen = asked(method, prompt[None])
         found += bool(torch.isin(expected, chosen).all())
     assert found >= 6  # some facts lie across two parts
 
