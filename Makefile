@@ -143,4 +143,4 @@ INSTALL = $(@D)/bin/python -m pip install -q
 environments: $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready .venv-extras/ready
 
 clean:
-	rm -rf .venv .venv-* demo dist real examples/smollm2/model*
+	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/smollm2/model*

@@ -27,9 +27,7 @@ from transformers.utils import logging
 
 from kvsurgery import console
 from kvsurgery.policy.policy import Quantization
-from kvsurgery.templates.kv_tiles import rotated
-
-States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
+from kvsurgery.text.haystack import first_tokens, token_ids
 
 
 def settings() -> dict[str, Quantization | None]:
@@ -52,60 +50,34 @@ def settings() -> dict[str, Quantization | None]:
 
 
 @torch.inference_mode()
-def prompt_states(model: PreTrainedModel, prompt: torch.Tensor) -> States:
-    """Keys and values of a prompt [1, tokens], as they are before they are stored."""
-    cache = model(prompt, logits_to_keep=1).past_key_values
-    return [
-        (layer.full.keys[:, :, : prompt.shape[1]], layer.full.values[:, :, : prompt.shape[1]]) for layer in cache.layers
-    ]
-
-
-@torch.inference_mode()
-def filled(cache: Any, states: States) -> Any:
-    """An empty cache, filled with the states of a prompt as the prompt's own forward fills it."""
-    if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
-        cache.begin(None, *states[0][0].shape[::2])
-    for number, (keys, values) in enumerate(states):
-        if not hasattr(cache, "begin"):
-            cache.update(keys, values, number)
-            continue
-        layer = cache.layers[number]
-        quantization = layer.layout.quantization
-        rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
-        keys = rotated(keys, heads) if rotate == "both" else keys
-        layer.lazy_initialization(keys)
-        layer.append(keys, values if rotate == "none" else rotated(values, heads))
-    return cache
-
-
-@torch.inference_mode()
 def next_tokens(
-    model: PreTrainedModel, quantization: Quantization | None, states: States, tokens: torch.Tensor
+    model: PreTrainedModel, quantization: Quantization | None, prompt: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt."""
+    """Log-probabilities [tokens, vocabulary] after each of `tokens` [1, tokens], which follow a prompt [1, prompt]."""
     cache_class = type(model(tokens[:, :1]).past_key_values)
-    cache = filled(cache_class(model.config, quantization=quantization), states)
+    cache = cache_class(model.config, quantization=quantization)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
     return model(tokens, past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
 def measure(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, wanted: dict[str, Quantization | None]) -> dict:
     """Divergence and mean log-probability of [1, prompt + new + 1] tokens, by setting."""
-    states, new = prompt_states(model, tokens[:, :prompt]), tokens[:, prompt:-1]
-    exact = next_tokens(model, None, states, new)
+    given, new = tokens[:, :prompt], tokens[:, prompt:-1]
+    exact = next_tokens(model, None, given, new)
     found = {}
     for name, quantization in wanted.items():
-        logs = exact if quantization is None else next_tokens(model, quantization, states, new)
+        logs = exact if quantization is None else next_tokens(model, quantization, given, new)
         divergence = F.kl_div(logs, exact, log_target=True, reduction="none").sum(-1).mean().item()
         found[name] = {"kl": divergence, "nats": F.nll_loss(logs, tokens[0, prompt + 1 :]).item()}
     return found
 
 
 def windows(text: Path, tokenizer: Any, length: int, count: int) -> dict[int, torch.Tensor]:
-    """Pieces of a text at even distances, int64 [1, length], by where they begin."""
-    content = text.read_text(encoding="utf-8")
-    tokens = torch.tensor([tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]])
+    """Pieces of a text at even distances after what the tokenizer begins with, int64 [1, length], by their places."""
+    first = torch.tensor([first_tokens(tokenizer)], dtype=torch.long)
+    tokens, length = torch.tensor([token_ids(tokenizer, text.read_text(encoding="utf-8"))]), length - first.shape[1]
     starts = torch.linspace(0, tokens.shape[1] - length, count + 2).long().tolist()[1:-1]
-    return {start: tokens[:, start : start + length] for start in starts}
+    return {start: torch.cat([first, tokens[:, start : start + length]], 1) for start in starts}
 
 
 def main() -> None:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from cache_quality import filled
 from peers.held import held_bytes
 from quantized_cache import BACKENDS, converted
 from transformers import (
@@ -43,6 +42,7 @@ from transformers.utils import logging
 from kvsurgery import __version__, console
 from kvsurgery.bench.caches import unusable
 from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_tiles import rotated
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, token_ids
 
@@ -100,6 +100,24 @@ def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, 
         starts = torch.linspace(0, len(tokens) - rest, pieces + 2).long().tolist()[1:-1]
         made += [[*before, *tokens[start : start + rest], *after] for start in starts]
     return torch.tensor(made)
+
+
+@torch.inference_mode()
+def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """An empty cache, filled with a prompt's keys and values by layer, as the prompt's own forward fills it."""
+    if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
+        cache.begin(None, *states[0][0].shape[::2])
+    for number, (keys, values) in enumerate(states):
+        if not hasattr(cache, "begin"):
+            cache.update(keys, values, number)
+            continue
+        layer = cache.layers[number]
+        quantization = layer.layout.quantization
+        rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
+        keys = rotated(keys, heads) if rotate == "both" else keys
+        layer.lazy_initialization(keys)
+        layer.append(keys, values if rotate == "none" else rotated(values, heads))
+    return cache
 
 
 @torch.inference_mode()

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from make import HERE, NO_DOWNLOAD
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 from transformers.utils import logging
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gguf_model import NO_DOWNLOAD
+
+HERE = Path(__file__).resolve().parent
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
 STATE_BYTES = 2 * HEAD_DIM * 4  # a key and a value in float32
 SINK, RECENT, FULL = 4, 128, 45
