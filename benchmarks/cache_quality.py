@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -29,23 +30,32 @@ from kvsurgery import console
 from kvsurgery.policy.policy import Quantization
 from kvsurgery.text.haystack import first_tokens, token_ids
 
+STEPS = {
+    "0.1.0": "as in 0.1.0",
+    "+ sinks": "+ sinks",
+    "+ rotated values": "+ values rotated",
+    "+ clipped ranges": "+ ranges clipped",
+    "+ rotated keys": "+ sinks, keys and values rotated",
+    "+ both": "+ ranges clipped",
+}
+
 
 def settings() -> dict[str, Quantization | None]:
     """The caches that are compared, by name."""
     found: dict[str, Quantization | None] = {"unquantized": None}
-    for scheme, widths in (("kivi", (8, 4, 3, 2)), ("per-token", (4, 3, 2))):
-        for bits in widths:
+    for scheme in ("kivi", "per-token"):
+        for bits in (8, 4, 3, 2):
             plain = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
-            steps = {
-                "0.1.0": plain,
-                "+ sinks": replace(plain, sink=4),
-                "+ rotated values": replace(plain, sink=4, rotate="values"),
-                "+ clipped ranges": replace(plain, sink=4, rotate="values", clip=True),
-                "+ rotated keys": replace(plain, sink=4, rotate="both"),
-                "+ both": replace(plain, sink=4, rotate="both", clip=True),
-            }
-            count = len(steps) if bits < 8 else 3
-            found |= {f"{scheme} {bits} {name}": how for name, how in [*steps.items()][:count]}
+            steps = (
+                plain,
+                replace(plain, sink=4),
+                replace(plain, sink=4, rotate="values"),
+                replace(plain, sink=4, rotate="values", clip=True),
+                replace(plain, sink=4, rotate="both"),
+                replace(plain, sink=4, rotate="both", clip=True),
+            )
+            count = 3 if (scheme, bits) == ("kivi", 8) else len(steps)
+            found |= {f"{scheme} {bits} {name}": how for name, how in [*zip(STEPS, steps, strict=True)][:count]}
     return found
 
 
@@ -80,6 +90,25 @@ def windows(text: Path, tokenizer: Any, length: int, count: int) -> dict[int, to
     return {start: torch.cat([first, tokens[:, start : start + length]], 1) for start in starts}
 
 
+def figures(windows: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> tuple[str, str]:
+    """Divergence and perplexity with a cache, over all windows that have it."""
+    own = [window[name] for window in windows.values() if name in window]
+    kl, nats = (fmean(each[which] for each in own) for which in ("kl", "nats"))
+    return f"{kl:.4f}", f"{math.exp(nats):.2f}"
+
+
+def table(windows: Mapping[str, Mapping[str, Mapping[str, float]]], scheme: str) -> list[str]:
+    """Lines of a Markdown table: divergence and perplexity by what a scheme has, and by bits; defaults are bold."""
+    lines, caches = ["| cache | 4 bits | 3 bits | 2 bits |", "|---|---|---|---|"], settings()
+    for step, words in STEPS.items():
+        cells = []
+        for bits in (4, 3, 2):
+            cell = " / ".join(figures(windows, f"{scheme} {bits} {step}"))
+            cells.append(f"**{cell}**" if caches[f"{scheme} {bits} {step}"] == Quantization(bits, scheme) else cell)
+        lines.append(f"| {' | '.join([words, *cells])} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
@@ -108,11 +137,7 @@ def main() -> None:
             if missing:
                 window |= measure(model, tokens, arguments.prompt, missing)
                 arguments.json.write_text(json.dumps(known, indent=1) + "\n")
-    rows = []
-    for name in chosen:
-        figures = [window[name] for window in known.values() if name in window]
-        kl, nats = (fmean(figure[which] for figure in figures) for which in ("kl", "nats"))
-        rows.append((name, f"{kl:.4f}", f"{math.exp(nats):.2f}"))
+    rows = [(name, *figures(known, name)) for name in chosen]
     console.stdout.print(console.table(f"{len(known)} windows", ["cache", "KL", "perplexity"], rows))
 
 

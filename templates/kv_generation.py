@@ -226,6 +226,7 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
     if cache_config.get("axis_value", per_token) != per_token:
         raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
     bits = cache_config.get("nbits", default.bits)
+    alike = (bits, scheme) == (default.bits, default.scheme)
     return Quantization(
         bits=bits,
         scheme=scheme,
@@ -233,8 +234,8 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
         residual=cache_config.get("residual_length", default.residual),
         streaming=default.streaming,
         sink=default.sink,
-        rotate=default.rotate if bits == default.bits else None,
-        clip=default.clip if bits == default.bits else None,
+        rotate=default.rotate if alike else None,
+        clip=default.clip if alike else None,
     )
 
 

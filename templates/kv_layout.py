@@ -35,11 +35,13 @@ class Quantization:
     and a tile; then they keep the sinks that they have.
 
     `rotate` says what is rotated within a head before it is stored (see kv_tiles.py): `none`, `values`, or `both`
-    keys and values. By default, values are where codes have 4 bits or less. Rotated keys lose less in some models, and
-    far more in others, such as those that normalize queries and keys.
+    keys and values. By default, values are where codes have 4 bits or less, and with `per-token` keys too, as a few of
+    their channels are far larger than the others that they would share a scale with. With `kivi`, rotated keys lose
+    less in some models, and far more in others, such as those that normalize queries and keys.
 
     With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
-    where codes have 2 or 3 bits: at 4 and 8, states that are clipped weigh more than smaller steps.
+    where codes have 2 or 3 bits, and with `per-token` 4: elsewhere, states that are clipped weigh more than smaller
+    steps.
     """
 
     bits: int
@@ -53,9 +55,10 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.rotate is None:
-            object.__setattr__(self, "rotate", "none" if self.bits == 8 else "values")
+            few = "both" if self.scheme == "per-token" else "values"
+            object.__setattr__(self, "rotate", "none" if self.bits == 8 else few)
         if self.clip is None:
-            object.__setattr__(self, "clip", self.bits in (3, 2))
+            object.__setattr__(self, "clip", self.bits in (3, 2) or (self.bits, self.scheme) == (4, "per-token"))
 
     def tiles(self, tokens: int) -> int:
         """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""

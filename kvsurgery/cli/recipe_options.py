@@ -163,9 +163,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_rotate": (
             click.Choice(["none", "values", "both"]),
             "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
-            "harms others.  [default: (values at 4 bits and less)]",
+            "harms others.  [default: (values at 4 bits and less, and with per-token keys too)]",
         ),
-        "kv_clip": (bool, "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits)]"),
+        "kv_clip": (
+            bool,
+            "Choose the ranges of codes by least squared error.  [default: (at 3 and 2 bits, and with per-token at 4)]",
+        ),
         "kv_measured": (
             click.Path(),
             "Losses measured by `profile compute --method kv-bits`: rotate and clip, and with --kv-bits auto choose "

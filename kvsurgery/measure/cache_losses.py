@@ -205,7 +205,7 @@ class _Measuring:
                 changes = self._every(EXACT if bits is None else best[bits])
                 changes.flat[ranking[:count]] = window
                 others = "" if bits is None else f", the others in {bits} bits"
-                yield f"{count} heads streaming{others}", changes
+                yield f"{count} {'head' if count == 1 else 'heads'} streaming{others}", changes
         if len(low) > 1:
             changes = self._every(EXACT)
             changes[self.layers] = np.resize([best[bits] for bits in low], changes[self.layers].shape)

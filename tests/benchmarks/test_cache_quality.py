@@ -1,4 +1,4 @@
-"""What the page on quantized caches says of calibrated rotations is what was measured."""
+"""What the page on quantized caches says of quality and of calibrated rotations is what was measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import cache_quality
 import calibrated_rotations
 
 from kvsurgery.templates.kv_layout import Quantization
@@ -68,3 +69,30 @@ def test_the_documented_losses_of_calibrated_rotations() -> None:
     kivi = f"from {kl['kivi, Hadamard']} to {kl['kivi, calibrated']} with kivi"
     assert f"{kivi} (to {kl['kivi, values calibrated']} with only values calibrated)" in page
     assert f"from {kl['per-token, Hadamard']} to {kl['per-token, calibrated']} with per-token scales" in page
+
+
+@pytest.mark.parametrize("name", ["cache-quality", "cache-quality-gemma3"])
+def test_the_documented_quality(name: str) -> None:
+    windows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["windows"]
+    page = (ROOT / "docs" / "quantized-caches.md").read_text()
+    for scheme in ("kivi", "per-token"):
+        table = cache_quality.table(windows, scheme)
+        assert "\n".join(table) in page
+        assert "".join(table).count("**") == 6  # a default for each width
+    _, unquantized = cache_quality.figures(windows, "unquantized")
+    assert f"Its perplexity is {unquantized} unquantized" in page
+    assert all(window[f"kivi 8 {step}"]["kl"] < 0.00005 for window in windows.values() for step in ("0.1.0", "+ sinks"))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("cache-quality-gemma3", ("+ rotated values", "+ clipped ranges", "+ clipped ranges")),  # the defaults
+        ("cache-quality", ("+ rotated keys", "+ rotated keys", "+ both")),  # what losses.safetensors chooses
+    ],
+)
+def test_what_is_lost_of_two_models(name: str, steps: tuple[str, ...]) -> None:
+    """At 4, 3 and 2 bits, as is asked of this cache."""
+    windows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["windows"]
+    for bits, step, most in zip((4, 3, 2), steps, (0.0016, 0.008, 0.035), strict=True):
+        assert float(cache_quality.figures(windows, f"kivi {bits} {step}")[0]) <= most

@@ -133,7 +133,7 @@ class TestOptions:
         assert "4 bits (kivi, values rotated), except in budgeted heads" in card
         done(*command, 64, "--kv-bits", 4, "--kv-scheme", "per-token", "--out", "other")
         card = " ".join(Path("other/README.md").read_text().split())
-        assert "stored in 4 bits (per-token, values rotated)." in card
+        assert "stored in 4 bits (per-token, keys and values rotated, ranges clipped)." in card
         assert json.loads(Path("other/config.json").read_text())["kv_surgery"]["selection"]["hold"] == 64
 
     def test_by_what_budgeted_heads_select(self, here: Path) -> None:
@@ -169,16 +169,14 @@ class TestOptions:
             "residual": 64,
             "streaming": False,
             "sink": 4,
-            "rotate": "values",
-            "clip": False,
+            "rotate": "both",
+            "clip": True,
         }
         card = Path("out/README.md").read_text()
         assert "The first 4 and at least the newest 64 tokens stay in the model's dtype; the other tokens are" in card
-        assert "stored in 4 bits (per-token, groups of 2, values rotated), except in streaming heads." in card
-        assert (
-            "KV cache in 4 bits (per-token, groups of 2, values rotated), the first 4 and the newest 64 tokens as they "
-            "are" in done("inspect", "out").out
-        )
+        how = "4 bits (per-token, groups of 2, keys and values rotated, ranges clipped)"
+        assert f"stored in {how}, except in streaming heads." in card
+        assert f"KV cache in {how}, the first 4 and the newest 64 tokens as they are" in done("inspect", "out").out
         assert json.loads(done("inspect", "out", "--json").out)["surgery"]["quantization"] == section["quantization"]
 
     def test_quantized_windows(self, here: Path) -> None:
