@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -111,14 +110,23 @@ def test_the_table_has_a_share_for_each_length() -> None:
 def test_the_documents_say_what_was_measured() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "beyond-context.json").read_text())
     assert "\n".join(beyond_context.table(found)) in (ROOT / "docs" / "results.md").read_text()
+    results = found["results"]
+    assert {len(samples) for samples in results.values()} == {found["texts"]} == {25}
     right = {
-        (length, name): np.mean([sample[name]["right"] for sample in samples])
-        for length, samples in found["results"].items()
+        (length, name): beyond_context.recalled(samples, name).mean
+        for length, samples in results.items()
         for name in NAMES[1:]
     }
-    assert {len(samples) for samples in found["results"].values()} == {found["samples"]}
-    assert right["32000", "REFORM"] == right["4000", "REFORM"]
-    assert right["32000", "H2O"] == right["32000", "StreamingLLM"] == 0
     said = " ".join((ROOT / "README.md").read_text().split())
-    assert f"In 32,000 tokens, REFORM finds {right['32000', 'REFORM']:.0%} of the facts, as in 4,000." in said
-    assert f"BM25 finds {right['32000', 'BM25 retrieval']:.0%}; H2O and StreamingLLM find none" in said
+    reform = right["32000", "REFORM"], right["4000", "REFORM"]
+    assert f"In 32,000 tokens, REFORM finds {reform[0]:.0%} of the facts ({reform[1]:.0%} in 4,000)" in said
+    assert f"BM25 {right['32000', 'BM25 retrieval']:.0%}; H2O and StreamingLLM find {right['32000', 'H2O']:.0%}" in said
+    assert right["32000", "H2O"] == right["32000", "StreamingLLM"]
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    than_full = beyond_context.recalled(results["8000"], "REFORM", "full attention")
+    low, high = round(100 * than_full.low), round(100 * than_full.high)
+    assert f"than full attention does, by {100 * than_full.mean:.0f} percentage points [{low}, {high}]" in page
+    than_bm25 = beyond_context.recalled(results["16000"] + results["32000"], "REFORM", "BM25 retrieval")
+    points = " ".join(f"{100 * value:.3g}" for value in (than_bm25.mean, than_bm25.low, than_bm25.high))
+    assert points == "1.5 -5 8.5"
+    assert "REFORM finds 1.5 points [-5, 8.5] more" in page
