@@ -40,8 +40,7 @@ class Quantization:
     less in some models, and far more in others, such as those that normalize queries and keys.
 
     With `clip`, the range of a group is that of `CLIPPED` with the least squared error. By default it is chosen so
-    where codes have 2 or 3 bits, and with `per-token` 4: elsewhere, states that are clipped weigh more than smaller
-    steps.
+    where codes have 2 or 3 bits, and with `per-token` 4: elsewhere it does not help every model.
     """
 
     bits: int
