@@ -92,7 +92,6 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
     def quantized(bits: int, block: int) -> Contender:
         most_bytes = _bytes(source, profile, Recipe(rest="budgeted", budget=most - window - block, hold=block))
         how = Recipe(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
-        how = replace(how, kv_rotate="values", kv_clip=bits < 4)
         more = range(most - window - block, 16 // bits * most)
         fits = bisect_right(more, most_bytes, key=lambda each: _bytes(source, profile, replace(how, budget=each)))
         return ours(f"budgets of {more[fits - 1]} that hold, {bits} bits", replace(how, budget=more[fits - 1]))

@@ -81,8 +81,8 @@ def convert(
     SRC is a folder or a Hub id. The default is the model that the profile was measured on. Retrieval heads keep every
     token. The other heads stream, or keep a budget of prompt tokens that their attention selects (HeadKV). The cache
     can be quantized (KIVI), and split across the processes of tensor parallelism. With a reform profile the model also
-    reads prompts far beyond its context (REFORM). The weights keep their bytes in a different order, so `kvsurgery
-    revert` restores the original.
+    reads prompts far beyond its context (REFORM). Without a profile, every head keeps every token and only the cache is
+    quantized. The weights keep their bytes in a different order, so `kvsurgery revert` restores the original.
 
     To continue an interrupted run, give the same command again. With --stream it does not fetch finished tensors again.
 
@@ -93,6 +93,7 @@ def convert(
     kvsurgery convert --profile duo.safetensors --sparsity 0.25 --dry-run
     kvsurgery convert ./llama3 --profile r2.safetensors --budget 120 --out ./llama3-headkv
     kvsurgery convert ./llama3 --budgets-from lu-kv.safetensors --budget 2048 --out ./llama3-lukv
+    kvsurgery convert ./llama3 --kv-bits 4 --out ./llama3-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --kv-bits 4 --kv-check book.txt --out ./llama3-duo-kv4
     kvsurgery convert ./llama3 --profile duo.safetensors --fit 24GB --context 128K --batch 4 --out ./llama3-24gb
     kvsurgery convert ./llama3 --profile duo.safetensors --tp 4 --out ./llama3-tp4
@@ -121,12 +122,12 @@ def convert(
     request = request_of(source, revision, recipe)
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
-    if options["method"] == "reform" and request.profile is not request.reform:
+    if options["method"] == "reform" and request.profile is not None:
         raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
     if dry_run or out is None:
         prepared = request.prepare(weights=False)
         warn(prepared)
-        facts = plan.plan_facts(prepared, request.profile)
+        facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
         else:
@@ -143,7 +144,7 @@ def convert(
         prepared = request.prepare()
         warn(prepared)
         result = _convert(prepared, out, jobs, kv_check)
-    facts = plan.plan_facts(prepared, request.profile)
+    facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:

@@ -18,7 +18,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import AUTO
 
 
-def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, Any]:
+def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dict[str, Any]:
     """The plan as plain data."""
     checkpoint, policy, plan, files = prepared.checkpoint, prepared.policy, prepared.plan, prepared.files
     config, family = json.loads(files["config.json"]), Family.of(checkpoint.config)
@@ -33,7 +33,9 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile) -> dict[str, 
             "method": profile.method,
             "hash": profile.hash,
             "file": profile.address,
-        },
+        }
+        if profile
+        else None,
         "policy": {**policy.options, "hash": policy.hash},
         "kv_heads": {
             "eligible": policy.eligible,
@@ -139,11 +141,11 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     apart = ("hash", "method", "rest", "reform")
     options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in apart)
     kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
-    stream = f"{count} of {heads['eligible']} KV heads {kind}" + (f" ({options})" if options else "")
-    lines = [
-        f"{facts['source']}, {facts['family']}: {stream}",
-        f"profile: {profile['method']}, measured on {profile['base_model']}",
-    ]
+    every = heads["eligible"]
+    changed = f"{count} of {every} KV heads {kind}" if count else f"all {every} KV heads stay full"
+    lines = [f"{facts['source']}, {facts['family']}: {changed}" + (f" ({options})" if options else "")]
+    if profile:
+        lines.append(f"profile: {profile['method']}, measured on {profile['base_model']}")
     if change := facts["rounded"]:
         difference = f"{abs(change)} {'more' if change > 0 else 'fewer'} than asked for"
         lines.append(f"{heads['full']} full heads, {difference}: a multiple of {policy['tp']} in every layer")

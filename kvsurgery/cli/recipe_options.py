@@ -59,7 +59,7 @@ profile_option = click.option(
     multiple=True,
     metavar="PROFILE",
     help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
-    "only that.  [required, here or in the recipe]",
+    "only that. Without one, here or in the recipe, --kv-bits quantizes the cache of every head.",
 )
 
 
@@ -230,8 +230,8 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
         recipe = recipe.changed(**values)
     except PolicyError as error:
         raise click.UsageError(in_flags(str(error))) from error
-    if not recipe.profiles and recipe.budgets_from is None:
-        raise click.UsageError("Missing option '--profile'.")
+    if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
+        raise click.UsageError("--profile is missing; without one, --kv-bits quantizes the cache of every head")
     return recipe
 
 

@@ -112,8 +112,8 @@ def sweep(
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_folder(out)
     request = request_of(source, revision, _recipe(axes, options))
-    if request.reform is not None:
-        raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
+    if request.profile is None or request.reform is not None:
+        raise click.UsageError("a sweep varies the heads of a profile with scores; give that one alone")
     tasks = tasks_of(ctx)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

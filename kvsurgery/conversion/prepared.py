@@ -13,7 +13,7 @@ from kvsurgery.errors import PolicyError, ProfileError, UnsupportedModel
 from kvsurgery.policy.fit import Fit, fit
 from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import Policy, decide
+from kvsurgery.policy.policy import Policy, decide, keep_all
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_losses, pinned
@@ -38,7 +38,7 @@ class PreparedConversion:
     def prepare(
         cls,
         folder: Path,
-        profile: HeadProfile,
+        profile: HeadProfile | None,
         recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
         *,
         reform: HeadProfile | None = None,
@@ -50,7 +50,7 @@ class PreparedConversion:
 
         Args:
             folder: the checkpoint.
-            profile: measured on a model of the same dimensions; where it has no scores, every head stays full.
+            profile: scores, measured on a model of the same dimensions; None: every head stays full.
             recipe: what is asked for; its profiles are those given here.
             reform: a profile of embedding heads, by which prompts beyond the context are read.
             budgets: scores that budgets follow, in place of the profile's.
@@ -69,8 +69,8 @@ class PreparedConversion:
         if reform is not None and family.no_reform:
             raise UnsupportedModel(family.no_reform)
         dimensions = family.dimensions(checkpoint.config)
-        for measured in (profile, reform or profile, budgets or profile):
-            if dimensions != measured.model:
+        for measured in (profile, reform, budgets):
+            if measured is not None and dimensions != measured.model:
                 found = f"{measured.base_model} ({measured.model})"
                 raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
         model, fitted, losses = family.layers(checkpoint.config), None, None
@@ -82,14 +82,20 @@ class PreparedConversion:
                 )
             recipe = replace(recipe, kv_measured=pinned(recipe.kv_measured, losses))
         if recipe.fit is not None:
+            if profile is None:
+                raise ProfileError("`fit` chooses heads by their scores; give a head profile")
             footprint = Footprint.of(checkpoint, family, recipe.tp)
             fitted = fit(profile, model, footprint, recipe, budgets, losses)
             recipe = fitted.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
-        policy = decide(profile, model, recipe, budgets, losses)
+        if profile is None:
+            policy = keep_all(dimensions, model, recipe, losses)
+        else:
+            policy = decide(profile, model, recipe, budgets, losses)
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
-        plan = plan_surgery(checkpoint, policy, profile.hash)
-        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, profile), fitted)
+        recorded = profile or reform
+        plan = plan_surgery(checkpoint, policy, recorded.hash if recorded else None)
+        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded), fitted)

@@ -26,15 +26,15 @@ class Request:
     Attributes:
         place, revision: a folder, or a Hub id and its branch, tag or commit.
         recipe: how.
-        profile: decides the heads.
-        reform: has the embedding heads by which long prompts are read; it may be the same.
+        profile: decides the heads; None: every head stays full.
+        reform: has the embedding heads by which long prompts are read.
         budgets: has the scores that budgets follow; None: those of the profile.
     """
 
     place: str
     revision: str | None
     recipe: Recipe
-    profile: HeadProfile
+    profile: HeadProfile | None
     reform: HeadProfile | None
     budgets: HeadProfile | None = None
 
@@ -45,10 +45,12 @@ class Request:
         """A request with these profiles, or else those that the recipe names.
 
         The recipe then has addresses on the Hub by commit. Without a source, it is the model that the profile was
-        measured on. Without a profile of scores, it is the one that budgets follow.
+        measured on. Without a profile of scores, it is the one that budgets follow. Without any, every head stays full
+        and the cache is quantized.
 
         Raises:
-            ProfileError: a profile cannot be read, there is none, or there are two of a kind.
+            ProfileError: a profile cannot be read, there are two of a kind, or none, and nothing is asked for.
+            CheckpointError: there is neither a source nor a profile that names one.
         """
         loaded = [*profiles]
         if not loaded:
@@ -61,8 +63,13 @@ class Request:
         if budgets is not None and all(profile.scores is None for profile in loaded):
             loaded.append(budgets)
         profile, reform = _parted(loaded)
+        measured = profile or reform
+        if measured is None and recipe.kv_bits is None:
+            raise ProfileError("no head profile is given; without one, `kv_bits` quantizes the cache of every head")
         if source is None:
-            source, revision = profile.base_model, revision or profile.base_revision
+            if measured is None:
+                raise CheckpointError("no checkpoint is named, and no head profile to say which")
+            source, revision = measured.base_model, revision or measured.base_revision
         return cls(str(source), revision, recipe, profile, reform, budgets)
 
     @property
@@ -144,14 +151,12 @@ def hub_id(place: str) -> Generator[None]:
         raise HubError(f"{error}{hint}") from error
 
 
-def _parted(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile, HeadProfile | None]:
-    """The profile that decides the heads, and the one of embedding heads, if there is one."""
+def _parted(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:
+    """The profile of scores and that of embedding heads, if there are such."""
     scored: list[HeadProfile] = []
     reform: list[HeadProfile] = []
     for profile in profiles:
         (reform if profile.scores is None else scored).append(profile)
-    if not scored and not reform:
-        raise ProfileError("no head profile is given")
     if len(scored) > 1 or len(reform) > 1:
         raise ProfileError("two head profiles of the same kind; `kvsurgery profile merge` makes one of them")
-    return (scored or reform)[0], reform[0] if reform else None
+    return next(iter(scored), None), next(iter(reform), None)

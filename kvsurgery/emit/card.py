@@ -55,7 +55,7 @@ def code_hashes(files: Mapping[str, bytes]) -> dict[str, str]:
 def model_card(
     base_model: str,
     config: Mapping[str, Any],
-    profile: HeadProfile,
+    profile: HeadProfile | None,
     policy: Policy,
     code: Mapping[str, bytes],
     original: str = "",
@@ -66,7 +66,7 @@ def model_card(
     Args:
         base_model: what was converted: a Hub id or a folder's name.
         config: the converted config.
-        profile, policy: what decided the heads.
+        profile, policy: what decided the heads; without a profile, all are full.
         code: every emitted `.py` file by its name.
         original: the source's README.md, for its licence and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
@@ -100,10 +100,7 @@ def model_card(
         full=policy.full,
         streaming=policy.streaming,
         budgeted=policy.budgeted,
-        method=profile.method,
-        profile_model=profile.base_model,
-        profile_file=f", file `{profile.address}`" if profile.address else "",
-        profile_hash=profile.hash[:16],
+        profile=_profile(profile),
         policy_hash=policy.hash[:16],
         # as sha256sum has them
         code_hashes="\n".join(f"{digest}  {name}" for name, digest in code_hashes(code).items()),
@@ -127,6 +124,17 @@ def _code_table(code: Mapping[str, bytes]) -> str:
         for name, content in code.items()
     ]
     return "\n".join(["| file | content |", "|---|---|", *rows])
+
+
+def _profile(profile: HeadProfile | None) -> str:
+    """The rows of the table that say what decided the heads."""
+    if profile is None:
+        return "| head profile | none: every head stays full |"
+    file = f", file `{profile.address}`" if profile.address else ""
+    return (
+        f"| head profile | {profile.method}, measured on {profile.base_model}{file} |\n"
+        f"| profile hash | `{profile.hash[:16]}` |"
+    )
 
 
 def _others(policy: Policy) -> str:

@@ -11,7 +11,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 
 
-def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile) -> dict[str, bytes]:
+def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile | None) -> dict[str, bytes]:
     """config.json, the modeling code, the model card, and generation_config.json where it has to change.
 
     Raises:

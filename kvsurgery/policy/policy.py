@@ -127,7 +127,7 @@ def decide(
     the model, halves up, and of all choices of that many heads the one with the largest sum of scores is taken.
 
     Args:
-        profile: scores per KV or query head; query heads are reduced over their group. Without scores, all are full.
+        profile: scores per KV or query head; query heads are reduced over their group.
         model: its layers. Those that share a KV cache have one layer's heads, decided by the largest score of a head in
             all of them.
         recipe: what is asked for. Sparsity S of the N KV heads in full-attention layers makes exactly round(S x N) of
@@ -136,8 +136,8 @@ def decide(
         losses: by which `kv_bits` "auto" chooses.
 
     Raises:
-        PolicyError: fields are out of range or need scores that the profile has not, or no layer has full attention.
-        ProfileError: `budgets` has no scores.
+        PolicyError: fields are out of range, or no layer has full attention.
+        ProfileError: the profile or `budgets` has no scores.
     """
     if len(model.windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(model.windows)}")
@@ -148,40 +148,49 @@ def decide(
                 f"layer {unmeasured[0]} has full attention in this model and a sliding window in the profile's, "
                 f"{measured.base_model}; measure this model: kvsurgery profile compute"
             )
-    if not eligible.any():
-        raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    for dimensions in (profile.model, model.sliding or profile.model):
-        check_blocks(recipe.tp, dimensions.kv_heads)
+    _check_model(model, profile.model, recipe)
+    scores = kv_scores(profile, recipe.group_reduce, model.sources)
     recipe = completed(recipe, profile, budgets)
-    if profile.scores is None:
-        scores = np.ones((profile.model.layers, profile.model.kv_heads), np.float32)
-        mask = asked = scores > 0
-    else:
-        scores = kv_scores(profile, recipe.group_reduce, model.sources)
-        mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
-        if recipe.tp > 1 and not recipe.tp_uneven:
-            mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
+    mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
+    if recipe.tp > 1 and not recipe.tp_uneven:
+        mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
     layers = _layers(mask, _budgets(mask, budgets or profile, model, recipe), recipe)
-    layout = KVLayout(with_unchanged(layers, model, profile.model), profile.model.head_dim)
-    rounded = int(mask.sum() - asked.sum())
-    layout = _quantized(layout, recipe, losses)
-    return Policy(layout, recipe, _options(recipe, profile, budgets, losses), rounded=rounded)
+    layout = _layout(layers, model, profile.model, recipe, losses)
+    options = {"method": profile.method, **_options(recipe, losses)}
+    if "query" not in (profile.granularity, (budgets or profile).granularity):
+        options.pop("group_reduce", None)
+    if budgets is not None and recipe.budgets_from is not None:  # the file's content, not its place
+        options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}"
+    return Policy(layout, recipe, options, rounded=int(mask.sum() - asked.sum()))
+
+
+def keep_all(
+    dimensions: ModelDimensions, model: ModelLayers, recipe: Recipe, losses: CacheLosses | None = None
+) -> Policy:
+    """The policy without scores to choose heads by: every head stays full, in a cache that may be quantized.
+
+    Raises:
+        PolicyError: the recipe asks for other heads, fields are out of range, or no layer has full attention.
+    """
+    _check_model(model, dimensions, recipe)
+    others = ("rest", "budget", "budgets_from", "hold")
+    asked = [*recipe.chosen, *(name for name in others if getattr(recipe, name) is not None)]
+    if asked:
+        raise PolicyError(
+            f"`{asked[0]}` chooses heads by scores, and no profile with scores is given; add one, or leave it out, and "
+            "every head stays full"
+        )
+    recipe = recipe.trimmed()
+    layers = _layers(np.ones((dimensions.layers, dimensions.kv_heads), dtype=bool), None, recipe)
+    return Policy(_layout(layers, model, dimensions, recipe, losses), recipe, _options(recipe, losses))
 
 
 def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None = None) -> Recipe:
     """The recipe with what profiles mean where it says nothing, and without what makes no difference.
 
     Raises:
-        PolicyError: it asks for full heads, and the profile has no scores to choose them by; or it does not say how
-            many, where budgets follow another profile.
+        PolicyError: it does not say how many heads are full, where budgets follow another profile.
     """
-    if profile.scores is None:
-        if recipe.chosen or recipe.rest or recipe.budget is not None or budgets is not None:
-            raise PolicyError(
-                f"a {profile.method} profile has embedding heads and no scores to choose full heads by: every head "
-                "stays full; give a profile with scores beside it"
-            )
-        return recipe.trimmed()
     if budgets not in (None, profile) and not recipe.chosen:
         raise PolicyError(
             "with `budgets_from`, the profile only chooses the full heads; say how many with `full_heads` or "
@@ -209,19 +218,31 @@ def usual_beta(followed: HeadProfile) -> float | None:
     return None if method and method.divides else BETA
 
 
-def _options(
-    recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None, losses: CacheLosses | None
-) -> dict[str, Any]:
+def _options(recipe: Recipe, losses: CacheLosses | None) -> dict[str, Any]:
     """What provenance records of a recipe that is complete."""
     options = {name: getattr(recipe, name) for name in recipe.in_use}
-    if "query" not in (profile.granularity, (budgets or profile).granularity):
-        options.pop("group_reduce", None)
-    if recipe.budgets_from is not None:  # the file's content, not its place
-        options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}" if budgets else None
     if "kv_measured" in options and losses is not None:
         options["kv_measured"] = losses.hash[:16]
-    stated = {name: value for name, value in options.items() if value is not None and value is not False}
-    return {"method": profile.method, **stated}
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _check_model(model: ModelLayers, dimensions: ModelDimensions, recipe: Recipe) -> None:
+    """Raise PolicyError where no layer has full attention, or heads do not come in so many blocks."""
+    if not model.eligible.any():
+        raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
+    for own in (dimensions, model.sliding or dimensions):
+        check_blocks(recipe.tp, own.kv_heads)
+
+
+def _layout(
+    layers: Sequence[LayerLayout],
+    model: ModelLayers,
+    dimensions: ModelDimensions,
+    recipe: Recipe,
+    losses: CacheLosses | None,
+) -> KVLayout:
+    """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
+    return _quantized(KVLayout(with_unchanged(layers, model, dimensions), dimensions.head_dim), recipe, losses)
 
 
 def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:

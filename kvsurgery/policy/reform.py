@@ -9,6 +9,7 @@ from typing import Any
 from kvsurgery.errors import PolicyError
 from kvsurgery.policy.policy import Policy, Reform
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.methods import REFORM
 from kvsurgery.recipe import ReformSizes
 
 
@@ -46,7 +47,7 @@ def with_reform(
     except ValueError as error:
         raise PolicyError(f"`reform`: {error}") from error
     sizes = ReformSizes(**{field.name: getattr(reform, field.name) for field in fields(ReformSizes)})
-    options = policy.options | {"reform": {"profile": profile.hash, **vars(sizes)}}
+    options = {"method": REFORM, **policy.options, "reform": {"profile": profile.hash, **vars(sizes)}}
     return replace(policy, recipe=replace(policy.recipe, reform=sizes), options=options, reform=reform)
 
 

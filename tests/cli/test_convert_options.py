@@ -201,3 +201,48 @@ class TestOptions:
         result = run("convert", "llama", "--profile", PROFILE, "--out", "out", "--method", "duo", "--rest", "budgeted")
         assert result.code == 2
         assert "--method duo means --rest streaming" in result.err
+
+
+class TestWithoutAProfile:
+    """Every head stays full, and the cache is quantized."""
+
+    def test_the_cache_is_that_of_a_profile_that_keeps_all(self, here: Path) -> None:
+        printed = done("convert", "llama", "--kv-bits", 4, "--out", "out").out
+        assert "all 6 KV heads stay full (kv_bits 4" in printed
+        assert "profile" not in printed
+        done("verify", "out", "--source", "llama")
+        done("convert", "llama", "--profile", PROFILE, "--sparsity", 0, "--kv-bits", 4, "--out", "all")
+        found, kept = (json.loads(Path(out, "config.json").read_text())["kv_surgery"] for out in ("out", "all"))
+        assert found["quantization"] == kept["quantization"]
+        assert [layer["blocks"] for layer in found["layers"]] == [layer["blocks"] for layer in kept["layers"]]
+        assert "| head profile | none: every head stays full |" in Path("out/README.md").read_text()
+        assert json.loads(done("convert", "llama", "--kv-bits", 4, "--dry-run", "--json").out)["profile"] is None
+        done("revert", "out", "--out", "back")
+        for shard in Path("llama").glob("*.safetensors"):
+            assert Path("back", shard.name).read_bytes() == shard.read_bytes()
+
+    def test_a_recipe_says_the_same(self, here: Path) -> None:
+        done("convert", "llama", "--kv-bits", 8, "--kv-rotate", "both", "--save-recipe", "kv8.toml", "--out", "out")
+        done("convert", "llama", "--recipe", "kv8.toml", "--out", "again")
+        assert tree(Path("out")) == tree(Path("again"))
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--kv-bits", 4, "--full-heads", 3), "--full-heads chooses heads by scores"),
+            (("--kv-bits", 4, "--budget", 9), "--budget chooses heads by scores"),
+            (("--kv-bits", 4, "--hold", 32), "--hold chooses heads by scores"),
+        ],
+    )
+    def test_what_needs_scores(self, here: Path, options: tuple, words: str) -> None:
+        assert words in refused("convert", "llama", *options, "--out", "out")
+        assert not Path("out").exists()
+
+    @pytest.mark.parametrize("options", [(), ("--fit", "1GB", "--context", "1K")], ids=len)
+    def test_something_is_asked_for(self, here: Path, options: tuple) -> None:
+        result = run("convert", "llama", *options, "--out", "out")
+        assert result.code == 2
+        assert "--profile is missing; without one, --kv-bits quantizes the cache of every head" in result.err
+
+    def test_the_checkpoint_is_named(self, here: Path) -> None:
+        assert "no checkpoint is named" in refused("convert", "--kv-bits", 4, "--out", "out")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvsurgery
-from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.errors import CheckpointError, PolicyError, ProfileError
 from tests.helpers.command import PROFILE, done
 from tests.helpers.shards import tree
 
@@ -66,8 +66,10 @@ def test_errors_speak_of_fields(here):
         kvsurgery.convert("llama", "out", PROFILE, kvsurgery.Recipe(full_heads=9))
     with pytest.raises(PolicyError, match=r"^`full_heads` is a whole number, got '9'$"):
         kvsurgery.Recipe(full_heads="9")
-    with pytest.raises(ProfileError, match="no head profile is given"):
+    with pytest.raises(ProfileError, match="no head profile is given; without one, `kv_bits` quantizes"):
         kvsurgery.convert("llama", "out")
+    with pytest.raises(CheckpointError, match="no checkpoint is named"):
+        kvsurgery.convert(None, "out", recipe=kvsurgery.Recipe(kv_bits=4))
     assert not Path("out").exists()
 
 

@@ -60,7 +60,7 @@ def test_fit_saves_what_it_prints(here):
 
 def test_the_profile_may_come_from_either(here):
     Path("one.toml").write_text("sink = 4\n")
-    assert "Missing option '--profile'" in run("convert", "llama", "--recipe", "one.toml", "--out", "out").err
+    assert "--profile is missing" in run("convert", "llama", "--recipe", "one.toml", "--out", "out").err
     done("convert", "llama", "--recipe", "one.toml", "--profile", PROFILE, "--out", "out")
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
-from kvsurgery.policy.policy import decide
+from kvsurgery.policy.policy import decide, keep_all
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
@@ -94,17 +94,22 @@ class TestSelection:
                 assert layer.order == tuple(range(made.model.kv_heads))
                 assert layer.full == 0
 
-    def test_a_profile_without_scores(self):
+    def test_without_scores_every_head_stays_full(self):
         model = ModelDimensions(2, 4, 2, 8)
-        made = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
-        policy = decide(made, ModelLayers([None, 9]))
+        policy = keep_all(model, ModelLayers([None, 9]), Recipe())
         assert [(layer.order, layer.full, layer.native) for layer in policy.layers] == [
             ((0, 1), 2, False),
             ((0, 1), 0, True),
         ]
-        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}):
-            with pytest.raises(PolicyError, match="has embedding heads and no scores to choose full heads by"):
-                decide(made, ModelLayers([None] * 2), Recipe(**option))
+        assert policy.options == {}
+        for option in ({"sparsity": 0.5}, {"rest": "budgeted"}, {"budget": 9}, {"hold": 32}):
+            with pytest.raises(PolicyError, match=f"`{next(iter(option))}` chooses heads by scores"):
+                keep_all(model, ModelLayers([None] * 2), Recipe(**option))
+        with pytest.raises(PolicyError, match="every layer of this model has a sliding window"):
+            keep_all(model, ModelLayers([9, 9]), Recipe())
+        reform = HeadProfile(None, "reform", None, "test", model, embedding_heads=(EmbeddingHead(0, "q", 1),))
+        with pytest.raises(ProfileError, match="has embedding heads and no scores"):
+            decide(reform, ModelLayers([None] * 2))
 
     @given(cases(), st.floats(0, 1), st.floats(0, 1))
     def test_more_sparsity_never_makes_a_head_full(self, case, one, other):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
-from kvsurgery.policy.policy import decide
+from kvsurgery.policy.policy import decide, keep_all
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -37,7 +37,7 @@ def test_the_hash_tells_policies_apart():
 
 @given(st.integers(2048, 200_000), st.none() | st.integers(600, 1024), st.none() | st.integers(600, 1024))
 def test_sizes_fit_the_model(positions, chunk, encode_budget):
-    policy = decide(REFORM, ModelLayers([None] * 2))
+    policy = keep_all(MODEL, ModelLayers([None] * 2), Recipe())
     reform = with_reform(policy, REFORM, positions, sizes=ReformSizes(chunk, encode_budget)).reform
     assert reform.chunk + reform.encode_budget <= positions
     assert reform.recompute_budget <= positions
@@ -58,7 +58,7 @@ def test_sizes_fit_the_model(positions, chunk, encode_budget):
 )
 def test_sizes_that_contradict_are_refused(positions, sizes, words):
     with pytest.raises(PolicyError, match=words):
-        with_reform(decide(REFORM, ModelLayers([None] * 2)), REFORM, positions, sizes=ReformSizes(**sizes))
+        with_reform(keep_all(MODEL, ModelLayers([None] * 2), Recipe()), REFORM, positions, sizes=ReformSizes(**sizes))
 
 
 def test_a_profile_of_scores_has_no_embedding_heads():
