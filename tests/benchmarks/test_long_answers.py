@@ -199,3 +199,18 @@ def test_the_readme_says_what_was_measured() -> None:
     assert f"with a cache of {console.size(held[name])}, the original with {console.size(held['original'])}" in said
     same = np.mean([case["same"] for case in found[name]])
     assert f"The most likely next token is the same in {same:.0%} of all places" in said
+
+
+def test_the_docs_say_what_was_measured() -> None:
+    """Of budgets that hold as many bytes, and of time over length."""
+    results = ROOT / "benchmarks" / "results"
+    found = json.loads((results / "long-answers.json").read_text())["results"]
+    kl = {name: np.mean([case["kl"] for case in cases]) for name, cases in found.items()}
+    plain, *packed = (
+        kl[f"budgets of {name}"]
+        for name in ("216 that hold, blocks of 32", "451 that hold, 4 bits", "674 that hold, 2 bits")
+    )
+    assert [each / plain for each in packed] == pytest.approx([1 / 2, 4 / 3], rel=0.1)
+    for name, [case] in json.loads((results / "long-text.json").read_text())["results"].items():
+        growth = case["step_ms"][-1] / case["step_ms"][0]
+        assert growth > 2 if name == "original" else growth < 1.1
