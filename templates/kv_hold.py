@@ -21,9 +21,11 @@ import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
-from .kv_layout import EVERY, TILE, LayerLayout
-from .kv_tiles import QuantizedGroup, Tiles, quantize, repacked, unpacked
+from .kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout
+from .kv_tiles import QuantizedGroup, encoded_tokens, repacked, token_states, unpacked
 from .kv_torch import Scoring, attention_received
+
+KEYS, VALUES = 0, 1
 
 
 class Renewal(NamedTuple):
@@ -170,7 +172,10 @@ class HeldHeads(BudgetedHeads):
         if left == lengths and not (there and self.scores.shape[1]):  # nothing to drop, nothing to add up
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
-        keys, values = self._stored(used)
+        codes = [TokenCodes(group) for group in self.groups if isinstance(group, QuantizedGroup)]
+        keys = self._stored(KEYS, used, codes)
+        needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
+        values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
         stops, kept = (on_device(each, keys.device)[..., None] for each in (lengths, left))
         importance = self._importance(keys, values, column, stops)
         order = self._order(importance, stops, counts)
@@ -181,19 +186,23 @@ class HeldHeads(BudgetedHeads):
             scores = self._scores(max(self.counts))
             self.renewals.append(Renewal(column, self.start, before, used, order, kept, place, scores))
             dropped = order.gather(2, (kept + torch.arange(self.hold, device=kept.device)).clamp(max=max(used) - 1))
-            self.spare.write(slice(None), place, *(_taken(states, dropped) for states in (keys, values)))
+            self.spare.write(slice(None), place, _taken(keys, dropped), _taken(values, dropped))
         order = order[..., : max(map(max, left))]
-        self._keep(order, left, *(_taken(states, order) for states in (keys, values)))
+        of_heads = [*zip(*left, strict=True)]
+        for head, (own, had) in enumerate(zip(codes, zip(*lengths, strict=True), strict=False)):
+            own.keep(order[:, head, : max(of_heads[head])], of_heads[head], had)
+        if not codes:
+            self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
         first = torch.arange(max(map(max, counts)), device=kept.device)
         self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
         self.start = column - window
-        dropped = [[column - tokens for tokens in of_head] for of_head in zip(*left, strict=True)]
+        dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
         self._drop(dropped, layer)
 
     def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
         """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
 
-        Heads have so many tokens: int64 [batch, heads, 1].
+        Heads have so many tokens: int64 [batch, heads, 1]. Values are given where heads select by them too.
         """
         assert self.asked is not None
         assert self.scoring is not None
@@ -232,7 +241,8 @@ class HeldHeads(BudgetedHeads):
         source = place + (max(left) - renewal.kept) * (place >= renewal.kept)
         parts = []
         spare = self.spare.keys, self.spare.values
-        for kept, dropped in zip(self._stored(left), spare, strict=True):
+        for kind, dropped in zip((KEYS, VALUES), spare, strict=True):
+            kept = self._stored(kind, left)
             dropped = dropped[:, :, renewal.place : renewal.place + self.hold]
             states = torch.cat([kept, dropped], 2)
             states = _taken(states, source.clamp(max=states.shape[2] - 1))
@@ -246,27 +256,15 @@ class HeldHeads(BudgetedHeads):
         """What groups know of their rows, row by row."""
         return list(zip(*(getattr(group, name) for group in self.groups), strict=True))
 
-    def _stored(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
-        parts = []
-        for group, count in zip(self.groups, counts, strict=True):
-            states = group.keys[:, :, :count], group.values[:, :, :count]
-            if isinstance(group, QuantizedGroup):
-                states = group.at(torch.arange(count, device=group.keys.device)[None])
-            parts.append([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in states])
-        keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
-        return keys, values
-
-    def _keep(self, order: torch.Tensor, left: list[list[int]], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store what heads keep, their first tokens from now on: keys and values of the places in `order`."""
-        of_heads = [*zip(*left, strict=True)]
-        if not self.quantized:
-            self._write([*map(max, of_heads)], keys, values)
-            return
-        for head, (group, counts) in enumerate(zip(self.groups, of_heads, strict=True)):
-            tokens, own = slice(max(counts)), slice(head, head + 1)
-            assert isinstance(group, QuantizedGroup)
-            _rearrange(group, order[:, head, tokens], counts, keys[:, own, tokens], values[:, own, tokens])
+    def _stored(self, kind: int, counts: list[int], codes: Sequence["TokenCodes"] = ()) -> torch.Tensor:
+        """Keys or values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
+        place = torch.arange(max(counts), device=self.groups[0].keys.device)[None]
+        if codes:
+            parts = [own.states(kind, place[:, :count]) for own, count in zip(codes, counts, strict=True)]
+        else:
+            every = zip(self.groups, counts, strict=True)
+            parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in every]
+        return torch.cat([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in parts], 1)
 
     def _write(self, counts: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the first tokens of each head, so many of it."""
@@ -292,36 +290,69 @@ def _taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
 
 
-def _rearrange(
-    group: QuantizedGroup, source: torch.Tensor, counts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Let a head's tokens be others of its own, those in tiles by the codes that they have.
+class TokenCodes:
+    """The tokens of a quantized head, as they are before a selection: those in tiles by codes of their own."""
 
-    Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
+    def __init__(self, group: QuantizedGroup):
+        self.group, self.packed = group, group.packed
+        self.tokens = unpacked(group.tiles, group.quantization.bits)
 
-    Args:
-        source: int64 [batch, n], where the token at each place has been.
-        counts: how many each row keeps.
-        keys, values: [batch, 1, n, head_dim], those of the tokens at each place.
-    """
-    how, sink, before = group.quantization, group.sink, group.packed
-    group.packed = [
-        max(TILE * how.tiles(count + 1 - sink), min(packed, (count - sink) // TILE * TILE))
-        for count, packed in zip(counts, before, strict=True)
-    ]
-    if tiles := max(group.packed) // TILE:
-        filling = slice(sink, sink + tiles * TILE)
-        fresh = quantize(*(states[:, :, filling].unflatten(2, (-1, TILE)) for states in (keys, values)), how)
-        place = source[:, filling] - sink
-        in_tile = (place >= 0) & (place < on_device(before, place.device)[:, None])
-        place = place.clamp(0, max(group.count * TILE - 1, 0))
-        moved = []
-        for old, new in zip(unpacked(group.tiles, how.bits), unpacked(fresh, how.bits), strict=True):
-            codes = old.gather(2, place[:, None, :, None].expand_as(new))
-            moved.append(codes.where(in_tile[:, None, :, None], new))
-        for stored, part in zip(group.tiles, repacked(Tiles(*moved), how.bits), strict=True):
-            stored[:, :, :tiles] = part
-    alike = len({*counts}) == 1
-    for row, count in enumerate(counts[:1] if alike else counts):
-        rows = slice(None) if alike else slice(row, row + 1)
-        HeadGroup.write(group, rows, 0, keys[rows, :, :count], values[rows, :, :count])
+    def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
+        """Keys or values at positions: int64 [1 or batch, n] -> [batch, 1, n, head_dim]."""
+        found = _at((self.group.keys, self.group.values)[kind], self.group.slot(position))
+        if not any(self.packed):
+            return found
+        in_tile, place = self._place(position)
+        codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
+        return token_states(codes, scales).where(in_tile, found)
+
+    def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether tokens are in tiles, bool [batch, 1, n, 1], and where there."""
+        place = position - self.group.sink
+        in_tile = (place >= 0) & (place < on_device(self.packed, place.device)[:, None])
+        return in_tile[:, None, :, None], place.clamp(0, max(self.group.count * TILE - 1, 0))
+
+    def keep(self, source: torch.Tensor, counts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let the head's tokens be some of them, those in tiles by the codes that they have.
+
+        Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
+
+        Args:
+            source: int64 [batch, n], where the token at each place is, ascending.
+            counts, lengths: how many tokens each row keeps, and has.
+        """
+        group, how, sink = self.group, self.group.quantization, self.group.sink
+        group.packed = [
+            max(TILE * how.tiles(count + 1 - sink), min(packed, (count - sink) // TILE * TILE))
+            for count, packed in zip(counts, self.packed, strict=True)
+        ]
+        # up to here all are from tiles: those from slots come last, and are no more than there were
+        rows = zip(counts, lengths, self.packed, strict=True)
+        first = max(min(*group.packed, *(count - length + packed for count, length, packed in rows)), 0)
+        begin, tokens = sink + first, max(group.packed)
+        ends = torch.cat([source[:, :sink], source[:, begin:]], 1)
+        states = [self.states(kind, ends) for kind in (KEYS, VALUES)]
+        sinks, late = ([part[:, :, of] for part in states] for of in (slice(sink), slice(sink, None)))
+        if tokens:
+            in_tile, place = self._place(source[:, sink : sink + tokens])
+            moved = self.tokens.map(lambda part: _at(part, place))
+            if first < tokens:
+                fresh = encoded_tokens(torch.stack([part[:, :, : tokens - first] for part in late]), how)
+                for kind in (KEYS, VALUES):
+                    for codes, new in zip(moved[2 * kind : 2 * kind + 2], fresh, strict=True):
+                        last = codes[:, :, first:]
+                        last.copy_(last.where(in_tile[:, :, first:], new[kind]))
+            for stored, part in zip(group.tiles, repacked(moved, how.bits), strict=True):
+                stored[:, :, : tokens // TILE] = part
+        alike = len({*counts}) == 1
+        for row, count in enumerate(counts[:1] if alike else counts):
+            rows = slice(None) if alike else slice(row, row + 1)
+            for start, parts in ((0, sinks), (begin, late)):
+                HeadGroup.write(group, rows, start, *(part[rows, :, : max(count - start, 0)] for part in parts))
+
+
+def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Places of a head: [batch, 1, n, width], int64 [1 or batch, m] -> [batch, 1, m, width]."""
+    if len(place) == 1:  # several times faster
+        return states.index_select(2, place[0])
+    return states.gather(2, place[:, None, :, None].expand(len(states), -1, -1, states.shape[3]))

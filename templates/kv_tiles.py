@@ -109,14 +109,20 @@ def _in_room(codes: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
 def _quantize(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = _encoded(states, groups, quantization)
+    return _pack(codes, quantization.bits), scales
+
+
+def _encoded(
+    states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [..., tokens, head_dim], scales and minima [..., 2, *groups]."""
     *outer, tokens, head_dim = states.shape
     rows, columns = groups
-    bits = quantization.bits
     grouped = states.float().reshape(*outer, rows, tokens // rows, columns, head_dim // columns)
-    scale, low = _ranges(grouped, bits, states.dtype, CLIPPED if quantization.clip else 1)
-    packed = _pack(_codes(grouped, scale, low, bits).to(torch.uint8).view(states.shape), bits)
-    scales = torch.stack([scale, low], len(outer)).to(states.dtype)
-    return packed, scales.view(*outer, 2, rows, columns)
+    scale, low = _ranges(grouped, quantization.bits, states.dtype, CLIPPED if quantization.clip else 1)
+    codes = _codes(grouped, scale, low, quantization.bits).to(torch.uint8).view(states.shape)
+    return codes, torch.stack([scale, low], len(outer)).to(states.dtype).view(*outer, 2, rows, columns)
 
 
 def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,9 +194,13 @@ def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.T
     states = _unpack(codes, bits).to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
-    if states.dtype == torch.float32:  # several times faster where a scale is for the innermost states
-        return grouped.mul_(scale).add_(low).view_as(states)
-    return torch.addcmul(low, grouped, scale).view_as(states)  # rounds once
+    return _scaled(grouped, scale, low).view_as(states)
+
+
+def _scaled(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    if codes.dtype == torch.float32:  # several times faster where a scale is for the innermost states
+        return codes.mul_(scale).add_(low)
+    return torch.addcmul(low, codes, scale)  # rounds once
 
 
 def unpacked(tiles: Tiles, bits: int) -> Tiles:
@@ -198,6 +208,19 @@ def unpacked(tiles: Tiles, bits: int) -> Tiles:
     codes = (_unpack(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
     scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
     return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
+def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, scales and minima that `unpacked` would have of tokens [..., n, head_dim] with scales of their own."""
+    *_, tokens, head_dim = states.shape
+    codes, scales = _encoded(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
+    return codes, scales.transpose(-3, -2).flatten(-2)
+
+
+def token_states(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """States [..., n, head_dim] of tokens that have these codes, scales and minima in `unpacked` tiles."""
+    scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
+    return _scaled(codes.to(scales.dtype).unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
 
 
 def repacked(tokens: Tiles, bits: int) -> Tiles:
