@@ -94,6 +94,7 @@ def sweep(
 
     \b
     kvsurgery sweep ./llama3 --profile duo.safetensors --sparsity 0.25,0.5,0.75 --kv-bits 16,4 --tasks needle
+    kvsurgery sweep ./llama3 --kv-bits 8,4,3,2 --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
@@ -112,8 +113,8 @@ def sweep(
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_folder(out)
     request = request_of(source, revision, _recipe(axes, options))
-    if request.profile is None or request.reform is not None:
-        raise click.UsageError("a sweep varies the heads of a profile with scores; give that one alone")
+    if request.reform is not None:
+        raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
     tasks = tasks_of(ctx)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -60,7 +60,7 @@ class Grid:
 
     Attributes:
         source: the original's folder.
-        profile: decides the heads of every setting.
+        profile: decides the heads of every setting; None: every head stays full.
         recipe: what all settings share.
         axes: values by field of the recipe; of `kv_bits`, 16 is a cache in the model's dtype.
         name, revision: the original's Hub id and commit, if it comes from the Hub.
@@ -68,7 +68,7 @@ class Grid:
     """
 
     source: Path
-    profile: HeadProfile
+    profile: HeadProfile | None
     recipe: Recipe
     axes: Mapping[str, Sequence[Any]]
     name: str | None = None
@@ -168,7 +168,7 @@ def sweep(
                 command=command,
                 settings={
                     **original.settings,
-                    "profile": grid.profile.hash,
+                    **({"profile": grid.profile.hash} if grid.profile else {}),
                     "conversion": grid.to_json(),
                 },
                 versions=original.versions,

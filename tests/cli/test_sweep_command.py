@@ -56,6 +56,18 @@ def test_a_table_a_picture_and_json():
     assert again["source"] == str(MODEL)
 
 
+def test_bits_need_no_profile():
+    own = ("sweep", MODEL, *NEEDLE, *OWN)
+    found = json.loads(done(*own, "--kv-bits", "16,4", "--kv-residual", "0", "--out", "bits", "--json").out)
+    assert [point["options"]["kv_bits"] for point in found["points"]] == [16, 4]
+    plain, packed = (point["kv_bytes"] for point in found["points"])
+    assert packed < plain == found["dense_bytes"]
+    assert "profile" not in found["settings"]
+    assert "--sparsity chooses heads by scores" in refused(*own, "--kv-bits", "4", "--sparsity", "0.5", "--out", "no")
+    assert "--profile is missing" in run(*own, "--sparsity", "0.5", "--out", "no").err
+    assert not Path("no").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
