@@ -40,7 +40,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack, token_ids
 
-LENGTHS = (4000, 8000, 16000, 32000)
+LENGTHS = (4000, 8000, 16000, 32000, 64000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)
 FACTS = 4  # of a text
 ROOM = 64  # tokens, for a question and its answer

@@ -118,15 +118,17 @@ def test_the_documents_say_what_was_measured() -> None:
         for name in NAMES[1:]
     }
     said = " ".join((ROOT / "README.md").read_text().split())
-    reform = right["32000", "REFORM"], right["4000", "REFORM"]
-    assert f"In 32,000 tokens, REFORM finds {reform[0]:.0%} of the facts ({reform[1]:.0%} in 4,000)" in said
-    assert f"BM25 {right['32000', 'BM25 retrieval']:.0%}; H2O and StreamingLLM find {right['32000', 'H2O']:.0%}" in said
-    assert right["32000", "H2O"] == right["32000", "StreamingLLM"]
+    reform = right["64000", "REFORM"], right["4000", "REFORM"]
+    assert reform[0] > 0.9 * reform[1]
+    assert f"In 64,000 tokens, REFORM finds {reform[0]:.0%} of the facts ({reform[1]:.0%} in 4,000)" in said
+    assert f"BM25 {right['64000', 'BM25 retrieval']:.0%}; H2O and StreamingLLM find {right['64000', 'H2O']:.0%}" in said
+    assert right["64000", "H2O"] == right["64000", "StreamingLLM"]
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     than_full = beyond_context.recalled(results["8000"], "REFORM", "full attention")
     low, high = round(100 * than_full.low), round(100 * than_full.high)
     assert f"than full attention does, by {100 * than_full.mean:.0f} percentage points [{low}, {high}]" in page
-    than_bm25 = beyond_context.recalled(results["16000"] + results["32000"], "REFORM", "BM25 retrieval")
+    beyond = [sample for length in ("16000", "32000", "64000") for sample in results[length]]
+    than_bm25 = beyond_context.recalled(beyond, "REFORM", "BM25 retrieval")
     points = " ".join(f"{100 * value:.3g}" for value in (than_bm25.mean, than_bm25.low, than_bm25.high))
-    assert points == "1.5 -5 8.5"
-    assert "REFORM finds 1.5 points [-5, 8.5] more" in page
+    mean, low, high = points.split()
+    assert f"REFORM finds {mean} points [{low}, {high}] more" in page
