@@ -189,9 +189,11 @@ class HeldHeads(BudgetedHeads):
             self.spare.write(slice(None), place, _taken(keys, dropped), _taken(values, dropped))
         order = order[..., : max(map(max, left))]
         of_heads = [*zip(*left, strict=True)]
-        for head, (own, had) in enumerate(zip(codes, zip(*lengths, strict=True), strict=False)):
-            own.keep(order[:, head, : max(of_heads[head])], of_heads[head], had)
-        if not codes:
+        if codes:
+            every = zip(codes, order.unbind(1), of_heads, zip(*lengths, strict=True), strict=True)
+            for own, slots, remaining, had in every:
+                own.keep(slots[:, : max(remaining)], remaining, had)
+        else:
             self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
         first = torch.arange(max(map(max, counts)), device=kept.device)
         self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
@@ -327,8 +329,8 @@ class TokenCodes:
             for count, packed in zip(counts, self.packed, strict=True)
         ]
         # up to here all are from tiles: those from slots come last, and are no more than there were
-        rows = zip(counts, lengths, self.packed, strict=True)
-        first = max(min(*group.packed, *(count - length + packed for count, length, packed in rows)), 0)
+        every = zip(counts, lengths, self.packed, strict=True)
+        first = max(min(*group.packed, *(count - length + packed for count, length, packed in every)), 0)
         begin, tokens = sink + first, max(group.packed)
         ends = torch.cat([source[:, :sink], source[:, begin:]], 1)
         states = [self.states(kind, ends) for kind in (KEYS, VALUES)]
@@ -353,6 +355,6 @@ class TokenCodes:
 
 def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Places of a head: [batch, 1, n, width], int64 [1 or batch, m] -> [batch, 1, m, width]."""
-    if len(place) == 1:  # several times faster
+    if len(place) == 1:  # the same of every row: whole tokens at a time
         return states.index_select(2, place[0])
     return states.gather(2, place[:, None, :, None].expand(len(states), -1, -1, states.shape[3]))

@@ -122,7 +122,7 @@ def convert(
     request = request_of(source, revision, recipe)
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
-    if options["method"] == "reform" and request.profile is not None:
+    if options["method"] == "reform" and (request.profile is not None or request.reform is None):
         raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
     if dry_run or out is None:
         prepared = request.prepare(weights=False)

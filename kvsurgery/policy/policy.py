@@ -159,7 +159,9 @@ def decide(
     options = {"method": profile.method, **_options(recipe, losses)}
     if "query" not in (profile.granularity, (budgets or profile).granularity):
         options.pop("group_reduce", None)
-    if budgets is not None and recipe.budgets_from is not None:  # the file's content, not its place
+    if budgets is None:
+        options.pop("budgets_from", None)
+    elif "budgets_from" in options:  # the file's content, not its place
         options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}"
     return Policy(layout, recipe, options, rounded=int(mask.sum() - asked.sum()))
 

@@ -232,6 +232,7 @@ class TestWithoutAProfile:
             (("--kv-bits", 4, "--full-heads", 3), "--full-heads chooses heads by scores"),
             (("--kv-bits", 4, "--budget", 9), "--budget chooses heads by scores"),
             (("--kv-bits", 4, "--hold", 32), "--hold chooses heads by scores"),
+            (("--kv-bits", 4, "--method", "duo"), "--rest chooses heads by scores"),
         ],
     )
     def test_what_needs_scores(self, here: Path, options: tuple, words: str) -> None:
@@ -248,6 +249,11 @@ class TestWithoutAProfile:
             result = run(*command)
             assert result.code == 2
             assert missing + more in result.err
+
+    def test_long_prompts_take_a_profile(self, here: Path) -> None:
+        result = run("convert", "llama", "--kv-bits", 4, "--method", "reform", "--out", "out")
+        assert "--method reform takes a reform profile alone" in result.err
+        assert not Path("out").exists()
 
     def test_the_checkpoint_is_named(self, here: Path) -> None:
         assert "no checkpoint is named" in refused("convert", "--kv-bits", 4, "--out", "out")
