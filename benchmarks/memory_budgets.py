@@ -83,13 +83,16 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 
 def rows_of(policies: Sequence[Candidate], profile: HeadProfile, caches: Sequence[Any]) -> torch.Tensor:
-    """What each head's cache is, by its place among `caches`: int64 [policies, layers, kv_heads]."""
+    """What each head's cache is, by its place among `caches`: int64 [policies, layers, kv_heads].
+
+    Layers that have a window of their own keep it.
+    """
     assert profile.scores is not None  # no reform profile
     widths = {how.bits: place for place, how in enumerate(caches, 1) if not isinstance(how, Window)} | {16: EXACT}
-    rows = []
+    own_window, rows = ~torch.from_numpy(profile.eligible)[:, None], []
     for each in policies:
         full = torch.from_numpy(best_heads(profile.scores, profile.eligible, each.full_heads))
-        rows.append(torch.where(full, widths[each.bits], len(caches)))
+        rows.append(torch.where(full, widths[each.bits], len(caches)).masked_fill(own_window, EXACT))
     return torch.stack(rows)
 
 
