@@ -71,39 +71,77 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tenso
     Args:
         query: [batch, heads, n, head_dim].
         tiles: of all heads, [batch, heads, tiles, ...].
-        room: memory for the codes, of the queries' dtype and at least as many elements. A CPU spends much of a step on
-            pages of new memory, so all blocks use the same.
+        room: memory for the codes of some tiles at a time, of the queries' dtype. A CPU spends much of a step on pages
+            of new memory, so all tiles use the same.
 
     Returns:
         [batch, heads, n, tiles * TILE].
     """
     scale, low = tiles.key_scales.to(query.dtype).unbind(3)
-    rows, columns = scale.shape[3:]
-    codes = _in_room(_unpack(tiles.key_codes, bits), room)
-    if rows == TILE:  # of a token and a run of channels
-        asked = query.unflatten(3, (columns, -1)).transpose(2, 3)[:, :, None]
-        codes, scale, low = codes.unflatten(4, (columns, -1)).transpose(3, 4), scale.mT, low.mT
-        products = (asked @ codes.mT) * scale[:, :, :, :, None] + asked.sum(5, keepdim=True) * low[:, :, :, :, None]
-        products = products.sum(3)
-    else:  # of a channel and a run of tokens
-        asked, scale, low = query[:, :, None, None], scale[:, :, :, :, None], low[..., None]
-        products = (asked * scale) @ codes.unflatten(3, (rows, -1)).mT + asked @ low
-        products = products.transpose(3, 4).flatten(4)
-    return products.transpose(2, 3).flatten(3)
+    batch, heads, count, rows, columns = scale.shape
+    products = query.new_zeros(batch, heads, query.shape[2], count, TILE)
+    shifts = _shifts(bits)
+    asked = [part * 2.0**-shift for part, shift in zip(query.chunk(len(shifts), 3), shifts, strict=True)]
+    scales = _by_plane(scale, query.shape[3], len(shifts)) if rows == TILE else scale.chunk(len(shifts), 4)
+    for own, plane, codes in _codes_in(tiles.key_codes, bits, room):
+        if rows == TILE:  # scales of a token and a run of channels
+            runs = scales[plane].shape[3]
+            found = asked[plane].unflatten(3, (runs, -1)).transpose(2, 3)[:, :, None] @ _by_run(codes, runs).mT
+            found = (found * scales[plane][:, :, own, :, None]).sum(3)
+        else:  # of a channel and a run of tokens
+            scaled = asked[plane][:, :, None, None] * scales[plane][:, :, own, :, None]
+            found = (scaled @ codes.unflatten(3, (rows, -1)).mT).transpose(3, 4).flatten(4)
+        products[:, :, :, own] += found.transpose(2, 3)
+    added = query.unflatten(3, (columns, -1)).sum(4) @ low.flatten(2, 3).mT
+    return products.flatten(3).add_(added.repeat_interleave(TILE // rows, 3))
 
 
 def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tensor) -> torch.Tensor:
     """Sums of the values of packed tiles by weights: [batch, heads, n, tiles * TILE] -> [batch, heads, n, head_dim]."""
-    scale, low = (part.mT for part in tiles.value_scales.to(weights.dtype).unbind(3))
-    codes = _in_room(_unpack(tiles.value_codes, bits), room).unflatten(4, (scale.shape[3], -1)).transpose(3, 4)
-    weights = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None]
-    sums = (weights * scale[:, :, :, :, None]) @ codes + weights @ low[..., None]
-    return sums.sum(2).transpose(2, 3).flatten(3)
+    scale, low = tiles.value_scales.to(weights.dtype).unbind(3)
+    head_dim = tiles.value_codes.shape[4] * 8 // bits
+    scales = _by_plane(scale, head_dim, len(_shifts(bits)))
+    by_tile = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None]
+    sums = [weights.new_zeros(()) for _ in scales]
+    for own, plane, codes in _codes_in(tiles.value_codes, bits, room):
+        scaled = by_tile[:, :, own] * scales[plane][:, :, own, :, None]
+        sums[plane] = sums[plane] + (scaled @ _by_run(codes, scaled.shape[3])).sum(2)
+    added = (weights @ low.flatten(2, 3)).repeat_interleave(head_dim // scale.shape[4], 3)
+    parts = [part.transpose(2, 3).flatten(3) * 2.0**-shift for part, shift in zip(sums, _shifts(bits), strict=True)]
+    return torch.cat(parts, 3).add_(added)
 
 
-def _in_room(codes: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Codes in the dtype of `room`, written over what it holds."""
-    return room[: codes.numel()].view(codes.shape).copy_(codes)
+def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> tuple[torch.Tensor, ...]:
+    """Scales [..., TILE, columns] of runs of channels as [..., runs, TILE] of shorter runs, each of them in a plane."""
+    column = head_dim // scale.shape[-1]
+    run = math.gcd(head_dim // planes, column)
+    return scale.mT.repeat_interleave(column // run, -2).chunk(planes, -2)
+
+
+def _by_run(codes: torch.Tensor, runs: int) -> torch.Tensor:
+    """Codes [..., tokens, channels] as [..., runs, tokens, channels of a run]."""
+    return codes.unflatten(-1, (runs, -1)).transpose(-3, -2)
+
+
+def _shifts(bits: int) -> Sequence[int]:
+    """By how many bits `_codes_in` leaves the codes of each plane shifted: a factor costs less than shifting them."""
+    return [0] * 4 if bits == 3 else range(0, 8, bits)
+
+
+def _codes_in(packed: torch.Tensor, bits: int, room: torch.Tensor) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """Codes of some tiles of [batch, heads, tiles, TILE, width] and of one plane at a time, as `_planes` has them.
+
+    Yields:
+        The tiles, the plane, and codes times 2 ** shift in the dtype of `room`, which are written into it.
+    """
+    shifts = _shifts(bits)
+    most = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits // len(shifts)))
+    for first in range(0, packed.shape[2], most):
+        own = slice(first, first + most)
+        part = packed[:, :, own]
+        planes = _planes(part, bits) if bits in (3, 8) else (part & (2**bits - 1 << shift) for shift in shifts)
+        for plane, codes in enumerate(planes):
+            yield own, plane, room[: codes.numel()].view(codes.shape).copy_(codes)
 
 
 def _quantize(
@@ -169,17 +207,24 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The reverse of `_pack`."""
+    return packed if bits == 8 else torch.cat([*_planes(packed, bits)], -1)
+
+
+def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
+    """Codes uint8 [..., tokens, n] of the channels that the same bits of bytes hold, from the low bits on."""
     if bits == 3:
         tokens, width = packed.shape[-2:]
         parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
         low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
-        bit = third[..., None, :, None] >> _third_bits(packed.device) & 1
-        return _unpack(low, 2) | bit.flatten(-3) << 2
-    if bits == 8:
-        return packed
-    last, mask = 8 // bits - 1, 2**bits - 1
-    middle = (packed >> (bits * plane) & mask for plane in range(1, last))
-    return torch.cat([packed & mask, *middle, packed >> (bits * last)], -1)
+        pairs = third.to(torch.int16)  # a byte for both bytes of a word: of each plane, two bits that are eight apart
+        pairs = pairs << 2 | pairs << 6
+        for place, plane in enumerate(_planes(low, 2)):
+            yield plane | (pairs >> place & 0x0404).view(torch.uint8)
+        return
+    last = 8 // bits - 1
+    for plane in range(last + 1):
+        shifted = packed >> bits * plane if plane else packed
+        yield shifted if plane == last else shifted & (2**bits - 1)
 
 
 def _third_bits(device: torch.device) -> torch.Tensor:
@@ -320,7 +365,7 @@ class QuantizedGroup(HeadGroup):
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Quantize `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
-        most, start = TILE * max(1, min(self._tiles_at_once(keys.shape[0]), self.count)), start - self.sink
+        most, start = TILE * max(1, min(self.tiles_at_once(keys.shape[0]), self.count)), start - self.sink
         oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
         for first in range(oldest, stop, most):
             last = min(first + most, stop)
@@ -348,14 +393,13 @@ class QuantizedGroup(HeadGroup):
         keys, values = (torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
         return keys, values
 
-    def _tiles_at_once(self, rows: int) -> int:
+    def tiles_at_once(self, rows: int) -> int:
+        """Tiles of each head that are worked on together, in this many rows."""
         return max(1, block_elements(self.keys) // (rows * self.heads * TILE * self.keys.shape[-1]))
 
-    def packed_blocks(self) -> Iterator[Tiles]:
-        """The tiles of heads that see all of them, a block at a time: [batch, heads, tiles, ...]."""
-        tiles, most = max(self.packed) // TILE, self._tiles_at_once(self.keys.shape[0])
-        for first in range(0, tiles, most):
-            yield self.tiles.map(lambda part: part[:, :, first : min(first + most, tiles)])  # noqa: B023
+    def packed_tiles(self) -> Tiles:
+        """The tiles of heads that see all of them: [batch, heads, tiles, ...]."""
+        return self.tiles.map(lambda part: part[:, :, : max(self.packed) // TILE])
 
     def unseen(self, seen: int, slots: int, tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
         """Spans that rows do not see, among `slots` slots followed by `tokens` tokens in tiles: rows, [(begin, end)].
@@ -382,8 +426,9 @@ class QuantizedGroup(HeadGroup):
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
         first = 0
-        for block in self.packed_blocks():
-            keys, values = (states.flatten(2, 3) for states in dequantize(block, self.quantization.bits))
+        tiles, most = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
+        for parts in zip(*(part.split(most, 2) for part in tiles), strict=True):
+            keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]
             counts = [min(max(packed - first, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts

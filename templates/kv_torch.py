@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_heads import HeadGroup, block_elements, on_device
-from .kv_layout import LayerLayout
+from .kv_layout import TILE, LayerLayout
 from .kv_tiles import QuantizedGroup, key_products, weighted_values
 
 BLOCK = 256  # queries per block of a streaming group
@@ -175,20 +175,18 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout
 
 def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: int, scoring: Scoring) -> torch.Tensor:
     """The same where tokens are in tiles: over slots and the tiles' codes, in float32. Nothing is dequantized."""
-    exact, tiles = torch.promote_types(query.dtype, torch.float32), [*group.packed_blocks()]
-    folded, bits = _folded(query, group.keys, None)[0].to(exact), group.quantization.bits
-    products = [folded @ group.keys[:, :, :slots].to(exact).mT]
-    room = folded.new_empty(tiles[0].key_codes[..., 0].numel() * folded.shape[3])  # the first block is the largest
-    products += [key_products(folded, block, bits, room) for block in tiles]
-    sizes = [part.shape[3] for part in products]
+    exact, tiles, bits = torch.promote_types(query.dtype, torch.float32), group.packed_tiles(), group.quantization.bits
+    folded, width = _folded(query, group.keys, None)[0].to(exact), query.shape[3]
+    batch, heads, count = tiles.key_codes.shape[:3]
+    room = folded.new_empty(batch * heads * min(count, group.tiles_at_once(batch)) * TILE * width)
+    products = [folded @ group.keys[:, :, :slots].to(exact).mT, key_products(folded, tiles, bits, room)]
     scores = scoring.scores(torch.cat(products, 3))
-    for rows, spans in group.unseen(seen, slots, sum(sizes[1:])):
+    for rows, spans in group.unseen(seen, slots, count * TILE):
         for begin, end in spans:
             scores[rows, :, :, begin:end] = float("-inf")
-    first, *others = F.dropout(scores.softmax(3), scoring.dropout).split(sizes, 3)
-    output = first @ group.values[:, :, :slots].to(exact)
-    for weights, block in zip(others, tiles, strict=True):
-        output += weighted_values(weights, block, bits, room)
+    weights = F.dropout(scores.softmax(3), scoring.dropout)
+    output = weights[..., :slots] @ group.values[:, :, :slots].to(exact)
+    output += weighted_values(weights[..., slots:], tiles, bits, room)
     output = output.view(query.shape)
     if scoring.sinks is not None:
         output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))

@@ -54,10 +54,13 @@ def test_codes_are_within_half_a_step(bits, scheme, group_size, head_dim, dtype,
     group_size=st.sampled_from([None, 16, 32]),
     head_dim=st.sampled_from([32, 64, 96]),
     shape=st.tuples(*[st.integers(1, 3)] * 4),
+    at_once=st.integers(1, 3),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=60)
-def test_products_with_codes_are_those_with_what_they_stand_for(bits, scheme, group_size, head_dim, shape, seed):
+def test_products_with_codes_are_those_with_what_they_stand_for(
+    bits, scheme, group_size, head_dim, shape, at_once, seed
+):
     batch, heads, queries, count = shape
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(2, batch, heads, count, TILE, head_dim, generator=generator, dtype=torch.float64)
@@ -65,7 +68,7 @@ def test_products_with_codes_are_those_with_what_they_stand_for(bits, scheme, gr
     weights = torch.rand(batch, heads, queries, count * TILE, generator=generator, dtype=torch.float64)
     tiles = quantize(*states, Quantization(bits, scheme, group_size))
     keys, values = (part.flatten(2, 3) for part in dequantize(tiles, bits))
-    room = asked.new_full((keys.numel() + seed,), float("nan"))
+    room = asked.new_full((batch * heads * at_once * TILE * head_dim,), float("nan"))
     torch.testing.assert_close(key_products(asked, tiles, bits, room), asked @ keys.mT)
     torch.testing.assert_close(weighted_values(weights, tiles, bits, room), weights @ values)
 
