@@ -199,7 +199,9 @@ def _with_cache(
 
 def _split(query, key, value, heads: list[int]):
     """Queries, keys and values of this many KV heads each."""
-    return zip(query.split(_sizes(heads, query.shape[1]), 1), key.split(heads, 1), value.split(heads, 1), strict=True)
+    sizes = _sizes(heads, query.shape[1])  # `split` would only call `split_with_sizes`, at a cost in each decode step
+    parts = (states.split_with_sizes(own, 1) for states, own in ((query, sizes), (key, heads), (value, heads)))
+    return zip(*parts, strict=True)
 
 
 def _by_heads(reads: list[tuple[int, Read]]) -> Read:

@@ -133,6 +133,9 @@ class HeadGroup:
     def store(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the columns from `column` on: [batch, heads, tokens, head_dim]. Padding is not stored."""
         tokens = keys.shape[2]
+        if isinstance(self.skipped, int) and column >= self.skipped:
+            self.write(slice(None), column - self.skipped, keys, values)
+            return
         if tokens == 1 and torch.is_tensor(self.skipped):
             self.write_one(column - self.skipped, keys, values)
             return
@@ -143,8 +146,9 @@ class HeadGroup:
 
     def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store positions start, start + 1, ... of some rows: [rows, heads, tokens, head_dim]. Older ones may go."""
-        stop = start + keys.shape[2]
-        if self.sink is None:
+        tokens = keys.shape[2]
+        stop = start + tokens
+        if self.sink is None or stop <= self.sink:
             spans = [(start, stop)]
         else:
             first = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
@@ -153,8 +157,9 @@ class HeadGroup:
         for begin, end in spans:
             if begin < end:
                 slot, size = self.slot(begin), end - begin
-                self.keys[rows, :, slot : slot + size] = keys[:, :, begin - start : end - start]
-                self.values[rows, :, slot : slot + size] = values[:, :, begin - start : end - start]
+                for stored, states in ((self.keys, keys), (self.values, values)):
+                    part = states if size == tokens else states[:, :, begin - start : end - start]
+                    stored[rows, :, slot : slot + size] = part
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one token per row at `position` [batch]; padding, at a negative one, is overwritten by position 0."""
