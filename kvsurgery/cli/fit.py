@@ -106,10 +106,10 @@ def fit(
     assert found is not None  # as the recipe has a demand
     if picture is not None:
         _plot(found, name, picture)
-        console.stderr.print(f"wrote {picture}", markup=False)
+        console.stderr.print(f"wrote {picture}")
     if save_recipe is not None:
         recipe.save(save_recipe)
-        console.stderr.print(f"wrote {save_recipe}", markup=False)
+        console.stderr.print(f"wrote {save_recipe}")
     place = [*([source] if source else []), *(["--revision", revision] if revision else [])]
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
     words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
@@ -121,7 +121,7 @@ def fit(
         return
     plan.print_policy(facts)
     _print_table(found)
-    console.stdout.print(command, markup=False)
+    console.stdout.print(command)
 
 
 def _print_table(found: Fit) -> None:

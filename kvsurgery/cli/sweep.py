@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,7 @@ import click
 
 from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, in_group
 from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
-from kvsurgery.cli.running import revision_option
+from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 from kvsurgery.recipe import Recipe
 
@@ -98,8 +96,6 @@ def sweep(
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.cli.source import request_of
     from kvsurgery.evaluate.sweep import Grid, sweep
@@ -116,8 +112,7 @@ def sweep(
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
     tasks = tasks_of(ctx)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     grid = Grid(Path(request.place), request.profile, request.recipe, axes, budgets=request.budgets)
     folder, known = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
@@ -128,9 +123,9 @@ def sweep(
             out,
             run,
             device=options["device"],
-            command=shlex.join(["kvsurgery", *sys.argv[1:]]),
+            command=typed_command(),
             progress=advance,
-            note=lambda line: console.stderr.print(line, markup=False),
+            note=console.stderr.print,
         )
     if not is_first():
         return
@@ -140,8 +135,8 @@ def sweep(
     else:
         _show(found)
     for line in _notes(found):
-        console.stderr.print(line, markup=False)
-    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv", markup=False)
+        console.stderr.print(line)
+    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
 
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:

@@ -16,6 +16,7 @@ from kvsurgery.cli.running import (
     chosen_dtype,
     device_option,
     dtype_option,
+    quiet_transformers,
     revision_option,
     seed_option,
 )
@@ -195,8 +196,6 @@ def compute(
     options["samples"] = options["samples"] or SAMPLES.get(method)
     options["context"] = options["context"] or CONTEXT.get(method)
 
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save, save_losses
     from kvsurgery.errors import Interrupted
@@ -207,8 +206,7 @@ def compute(
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.plots import plot_training
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     (CacheLosses if method == KV_BITS else HeadProfile).check_output(out)
     if "passkeys" in OPTIONS[method] and options["loss"] == "distill":
         _check_passkeys(options)
@@ -231,13 +229,13 @@ def compute(
         if processes.rank == 0:
             if isinstance(profile, HeadProfile):
                 for line in outcome(profile) if history is not None else ():
-                    console.stderr.print(line, markup=False)
+                    console.stderr.print(line)
                 save(profile, out)
             else:
                 save_losses(profile, out)
             if history is not None and options["curve"]:
                 plot_training(history, options["curve"])
-                console.stderr.print(f"wrote {options['curve']}", markup=False)
+                console.stderr.print(f"wrote {options['curve']}")
 
 
 def _leave_open(ctx: click.Context, options: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     if begun is not None:
         return replace(gates, until_settled=begun.get("until_settled", False))
     if minutes is not None and mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}", markup=False)
+        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}")
     return gates
 
 
@@ -113,7 +113,7 @@ def _headkv(
     if options["needles"] == AUTO:
         choice = choose_needles(measured, haystack, method, lengths, **shared)
         if mesh.processes.rank == 0:
-            console.stderr.print(str(choice), markup=False)
+            console.stderr.print(str(choice))
     profile = retrieval_scores(
         measured,
         haystack,
