@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, in_group
+from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, flag, in_group
 from kvsurgery.errors import PolicyError
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import SELECTS
@@ -33,10 +33,7 @@ def kind_options(command: Any) -> Any:
 
 def reform_options(command: Any) -> Any:
     """Add the options that say how long prompts are read."""
-    options = [
-        click.option(f"--reform-{name.replace('_', '-')}", type=kind, help=text)
-        for name, (kind, text) in REFORM.items()
-    ]
+    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
     return in_group(PROMPTS, *options)(command)
 
 
@@ -68,16 +65,12 @@ def _option(name: str) -> Callable[[Any], Any]:
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
     default = getattr(Recipe(), name, None)
     if kind is bool and default is None:
-        return click.option(f"{_flag(name)}/{_flag(f'no_{name}')}", default=None, help=text)
+        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
-        return click.option(_flag(name), is_flag=True, flag_value=True, default=None, help=text)
+        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
     shown = "" if default is None or "[default" in text else f"  [default: {default}]"
     bare: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(_flag(name), type=kind, help=text + shown, **bare)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return click.option(flag(name), type=kind, help=text + shown, **bare)
 
 
 # the axes of a sweep, and with them what has no other value in one
@@ -244,8 +237,8 @@ def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Deman
         return {}
     whole = {**(vars(filed) if filed else {}), **given}
     if "memory" not in whole:
-        flag = "--context" if "context" in given else "--batch"
-        raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
+        first = "--context" if "context" in given else "--batch"
+        raise click.UsageError(f"{first} goes with --fit; add that, or leave it out")
     if "context" not in whole:
         raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
     return {"fit": Demand(**whole)}
@@ -258,9 +251,7 @@ def flags_of(recipe: Recipe) -> list[str]:
         word
         for name in recipe.in_use
         if (value := getattr(recipe, name)) != getattr(usual, name)
-        for word in (
-            [_flag(f"no_{name}")] if value is False else [_flag(name), *([] if value is True else [str(value)])]
-        )
+        for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]
 
 
@@ -269,7 +260,7 @@ def in_flags(message: str) -> str:
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
     names += ["lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "dtype"]
-    known = {name: _flag(name) for name in names}
+    known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
-    known |= {f"reform.{name}": _flag(f"reform-{name}") for name in REFORM}
+    known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
     return re.sub(r"`([a-z_.]+)`", lambda match: known.get(match[1], match[0]), message)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, in_group
+from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
@@ -49,7 +49,7 @@ MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
 def axis_options(command: Any) -> Any:
     """Add an option with several values for each axis."""
     for name, (group, kind, text) in reversed(AXES.items()):
-        option = click.option(f"--{name.replace('_', '-')}", type=Several(kind), help=text)
+        option = click.option(flag(name), type=Several(kind), help=text)
         command = in_group(group, option)(command)
     return command
 
@@ -105,7 +105,7 @@ def sweep(
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in AXES)
+        flags = ", ".join(map(flag, AXES))
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_folder(out)
     request = request_of(source, revision, _recipe(axes, options))

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.options import Several, Tokens, flag
 from kvsurgery.cli.profile.measurements import KV_BITS, MEASUREMENTS, RLKV_LITE
 from kvsurgery.cli.running import (
     CHUNK,
@@ -184,7 +184,7 @@ def compute(
     for name in options:
         foreign = any(name in names for names in OPTIONS.values()) and name not in OPTIONS[method]
         if foreign and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --method {method}; leave it out")
+            raise click.UsageError(f"{flag(name)} does not go with --method {method}; leave it out")
     if options["resume"] and options["checkpoint"] is None:
         raise click.UsageError("--resume goes on from --checkpoint; name it")
     if method == KV_BITS and options["text"] is None:
