@@ -28,7 +28,7 @@ def choose_needles(
     *,
     depths: Sequence[float] = DEPTHS,
     seed: int = 0,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> NeedleChoice:
     """The hardest set of a method's kind of which the model answers at least half of the trials.
 

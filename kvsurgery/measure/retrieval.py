@@ -92,7 +92,7 @@ def retrieval_scores(
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
     progress: Callable[[int, int, int], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
 
