@@ -159,15 +159,15 @@ def _show(found: Sweep) -> None:
     from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles
 
-    compared, telling = len(found.original) <= MOST_COMPARED, varied(found.axes)
-    columns = [*(name.replace("_", " ") for name in telling), "KV bytes", "of original"]
-    whole = [ORIGINAL, *[""] * (len(telling) - 1), console.size(found.dense_bytes), "100.0%"]
+    compared, varying = len(found.original) <= MOST_COMPARED, varied(found.axes)
+    columns = [*(name.replace("_", " ") for name in varying), "KV bytes", "of original"]
+    whole = [ORIGINAL, *[""] * (len(varying) - 1), console.size(found.dense_bytes), "100.0%"]
     for title, result in zip(titles(found.original).values(), found.original, strict=True):
         columns += [title, *["difference [95%]"] * compared]
         whole += [*cells(result, [ORIGINAL]), *[""] * compared]
     rows = [whole]
     for point in found.points:
-        row = [point.options[name] for name in telling]
+        row = [point.options[name] for name in varying]
         if point.kv_bytes is None:  # it is skipped
             rows.append([*row, *["-"] * (len(columns) - len(row))])
             continue
@@ -176,7 +176,7 @@ def _show(found: Sweep) -> None:
             _, score, difference = cells(result, [ORIGINAL, CONVERTED])
             row += [score, *[difference] * compared]
         rows.append(row)
-    shared = named({name: values[0] for name, values in found.axes.items() if name not in telling})
+    shared = named({name: values[0] for name, values in found.axes.items() if name not in varying})
     title = f"Quality against the KV cache of one sequence of {found.tokens:,} tokens{shared and ', with '}{shared}"
     console.stdout.print(console.table(title, columns, rows, left=0))
 

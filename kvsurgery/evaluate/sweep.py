@@ -159,8 +159,8 @@ def sweep(
         steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
         evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
         for place, setting in enumerate(distinct.values(), 1):
-            telling = {axis: setting.options[axis] for axis in varied(axes)}
-            _answer(evaluation, setting, steps.of(place, named(telling)))
+            varying = {axis: setting.options[axis] for axis in varied(axes)}
+            _answer(evaluation, setting, steps.of(place, named(varying)))
         with processes.first():
             original = evaluation.results({ORIGINAL: ORIGINAL}, command)
             longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)
