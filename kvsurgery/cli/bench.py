@@ -135,9 +135,7 @@ def _show(found: Bench) -> None:
         "first token": lambda row: _peak(row.first_token),
         "decode": lambda row: _peak(row.decode),
     }
-    _print(
-        found, f"KV cache, and the most that tensors hold beside {weights} of {found.settings['dtype']} weights", memory
-    )
+    _print(found, f"KV cache, and peak memory beside {weights} of {found.settings['dtype']} weights", memory)
     for line in _notes(found):
         console.stderr.print(line)
 

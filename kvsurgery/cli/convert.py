@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         "--fit",
         "fit_memory",
         type=Size(),
-        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy with which weights, KV "
-        "cache and workspace fit, such as 24GB or 24GiB; with --tp, on each device. `kvsurgery fit` shows the choice.",
+        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV cache "
+        "and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the choice.",
     ),
     click.option(
         "--context",
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     click.option(
         "--kv-check",
         metavar="TEXT",
-        help="Afterwards, measure on this text how far the next token is from the original's; the model card says it.",
+        help="After the conversion, measure on this text how far the next token is from the original's, and write it "
+        "to the model card.",
     ),
 )
 @reform_options
@@ -123,7 +124,7 @@ def convert(
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
-        raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
+        raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
         prepared = request.prepare(weights=False)
         warn(prepared)

@@ -158,8 +158,8 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         lines.append(describe_reform(policy["reform"]))
     if keys := facts["left_out_of_config"]:
         lines.append(
-            f"left out of config.json, and kept for revert: {', '.join(keys)}, by which transformers may run code of "
-            "the Hub without trust_remote_code"
+            f"left out of config.json, and kept for revert: {', '.join(keys)}; with these keys, transformers may run "
+            "code of the Hub without trust_remote_code"
         )
     console.stdout.print("\n".join(lines) + "\n")
     if "fit" in facts:

@@ -103,8 +103,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "recent": (int, "Latest tokens that a streaming head keeps."),
         "budgets_from": (
             click.Path(),
-            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares; as --profile, a file or "
-            "an address on the Hub.  [default: (--profile)]",
+            "The head profile whose scores decide the budgets, such as the shares of LU-KV or WG-KV: a file or an "
+            "address on the Hub.  [default: (--profile)]",
         ),
         "budget": (
             int,
@@ -113,8 +113,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "beta": (
             float,
-            "Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
-            "a smaller pool and more even budgets.  [default: (1.2; shares and budgets keep their proportions)]",
+            "A budget is B - B/beta, plus a part by score of a pool of B/beta per head. A larger beta means a smaller "
+            "pool and more even budgets.  [default: (1.2; shares and budgets keep their proportions)]",
         ),
         "window": (
             int,
@@ -125,12 +125,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "hold": (
             int,
             "Select again after every block of this many tokens (32 if no number is given), so that a budgeted head "
-            "never keeps more than budget, window and a block.  [default: (it keeps all that follows the prompt)]",
+            "never keeps more than budget, window and a block.  [default: (it keeps all tokens after the prompt)]",
         ),
         "select": (
             click.Choice(list(SELECTS)),
-            "By what a budgeted head selects: attention of the window; with --hold, its sum over all selections; or "
-            "attention times the norm of a token's value.",
+            "What a budgeted head selects tokens by: the attention of the window; with --hold, its sum over all "
+            "selections (accumulated); or attention times the norm of the token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
@@ -155,8 +155,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
         "kv_rotate": (
             click.Choice(["none", "values", "both"]),
-            "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
-            "harms others.  [default: (values at 4 bits and less, and with per-token keys too)]",
+            "What is rotated within a head before it is quantized: values, or both keys and values. Rotated keys help "
+            "some models and harm others.  [default: (values at 4 bits and less, and with per-token keys too)]",
         ),
         "kv_clip": (
             bool,
@@ -164,15 +164,15 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "kv_measured": (
             click.Path(),
-            "Losses measured by `profile compute --method kv-bits`: rotate and clip, and with --kv-bits auto choose "
-            "widths, as this model loses least.",
+            "File of losses measured by `profile compute --method kv-bits`. They decide what is rotated and clipped "
+            "and, with --kv-bits auto, the width of each layer.",
         ),
     },
     DEVICES: {
         "tp": (
             click.IntRange(min=1),
-            "Number of tensor-parallel processes to lay heads out for. Every layer gets a multiple of it of full "
-            "heads; any divisor of it works too.",
+            "Number of tensor-parallel processes to lay heads out for. The full heads of every layer are a multiple "
+            "of it. The checkpoint also runs in any divisor of this number of processes.",
         ),
         "tp_uneven": (
             bool,

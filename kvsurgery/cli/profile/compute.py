@@ -66,7 +66,7 @@ OPTIONS = {
 @click.option(
     "--answers",
     type=click.Path(path_type=Path),
-    help="rlkv-lite: file of answers (JSON lines): read where it exists, else written once they are generated.",
+    help="rlkv-lite: file of answers (JSON lines): read if it exists, otherwise written after generation.",
 )
 @click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {says.PASSKEYS}.")
 @click.option(
@@ -88,14 +88,14 @@ OPTIONS = {
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    help="duo: time for the training, in place of --steps; it stops earlier when the gates have settled. Contexts, "
-    "passkeys and --reg follow where they are not given.",
+    help="duo: time for the training, instead of --steps. It stops earlier once the gates have settled. Contexts, "
+    "passkeys and --reg are chosen for this time, unless they are given.",
 )
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo, rlkv-lite: peak learning rate.")
 @click.option(
     "--reg",
     type=float,
-    help="duo, rlkv-lite: weight of the mean gate in the loss; more separates more heads from full attention.  "
+    help="duo, rlkv-lite: weight of the mean gate in the loss; a larger weight takes more gates to 0.  "
     "[default: (0.05 for 2,000 steps, more for fewer)]",
 )
 @click.option(
@@ -215,7 +215,7 @@ def compute(
         mesh = Mesh(processes, tp, sp)
         alike = method in ALIKE
         if not alike and (sp > 1 or tp not in (1, processes.world)):
-            raise click.UsageError(f"processes that measure {method} share heads, with --tp {processes.world}, or none")
+            raise click.UsageError(f"--method {method} goes with --tp {processes.world} or none, and not with --sp")
         if method == KV_BITS and tp > 1:
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)

@@ -31,7 +31,7 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
     Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
     sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
-    best heads of each task. Of measured cache losses, the output is a table.
+    best heads of each task. Measured cache losses are shown as a table.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png

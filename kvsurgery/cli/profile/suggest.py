@@ -26,8 +26,8 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     """List the published profiles that fit MODEL, and what it would cost to measure one.
 
     MODEL is a folder, a config.json or a Hub id, of which only the headers are read. A profile fits if family and
-    dimensions are the same. It is worth more the closer the measured model is: the model itself, a relative (by the
-    names of both and `base_model` in the model card), or just a model of the same shape.
+    dimensions are the same. The best profiles come first: those measured on MODEL itself, then on a relative (by the
+    names of both and `base_model` in the model card), then on another model of the same shape.
 
     The cost of measuring is an estimate: two operations for each weight and attended state, with the defaults of
     `profile compute`, on an H100 that reaches 40% of its peak.
