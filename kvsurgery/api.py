@@ -18,7 +18,7 @@ def convert(
     source: str | Path | None,
     out: str | Path,
     profile: HeadProfile | str | Path | None = None,
-    recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
+    recipe: Recipe = Recipe(),
     *,
     revision: str | None = None,
     jobs: int = JOBS,

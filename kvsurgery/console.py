@@ -28,8 +28,9 @@ from kvsurgery.pace import Pace, ProgressLines, whole_time
 
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+# file names and results are printed as they are: nothing in them is markup
+stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def coloured() -> bool:
@@ -111,7 +112,7 @@ def draws_bars() -> bool:
 
 
 def _say(line: str) -> None:
-    stderr.print(line, markup=False)
+    stderr.print(line)
 
 
 @contextmanager

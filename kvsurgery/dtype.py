@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.family import text_config
 from kvsurgery.checkpoint.source import read_config, read_weights
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.templates.kv_layout import text_config
 
 CPUINFO = Path("/proc/cpuinfo")
 # dtype -> what Linux calls the instructions that multiply matrices of it, on x86 and on ARM

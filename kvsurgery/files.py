@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.errors import KVSurgeryError, OutputError, TextError
 
 
 def check_file(path: Path) -> None:
@@ -52,6 +52,21 @@ def check_readable(path: str | Path) -> None:
             file.read(1)
     except OSError as error:
         raise KVSurgeryError(f"cannot read {path}: {error.strerror}") from error
+
+
+@contextmanager
+def reading_text(path: str | Path, what: str = "") -> Generator[None]:
+    """Inside, a file is read that a user gave, such as `what`: "needles".
+
+    Raises:
+        TextError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise TextError(f"cannot read {what and what + ' '}{path}: {error.strerror}") from error
 
 
 def write_whole(path: Path, content: str) -> None:

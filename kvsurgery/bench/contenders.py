@@ -88,7 +88,7 @@ def positions_of(folder: Path) -> int:
 def load_models(
     folder: Path,
     source: Path | None,
-    processes: Processes = Processes(),  # noqa: B008  (frozen)
+    processes: Processes = Processes(),
     dtype: str = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The converted model and the original, both on a device and in one dtype, by default the stored one.

@@ -63,7 +63,7 @@ def measure(
     work: Workload,
     bandwidth: float,
     progress: Callable[[int, int, str], None],
-    processes: Processes = Processes(),  # noqa: B008  (frozen)
+    processes: Processes = Processes(),
 ) -> tuple[Row, ...]:
     """Rows of all contenders at every batch and length; of several processes times of the first, memory of the fullest.
 

@@ -50,6 +50,19 @@ DTYPES = {
 }
 
 
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Inside, a file of a checkpoint is read.
+
+    Raises:
+        CheckpointError: the system cannot read it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a shard; `start` and `end` are byte offsets in the file."""
@@ -116,20 +129,16 @@ class Shard:
         Raises:
             CheckpointError: the file cannot be read, or ends early; also what is yielded raises it.
         """
-        try:
+        with reading(self.path):
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
         def read(into: memoryview, place: int) -> None:
-            try:
+            with reading(self.path):
                 while into:
                     count = os.preadv(descriptor, [into], place)
                     if count == 0:
                         raise CheckpointError(f"{self.path} ends early; it changed while it was read")
                     into, place = into[count:], place + count
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
         try:
             yield read
@@ -143,10 +152,8 @@ def file_status(path: Path) -> os.stat_result:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
+    with reading(path):
         return path.stat()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_shard(path: Path) -> Shard:
@@ -157,18 +164,15 @@ def read_shard(path: Path) -> Shard:
     """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or 8 + length > size:
-                raise CheckpointError(f"{path} is truncated: {size} bytes do not hold its header; fetch it again")
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
-            header = prefix + file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    with reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or 8 + length > size:
+            raise CheckpointError(f"{path} is truncated: {size} bytes do not hold its header; fetch it again")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        header = prefix + file.read(length)
     tensors = _tensors(path, header)
     _check_extents(path, tensors, len(header), size)
     return Shard(path.name, path, header, tensors)

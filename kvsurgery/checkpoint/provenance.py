@@ -17,6 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.headers import reading
 from kvsurgery.checkpoint.journal import JOURNAL, PART
 from kvsurgery.errors import CheckpointError
 
@@ -89,9 +90,9 @@ class Provenance:
         try:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it is not a file of at most {MAX_BYTES} bytes")
-            return cls.parse(path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            with reading(path):
+                raw = path.read_bytes()
+            return cls.parse(raw)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from kvsurgery.checkpoint.headers import reading
 from kvsurgery.errors import CheckpointError
 
 LEFT_OUT_FOLDERS = (
@@ -89,7 +90,7 @@ def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]
                 continue
             if name in replaced or _kept(folder, name, base):
                 originals[name] = (folder / name).read_bytes()
-            elif name.endswith("/") or any(fnmatchcase(base.lower(), pattern) for pattern in LEFT_OUT):
+            elif name.endswith("/") or matches(base.lower(), LEFT_OUT):
                 left_out.append(name)
             else:
                 copied.append(name)
@@ -99,8 +100,12 @@ def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]
 
 
 def _kept(folder: Path, name: str, base: str) -> bool:
-    matches = any(fnmatchcase(base, pattern) for pattern in KEPT)
-    return matches and (folder / name).stat().st_size <= MAX_KEPT_BYTES
+    return matches(base, KEPT) and (folder / name).stat().st_size <= MAX_KEPT_BYTES
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns; `*` spans slashes."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def walk(folder: Path, prefix: str = "") -> Iterator[str]:
@@ -109,7 +114,7 @@ def walk(folder: Path, prefix: str = "") -> Iterator[str]:
         path = folder / name
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode):
-            if any(fnmatchcase(name.lower(), pattern) for pattern in LEFT_OUT_FOLDERS):
+            if matches(name.lower(), LEFT_OUT_FOLDERS):
                 yield f"{prefix}{name}/"
             else:
                 yield from walk(path, f"{prefix}{name}/")
@@ -127,9 +132,6 @@ def chunks(path: Path) -> Iterator[bytes]:
     Raises:
         CheckpointError: it cannot be read; a caller that writes can tell this from an error of its own.
     """
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                yield chunk
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    with reading(path), open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            yield chunk

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard
+from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard, reading
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import text_config
 
@@ -150,13 +150,12 @@ def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """A JSON object from a file, and the file's bytes."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
-    try:
+    with reading(path):
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large to be what its name says")
         raw = path.read_bytes()
+    try:
         content = json.loads(raw)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import Several, Tokens
-from kvsurgery.cli.running import CHUNK, chosen_dtype, device_option, dtype_option
+from kvsurgery.cli.running import CHUNK, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
 
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
@@ -83,8 +81,6 @@ def bench(
     kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.bench.benchmark import benchmark
     from kvsurgery.cli.verify import source_folder
@@ -93,16 +89,14 @@ def bench(
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     if out is not None:
         check_folder(out)
     original = None if source is None else source_folder(source, folder)
-    command = shlex.join(["kvsurgery", *sys.argv[1:]])
     options["dtype"] = chosen_dtype(options["dtype"], folder, options["device"])
     try:
         with console.step_progress("measuring") as advance:
-            found = benchmark(folder, original, command=command, progress=advance, **options)
+            found = benchmark(folder, original, command=typed_command(), progress=advance, **options)
     except KeyboardInterrupt:
         raise Interrupted("nothing is kept") from None
     if not is_first():
@@ -115,7 +109,7 @@ def bench(
     else:
         _show(found)
     if out is not None:
-        console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv", markup=False)
+        console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv")
 
 
 def _show(found: Bench) -> None:
@@ -141,11 +135,9 @@ def _show(found: Bench) -> None:
         "first token": lambda row: _peak(row.first_token),
         "decode": lambda row: _peak(row.decode),
     }
-    _print(
-        found, f"KV cache, and the most that tensors hold beside {weights} of {found.settings['dtype']} weights", memory
-    )
+    _print(found, f"KV cache, and peak memory beside {weights} of {found.settings['dtype']} weights", memory)
     for line in _notes(found):
-        console.stderr.print(line, markup=False)
+        console.stderr.print(line)
 
 
 def _print(found: Bench, title: str, columns: Columns) -> None:

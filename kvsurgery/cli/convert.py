@@ -12,7 +12,7 @@ import click
 
 from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
 from kvsurgery.cli.recipe_options import profile_option, recipe_of, recipe_options, reform_options, save_recipe_option
-from kvsurgery.cli.running import revision_option
+from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         "--fit",
         "fit_memory",
         type=Size(),
-        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy with which weights, KV "
-        "cache and workspace fit, such as 24GB or 24GiB; with --tp, on each device. `kvsurgery fit` shows the choice.",
+        help="Instead of --full-heads, --budget and --kv-bits: choose the least harmful policy whose weights, KV cache "
+        "and workspace fit this memory, such as 24GB or 24GiB, of each device. `kvsurgery fit` shows the choice.",
     ),
     click.option(
         "--context",
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     click.option(
         "--kv-check",
         metavar="TEXT",
-        help="Afterwards, measure on this text how far the next token is from the original's; the model card says it.",
+        help="After the conversion, measure on this text how far the next token is from the original's, and write it "
+        "to the model card.",
     ),
 )
 @reform_options
@@ -123,7 +124,7 @@ def convert(
     if stream and request.is_folder:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
-        raise click.UsageError("--method reform takes a reform profile alone; leave it out to give one with scores too")
+        raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
         prepared = request.prepare(weights=False)
         warn(prepared)
@@ -152,14 +153,14 @@ def convert(
         plan.print_kv_bytes(facts["kv_bytes"], facts["ranks"], facts["family"] if facts["replicated"] else None)
         plan.print_result(result)
         if result["kv_check"] or prepared.policy.quantization is not None:
-            console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"], markup=False)
+            console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])
     _save(prepared, save_recipe)
     if result["left_out"]:
-        console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}", markup=False)
+        console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
     auto = auto_class(json.loads(prepared.files["config.json"]))
     loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
-    console.stderr.print(f"Load it with: {loads}", markup=False)
-    console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}", markup=False)
+    console.stderr.print(f"Load it with: {loads}")
+    console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
 def _save(prepared: PreparedConversion, path: Path | None) -> None:
@@ -168,7 +169,7 @@ def _save(prepared: PreparedConversion, path: Path | None) -> None:
 
     if path is not None:
         prepared.policy.recipe.save(path)
-        console.stderr.print(f"wrote {path}", markup=False)
+        console.stderr.print(f"wrote {path}")
 
 
 def _convert(
@@ -204,18 +205,14 @@ def _convert(
 
 def _check_text(source: str, prepared: PreparedConversion) -> CheckText:
     """The text of a check, which is read before the conversion."""
-    from transformers.utils import logging
-
     from kvsurgery.evaluate.cache_check import CheckText
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     return CheckText.read(source, prepared.checkpoint.folder)
 
 
 def _check(out: Path, text: CheckText) -> dict[str, Any]:
     """Measure a converted checkpoint's divergence, and write it to the model card."""
-    from kvsurgery.cli.running import chosen_dtype
     from kvsurgery.emit.card import CHECK, with_section
     from kvsurgery.evaluate.cache_check import check_cache
     from kvsurgery.files import write_whole

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.running import quiet_transformers, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 
 if TYPE_CHECKING:
@@ -47,9 +46,11 @@ def evaluate(
 
     The tasks needle, passkey, perplexity and ruler are generated, in words that the tokenizer must know. The tasks
     babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or from the
-    Hub; repoeval reads files. scbench asks several questions on the cache that their context has left. mt_bench has no
-    score: the answers of each model are written for a judge. Processes started by torchrun share the samples. With --tp
-    they share the model, which must have been converted for that many processes.
+    Hub; repoeval reads files. scbench asks several questions about one context, each on a copy of its cache. mt_bench
+    has no score: the answers of each model are written for a judge.
+
+    Processes started by torchrun share the samples. With --tp they share the model, which must have been converted for
+    that many processes.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K
@@ -57,8 +58,6 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.verify import source_folder
@@ -70,8 +69,7 @@ def evaluate(
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     check_folder(out)
     tasks = tasks_of(ctx)
     if is_converted(folder):
@@ -83,7 +81,6 @@ def evaluate(
     else:
         raise click.UsageError(f"{folder} is not a converted checkpoint, so there is nothing to compare with {source}")
     run = replace(run_options(ctx, folder), tp=tp)
-    command = shlex.join(["kvsurgery", *sys.argv[1:]])
     with console.step_progress("evaluating") as advance:
         results = evaluate(
             models,
@@ -91,18 +88,18 @@ def evaluate(
             out,
             run,
             device=options["device"],
-            command=command,
+            command=typed_command(),
             progress=advance,
-            note=lambda line: console.stderr.print(line, markup=False),
+            note=console.stderr.print,
         )
     if not is_first():
         return
     ruler = tasks.get("ruler")
     if isinstance(ruler, RulerTask) and ruler.tasks is None:
         for name, reason in ruler.left_out.items():
-            console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}", markup=False)
+            console.stderr.print(f"ruler/{name} is left out: {in_flags(reason)}")
     page = write_report(out)
-    console.stderr.print(f"wrote {page}, and results.json beside it", markup=False)
+    console.stderr.print(f"wrote {page}, and results.json beside it")
     if as_json:
         click.echo(json.dumps(asdict(results), indent=2))
     else:
@@ -119,7 +116,7 @@ def _show(results: Results) -> None:
     console.stdout.print(console.table("Scores", columns, rows, left=2))
     for task in {task.task: task for task in results.tasks}.values():
         for reason, count in task.skipped.items():
-            console.stderr.print(f"{task.task}: {count} samples left out, {reason}", markup=False)
+            console.stderr.print(f"{task.task}: {count} samples left out, {reason}")
 
 
 def cells(task: TaskResult, names: list[str]) -> Iterator[str]:

@@ -41,15 +41,15 @@ ALTERNATIVES = 3
         type=Tokens(),
         default=0,
         show_default=True,
-        help="Number of generated tokens in the context; budgeted heads keep all of them, unless they --hold.",
+        help="Number of generated tokens in the context; budgeted heads keep all of them, unless --hold is given.",
     ),
     click.option(
         "--chunk",
         type=Tokens(),
         default=2048,
         show_default=True,
-        help="Tokens of a prompt that go through at a time: the prefill_chunk_size that `generate` is called with. "
-        "With budgeted heads, the whole prompt where that takes less.",
+        help="Tokens of a prompt that are read at once: the prefill_chunk_size of `generate`. With budgeted heads, the "
+        "whole prompt is read at once if that takes less memory.",
     ),
 )
 @recipe_options
@@ -69,11 +69,12 @@ def fit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find the least harmful policy with which weights, KV cache and workspace fit a memory budget.
+    """Find the least harmful policy whose weights, KV cache and workspace fit a memory budget.
 
     SRC is a folder or a Hub id, of which only the headers are read. The default is the model that the profile was
-    measured on. The choice covers the number of full heads, the mean budget of the others if they have budgets, and the
-    bits of the cache. The table lists the policies that no other policy beats, followed by the command that converts.
+    measured on. The command chooses the number of full heads, the mean budget of the other heads if they have budgets,
+    and the bits of the cache. The table lists the policies that no other policy beats, followed by the command that
+    converts.
 
     With --kv-measured, the choice has the least expected divergence of the next token: the sum of the losses that were
     measured for each head that streams or is quantized. Without it the choice is a guess: it keeps the largest sum,
@@ -106,10 +107,10 @@ def fit(
     assert found is not None  # as the recipe has a demand
     if picture is not None:
         _plot(found, name, picture)
-        console.stderr.print(f"wrote {picture}", markup=False)
+        console.stderr.print(f"wrote {picture}")
     if save_recipe is not None:
         recipe.save(save_recipe)
-        console.stderr.print(f"wrote {save_recipe}", markup=False)
+        console.stderr.print(f"wrote {save_recipe}")
     place = [*([source] if source else []), *(["--revision", revision] if revision else [])]
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
     words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
@@ -121,7 +122,7 @@ def fit(
         return
     plan.print_policy(facts)
     _print_table(found)
-    console.stdout.print(command, markup=False)
+    console.stdout.print(command)
 
 
 def _print_table(found: Fit) -> None:

@@ -41,9 +41,9 @@ def _show(facts: Facts) -> None:
     from kvsurgery import console
 
     def say(line: str) -> None:
-        console.stdout.print(line, markup=False)
+        console.stdout.print(line)
 
-    console.stdout.print(facts.name, style="bold", markup=False)
+    console.stdout.print(facts.name, style="bold")
     for name, value in _rows(facts):
         say(f"  {name:<15}{value}")
     if facts.problem:
@@ -133,4 +133,4 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(
             f"vLLM holds {held} for {longest} tokens{each}, {dense} for the original: {surgery.vllm['command']}"
         )
-    console.stdout.print("\n".join(lines), markup=False)
+    console.stdout.print("\n".join(lines))

@@ -10,6 +10,11 @@ from typing import Any
 import click
 
 
+def flag(name: str) -> str:
+    """The option of a parameter: `--full-heads` of `full_heads`."""
+    return f"--{name.replace('_', '-')}"
+
+
 class Size(click.ParamType):
     """Bytes: 24GB is 24 x 10^9, 24GiB is 24 x 2^30."""
 

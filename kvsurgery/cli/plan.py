@@ -158,10 +158,10 @@ def print_policy(facts: Mapping[str, Any]) -> None:
         lines.append(describe_reform(policy["reform"]))
     if keys := facts["left_out_of_config"]:
         lines.append(
-            f"left out of config.json, and kept for revert: {', '.join(keys)}, by which transformers may run code of "
-            "the Hub without trust_remote_code"
+            f"left out of config.json, and kept for revert: {', '.join(keys)}; with these keys, transformers may run "
+            "code of the Hub without trust_remote_code"
         )
-    console.stdout.print("\n".join(lines) + "\n", markup=False)
+    console.stdout.print("\n".join(lines) + "\n")
     if "fit" in facts:
         print_fit(facts["fit"], policy.get("tp", 1))
 
@@ -214,7 +214,7 @@ def print_result(result: Mapping[str, Any]) -> None:
             f"wrote {out}: {console.size(result['bytes'])} of weights{before}{fetched}, in {seconds:.1f} s, {rate}, "
             f"peak memory {console.size(result['peak_memory'])}"
         )
-    console.stdout.print(line, markup=False)
+    console.stdout.print(line)
 
 
 def print_kv_bytes(

@@ -46,9 +46,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     with console.byte_progress("verifying", total) as advance:
         found = verify(folder, progress=advance)
     if found.unrecorded:
-        console.stderr.print(
-            f"also uploading what the conversion did not write: {', '.join(found.unrecorded)}", markup=False
-        )
+        console.stderr.print(f"also uploading what the conversion did not write: {', '.join(found.unrecorded)}")
     url = hub.push(folder, repo_id, private=private, create_pr=create_pr, beside=beside)
     console.stderr.print("uploaded; the Hub's checksums are those of the local files")
     click.echo(url)

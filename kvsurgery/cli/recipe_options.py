@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, in_group
+from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, flag, in_group
 from kvsurgery.errors import PolicyError
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import SELECTS
@@ -33,10 +33,7 @@ def kind_options(command: Any) -> Any:
 
 def reform_options(command: Any) -> Any:
     """Add the options that say how long prompts are read."""
-    options = [
-        click.option(f"--reform-{name.replace('_', '-')}", type=kind, help=text)
-        for name, (kind, text) in REFORM.items()
-    ]
+    options = [click.option(flag(f"reform_{name}"), type=kind, help=text) for name, (kind, text) in REFORM.items()]
     return in_group(PROMPTS, *options)(command)
 
 
@@ -68,16 +65,12 @@ def _option(name: str) -> Callable[[Any], Any]:
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
     default = getattr(Recipe(), name, None)
     if kind is bool and default is None:
-        return click.option(f"{_flag(name)}/{_flag(f'no_{name}')}", default=None, help=text)
+        return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
-        return click.option(_flag(name), is_flag=True, flag_value=True, default=None, help=text)
+        return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
     shown = "" if default is None or "[default" in text else f"  [default: {default}]"
     bare: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(_flag(name), type=kind, help=text + shown, **bare)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return click.option(flag(name), type=kind, help=text + shown, **bare)
 
 
 # the axes of a sweep, and with them what has no other value in one
@@ -110,8 +103,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "recent": (int, "Latest tokens that a streaming head keeps."),
         "budgets_from": (
             click.Path(),
-            "The head profile whose scores budgets follow, such as LU-KV's or WG-KV's shares; as --profile, a file or "
-            "an address on the Hub.  [default: (--profile)]",
+            "The head profile whose scores decide the budgets, such as the shares of LU-KV or WG-KV: a file or an "
+            "address on the Hub.  [default: (--profile)]",
         ),
         "budget": (
             int,
@@ -120,8 +113,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "beta": (
             float,
-            "Budgets are B - B/beta each, and a pool of B/beta per head that follows the scores: a larger beta means "
-            "a smaller pool and more even budgets.  [default: (1.2; shares and budgets keep their proportions)]",
+            "A budget is B - B/beta, plus a part by score of a pool of B/beta per head. A larger beta means a smaller "
+            "pool and more even budgets.  [default: (1.2; shares and budgets keep their proportions)]",
         ),
         "window": (
             int,
@@ -132,12 +125,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "hold": (
             int,
             "Select again after every block of this many tokens (32 if no number is given), so that a budgeted head "
-            "never keeps more than budget, window and a block.  [default: (it keeps all that follows the prompt)]",
+            "never keeps more than budget, window and a block.  [default: (it keeps all tokens after the prompt)]",
         ),
         "select": (
             click.Choice(list(SELECTS)),
-            "By what a budgeted head selects: attention of the window; with --hold, its sum over all selections; or "
-            "attention times the norm of a token's value.",
+            "What a budgeted head selects tokens by: the attention of the window; with --hold, its sum over all "
+            "selections (accumulated); or attention times the norm of the token's value.",
         ),
         "kv_bits": (
             Bits(8, 4, 3, 2, "auto"),
@@ -162,8 +155,8 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
         "kv_rotate": (
             click.Choice(["none", "values", "both"]),
-            "What is rotated within a head before it is quantized: values, or keys too, which helps some models and "
-            "harms others.  [default: (values at 4 bits and less, and with per-token keys too)]",
+            "What is rotated within a head before it is quantized: values, or both keys and values. Rotated keys help "
+            "some models and harm others.  [default: (values at 4 bits and less, and with per-token keys too)]",
         ),
         "kv_clip": (
             bool,
@@ -171,15 +164,15 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "kv_measured": (
             click.Path(),
-            "Losses measured by `profile compute --method kv-bits`: rotate and clip, and with --kv-bits auto choose "
-            "widths, as this model loses least.",
+            "File of losses measured by `profile compute --method kv-bits`. They decide what is rotated and clipped "
+            "and, with --kv-bits auto, the width of each layer.",
         ),
     },
     DEVICES: {
         "tp": (
             click.IntRange(min=1),
-            "Number of tensor-parallel processes to lay heads out for. Every layer gets a multiple of it of full "
-            "heads; any divisor of it works too.",
+            "Number of tensor-parallel processes to lay heads out for. The full heads of every layer are a multiple "
+            "of it. The checkpoint also runs in any divisor of this number of processes.",
         ),
         "tp_uneven": (
             bool,
@@ -244,8 +237,8 @@ def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Deman
         return {}
     whole = {**(vars(filed) if filed else {}), **given}
     if "memory" not in whole:
-        flag = "--context" if "context" in given else "--batch"
-        raise click.UsageError(f"{flag} goes with --fit; add that, or leave it out")
+        first = "--context" if "context" in given else "--batch"
+        raise click.UsageError(f"{first} goes with --fit; add that, or leave it out")
     if "context" not in whole:
         raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
     return {"fit": Demand(**whole)}
@@ -258,9 +251,7 @@ def flags_of(recipe: Recipe) -> list[str]:
         word
         for name in recipe.in_use
         if (value := getattr(recipe, name)) != getattr(usual, name)
-        for word in (
-            [_flag(f"no_{name}")] if value is False else [_flag(name), *([] if value is True else [str(value)])]
-        )
+        for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]
 
 
@@ -269,7 +260,7 @@ def in_flags(message: str) -> str:
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
     names += ["lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "dtype"]
-    known = {name: _flag(name) for name in names}
+    known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
-    known |= {f"reform.{name}": _flag(f"reform-{name}") for name in REFORM}
+    known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
     return re.sub(r"`([a-z_.]+)`", lambda match: known.get(match[1], match[0]), message)

@@ -41,5 +41,5 @@ def report(folders: tuple[Path, ...], out: Path) -> None:
         page, compared = write_comparison(folders, out)
         notices = compared.notices
     for notice in notices:
-        console.stderr.print(notice, markup=False)
-    console.stderr.print(f"wrote {page}", markup=False)
+        console.stderr.print(notice)
+    console.stderr.print(f"wrote {page}")

@@ -43,12 +43,11 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
         click.echo(json.dumps(facts, indent=2))
         return
     if report.already_done:
-        console.stdout.print(f"{out} is the original already; nothing to do", markup=False)
+        console.stdout.print(f"{out} is the original already; nothing to do")
         return
     console.stdout.print(
         f"wrote {out}: {report.source} as it was, {report.tensors} tensors and {report.files} files, "
-        f"{console.size(report.size)} in {report.seconds:.1f} s",
-        markup=False,
+        f"{console.size(report.size)} in {report.seconds:.1f} s"
     )
     if report.left_out:
-        console.stderr.print(f"not kept by the conversion: {', '.join(report.left_out)}", markup=False)
+        console.stderr.print(f"not kept by the conversion: {', '.join(report.left_out)}")

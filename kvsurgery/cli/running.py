@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,19 @@ seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show
 revision_option = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
 
+def typed_command() -> str:
+    """The command as it was typed, for results that name it."""
+    return shlex.join(["kvsurgery", *sys.argv[1:]])
+
+
+def quiet_transformers() -> None:
+    """Keep the warnings and progress bars of transformers off stderr."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:
     """The dtype to measure a folder or a Hub id in: "auto" becomes float32 where the CPU is slow in the checkpoint's,
     which is said on stderr."""
@@ -56,8 +71,7 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
     if is_first():
         console.stderr.print(
             f"measuring in float32: this CPU has no {stored} instructions; --dtype {stored} measures in the "
-            "checkpoint's dtype, slowly",
-            markup=False,
+            "checkpoint's dtype, slowly"
         )
     return "float32"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, in_group
+from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
-from kvsurgery.cli.running import revision_option
+from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 from kvsurgery.recipe import Recipe
 
@@ -51,7 +49,7 @@ MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
 def axis_options(command: Any) -> Any:
     """Add an option with several values for each axis."""
     for name, (group, kind, text) in reversed(AXES.items()):
-        option = click.option(f"--{name.replace('_', '-')}", type=Several(kind), help=text)
+        option = click.option(flag(name), type=Several(kind), help=text)
         command = in_group(group, option)(command)
     return command
 
@@ -98,8 +96,6 @@ def sweep(
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.cli.source import request_of
     from kvsurgery.evaluate.sweep import Grid, sweep
@@ -109,15 +105,14 @@ def sweep(
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in AXES)
+        flags = ", ".join(map(flag, AXES))
         raise click.UsageError(f"there is nothing to vary: give values of any of {flags}, such as --sparsity 0.25,0.5")
     check_folder(out)
     request = request_of(source, revision, _recipe(axes, options))
     if request.reform is not None:
         raise click.UsageError("a sweep varies the heads of a profile with scores; leave the reform profile out")
     tasks = tasks_of(ctx)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     grid = Grid(Path(request.place), request.profile, request.recipe, axes, budgets=request.budgets)
     folder, known = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
@@ -128,9 +123,9 @@ def sweep(
             out,
             run,
             device=options["device"],
-            command=shlex.join(["kvsurgery", *sys.argv[1:]]),
+            command=typed_command(),
             progress=advance,
-            note=lambda line: console.stderr.print(line, markup=False),
+            note=console.stderr.print,
         )
     if not is_first():
         return
@@ -140,8 +135,8 @@ def sweep(
     else:
         _show(found)
     for line in _notes(found):
-        console.stderr.print(line, markup=False)
-    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv", markup=False)
+        console.stderr.print(line)
+    console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
 
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
@@ -164,15 +159,15 @@ def _show(found: Sweep) -> None:
     from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles
 
-    compared, telling = len(found.original) <= MOST_COMPARED, varied(found.axes)
-    columns = [*(name.replace("_", " ") for name in telling), "KV bytes", "of original"]
-    whole = [ORIGINAL, *[""] * (len(telling) - 1), console.size(found.dense_bytes), "100.0%"]
+    compared, varying = len(found.original) <= MOST_COMPARED, varied(found.axes)
+    columns = [*(name.replace("_", " ") for name in varying), "KV bytes", "of original"]
+    whole = [ORIGINAL, *[""] * (len(varying) - 1), console.size(found.dense_bytes), "100.0%"]
     for title, result in zip(titles(found.original).values(), found.original, strict=True):
         columns += [title, *["difference [95%]"] * compared]
         whole += [*cells(result, [ORIGINAL]), *[""] * compared]
     rows = [whole]
     for point in found.points:
-        row = [point.options[name] for name in telling]
+        row = [point.options[name] for name in varying]
         if point.kv_bytes is None:  # it is skipped
             rows.append([*row, *["-"] * (len(columns) - len(row))])
             continue
@@ -181,7 +176,7 @@ def _show(found: Sweep) -> None:
             _, score, difference = cells(result, [ORIGINAL, CONVERTED])
             row += [score, *[difference] * compared]
         rows.append(row)
-    shared = named({name: values[0] for name, values in found.axes.items() if name not in telling})
+    shared = named({name: values[0] for name, values in found.axes.items() if name not in varying})
     title = f"Quality against the KV cache of one sequence of {found.tokens:,} tokens{shared and ', with '}{shared}"
     console.stdout.print(console.table(title, columns, rows, left=0))
 

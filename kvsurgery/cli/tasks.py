@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.options import Several, Tokens, flag
 from kvsurgery.cli.running import CHUNK, POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
 from kvsurgery.evaluate.setting import TaskSetting, settings_of
 from kvsurgery.evaluate.tasks import task_classes
 
 if TYPE_CHECKING:
-    from kvsurgery.evaluate.runner import Options
+    from kvsurgery.evaluate.options import Options
     from kvsurgery.evaluate.sample import Task
 
 _RUN = (
@@ -49,7 +49,7 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
     for option, entries in _settings().items():
         if option in given and not {task for task, _, _ in entries} & {*chosen}:
             names = ", ".join(task for task, _, _ in entries)
-            raise click.UsageError(f"{_flag(option)} is of {names}: add that to --tasks, or leave the option out")
+            raise click.UsageError(f"{flag(option)} is of {names}: add that to --tasks, or leave the option out")
     tasks = {}
     for name in chosen:
         settings = settings_of(classes[name]).items()
@@ -62,7 +62,7 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
 
 def run_options(ctx: click.Context, folder: Path) -> Options:
     """How a command with these options evaluates a checkpoint."""
-    from kvsurgery.evaluate.runner import Options
+    from kvsurgery.evaluate.options import Options
 
     dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])
     return Options(**{name: ctx.params[name] for name in ("limit", "batch", "chunk", "seed")}, dtype=dtype)
@@ -85,7 +85,7 @@ def _setting_options() -> Iterator[Callable[[Any], Any]]:
         kind = _type(get_type_hints(task_classes()[task])[field], setting)
         text = f"{', '.join(task for task, _, _ in entries)}: {setting.help}.{_default(entries)}"
         yield click.option(
-            _flag(option), option, type=kind, is_flag=kind is click.BOOL, default=_typed(entries), help=text
+            flag(option), option, type=kind, is_flag=kind is click.BOOL, default=_typed(entries), help=text
         )
 
 
@@ -136,7 +136,3 @@ def _shown(task: str, field: str, setting: TaskSetting) -> str:
 def _value(task: str, field: str) -> Any:
     """The default of a task's field."""
     return next(entry.default for entry in fields(task_classes()[task]) if entry.name == field)
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"

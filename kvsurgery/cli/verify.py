@@ -75,19 +75,17 @@ def verify(
     against = "their hashes" if source is None else "their hashes and the source"
     console.stdout.print(
         f"OK: {folder} was converted from {report.provenance.source}; {report.tensors} tensors and {report.files} "
-        f"files match {against}",
-        markup=False,
+        f"files match {against}"
     )
     if compared:
         console.stdout.print(
             f"The logits of the emitted model with all heads full differ from the stock model's by "
-            f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}",
-            markup=False,
+            f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}"
         )
     if hashes:
         click.echo("\n".join(f"{digest}  {name}" for name, digest in report.hashes.items()))
     if report.unrecorded:
-        console.stderr.print(f"Files that the conversion did not write: {', '.join(report.unrecorded)}", markup=False)
+        console.stderr.print(f"Files that the conversion did not write: {', '.join(report.unrecorded)}")
 
 
 def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class PreparedConversion:
         cls,
         folder: Path,
         profile: HeadProfile | None,
-        recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
+        recipe: Recipe = Recipe(),
         *,
         reform: HeadProfile | None = None,
         budgets: HeadProfile | None = None,

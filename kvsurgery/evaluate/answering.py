@@ -20,7 +20,7 @@ TOKEN_ACCURACY = "token_accuracy"
 
 
 GATHERED_ALONE = "processes that share a model do not read beyond its recompute budget"
-GATHERED_FIRST = "beyond the recompute budget, nothing is read before a later question"
+GATHERED_FIRST = "a prompt beyond the recompute budget cannot be read before its question is known"
 
 
 @dataclass(frozen=True, eq=False)

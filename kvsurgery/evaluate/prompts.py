@@ -61,7 +61,7 @@ def shortened(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, cha
     half = (room - (len(tokens) - len(ids))) // 2
     while len(tokens) > room:
         if half < 1:
-            raise TextError(f"a prompt has no room in {room} tokens")
+            raise TextError(f"a prompt does not fit into {room} tokens")
         start, end = (text_of(tokenizer, part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
         tokens = turn_tokens(tokenizer, start + end, chat=chat)
         # where it is cut, text may be spelt by more tokens

@@ -120,8 +120,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     for name, old, new in _differences(read_settings(folder), {**settings, "models": ...}):
         if name == "samples":
             raise OutputError(
-                f"{folder} holds an evaluation of other samples by the same settings: the tokenizer, or a file that "
-                "they are made from, has changed; give another folder"
+                f"{folder} holds an evaluation with the same settings but other samples: the tokenizer, or a file that "
+                "samples are made from, has changed; give another folder"
             )
         if not name.startswith("models"):
             raise OutputError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError, short
-from kvsurgery.files import check_readable
+from kvsurgery.files import check_readable, reading_text
 from kvsurgery.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 
@@ -163,24 +163,19 @@ def read_json(path: str | Path) -> Any:
         TextError: it cannot be read, is larger, or is not JSON.
     """
     path = Path(path)
-    try:
+    with reading_text(path):
         if path.stat().st_size > LARGEST_FILE:
             raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; give JSON lines, or fewer of them")
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TextError(f"cannot read {path}: {error.strerror}") from error
+        text = path.read_text(encoding="utf-8-sig")
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON: {error}") from error
 
 
 def _begins_with(path: Path, character: str) -> bool:
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
-            return file.read(1 << 10).lstrip()[:1] == character
-    except OSError as error:
-        raise TextError(f"cannot read {path}: {error.strerror}") from error
+    with reading_text(path), open(path, encoding="utf-8-sig", errors="replace") as file:
+        return file.read(1 << 10).lstrip()[:1] == character
 
 
 def _json_rows(path: Path) -> Iterable[tuple[str, Any]]:
@@ -188,20 +183,15 @@ def _json_rows(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
-            for number in count(1):
-                line, place = file.readline(LONGEST_LINE), f"{path}, line {number}"
-                if not line:
-                    return
-                if len(line) == LONGEST_LINE:
-                    raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is not a row")
-                if line.strip():
-                    yield place, _parsed(line, place)
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TextError(f"cannot read {path}: {error.strerror}") from error
+    with reading_text(path), open(path, encoding="utf-8-sig", newline="\n") as file:
+        for number in count(1):
+            line, place = file.readline(LONGEST_LINE), f"{path}, line {number}"
+            if not line:
+                return
+            if len(line) == LONGEST_LINE:
+                raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is not a row")
+            if line.strip():
+                yield place, _parsed(line, place)
 
 
 def _parsed(line: str, place: str) -> Any:

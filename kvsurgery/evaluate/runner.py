@@ -63,8 +63,8 @@ class Evaluation:
         folder: str | Path,
         checkpoint: str | Path,
         tasks: Mapping[str, Task],
-        options: Options = Options(),  # noqa: B008  (frozen)
-        processes: Processes = Processes(),  # noqa: B008  (frozen)
+        options: Options = Options(),
+        processes: Processes = Processes(),
         progress: Progress | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> Evaluation:
@@ -254,7 +254,7 @@ def evaluate(
     models: Mapping[str, str | Path],
     tasks: Mapping[str, Task],
     folder: str | Path,
-    options: Options = Options(),  # noqa: B008  (frozen)
+    options: Options = Options(),
     *,
     device: str | None = None,
     command: str = "",

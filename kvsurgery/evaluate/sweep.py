@@ -15,8 +15,9 @@ from kvsurgery.conversion.output import check_space
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.errors import OutputError, PolicyError
 from kvsurgery.evaluate.held import LongestSample
+from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.evaluate.runner import Evaluation, Options, started_evaluation
+from kvsurgery.evaluate.runner import Evaluation, started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.standing import Progress, Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
@@ -116,7 +117,7 @@ def sweep(
     grid: Grid,
     tasks: Mapping[str, Task],
     folder: str | Path,
-    options: Options = Options(),  # noqa: B008  (frozen)
+    options: Options = Options(),
     *,
     device: str | None = None,
     command: str = "",
@@ -158,8 +159,8 @@ def sweep(
         steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
         evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
         for place, setting in enumerate(distinct.values(), 1):
-            telling = {axis: setting.options[axis] for axis in varied(axes)}
-            _answer(evaluation, setting, steps.of(place, named(telling)))
+            varying = {axis: setting.options[axis] for axis in varied(axes)}
+            _answer(evaluation, setting, steps.of(place, named(varying)))
         with processes.first():
             original = evaluation.results({ORIGINAL: ORIGINAL}, command)
             longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
 from kvsurgery.checkpoint.headers import MAX_HEADER_BYTES
-from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS
+from kvsurgery.checkpoint.side_files import KEPT, LEFT_OUT, LEFT_OUT_FOLDERS, matches
 from kvsurgery.checkpoint.source import CONFIG, INDEX, SINGLE
 from kvsurgery.errors import HubError, KVSurgeryError
 from kvsurgery.hub.errors import explained
@@ -163,8 +162,3 @@ def _is_side_file(name: str) -> bool:
     if any(matches(folder.lower(), LEFT_OUT_FOLDERS) for folder in folders):
         return False
     return matches(base, KEPT) or not matches(base.lower(), LEFT_OUT)
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the patterns; `*` spans slashes."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
 
+from kvsurgery.checkpoint.side_files import matches
 from kvsurgery.checkpoint.source import INDEX, SINGLE
 from kvsurgery.errors import HubError, Mismatch
-from kvsurgery.hub.download import matches
 from kvsurgery.hub.errors import explained
 
 NEVER_PUSHED = (".*", "*/.*", "*.part", "__pycache__/*", "*/__pycache__/*")

@@ -32,7 +32,7 @@ def attention_profile(
     *,
     data: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
 
@@ -66,11 +66,7 @@ def attention_profile(
 
 @torch.no_grad()
 def attention_mass(
-    measured: MeasuredModel,
-    tokens: torch.Tensor,
-    targets: torch.Tensor,
-    passkeys: torch.Tensor,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    measured: MeasuredModel, tokens: torch.Tensor, targets: torch.Tensor, passkeys: torch.Tensor, mesh: Mesh = Mesh()
 ) -> torch.Tensor:
     """float64 [layers, kv_heads], over the targets of one input; arguments as `PasskeyPrompt` has them.
 

@@ -74,7 +74,7 @@ def cache_losses(
     first: Sequence[int] = (),
     data: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> CacheLosses:
     """Measure the losses of a model's caches.
 

@@ -64,12 +64,7 @@ def gate_scores(measured: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def mixed_attention(
-    measured: MeasuredModel,
-    gates: torch.Tensor | None = None,
-    *,
-    sink: int = 0,
-    recent: int = 1,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    measured: MeasuredModel, gates: torch.Tensor | None = None, *, sink: int = 0, recent: int = 1, mesh: Mesh = Mesh()
 ) -> Generator[None]:
     """Inside, a KV head of gate a gives a * full + (1 - a) * streaming attention. Inputs have no padding.
 
@@ -103,7 +98,7 @@ def add_gradient(
     tokens: torch.Tensor,
     targets: torch.Tensor,
     loss: Loss,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
     **sizes: int,
 ) -> torch.Tensor:
     """Add the gradient of one input's loss to `gates.grad`: of the heads that attention has here.
@@ -138,10 +133,7 @@ def add_gradient(
 
 
 def target_states(
-    measured: MeasuredModel,
-    tokens: torch.Tensor,
-    targets: torch.Tensor,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    measured: MeasuredModel, tokens: torch.Tensor, targets: torch.Tensor, mesh: Mesh = Mesh()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What targets are predicted from: the hidden states one place before, after the final norm, [targets, hidden], of
     the tokens that lie in this process; and the targets' tokens [targets].

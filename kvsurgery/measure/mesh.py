@@ -147,20 +147,20 @@ class Mesh:
 
         @wraps(attend)
         def function(stock, module, query, key, value, *rest, **options):
-            states = (self._exchanged(states, 2, 1) for states in (query, key, value))
+            states = (self._exchanged(states) for states in (query, key, value))
             if (sinks := options.get("s_aux")) is not None:
                 options["s_aux"] = sinks.chunk(self.sp)[self._part]
             output, weights = attend(stock, module, *states, *rest, **options)
-            return self._exchanged(output, 2, 1), weights
+            return self._exchanged(output), weights
 
         return function
 
-    def _exchanged(self, states: torch.Tensor, held: int, wanted: int) -> torch.Tensor:
-        """States of which this process holds a part along one dimension, as its part along another."""
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """States of which this process holds a part along dimension 2, as its part along dimension 1."""
         from torch.distributed.tensor import DTensor, Shard
 
-        whole = DTensor.from_local(states, self._sharing, [Shard(held)])
-        return whole.redistribute(placements=[Shard(wanted)]).to_local()
+        whole = DTensor.from_local(states, self._sharing, [Shard(2)])
+        return whole.redistribute(placements=[Shard(1)]).to_local()
 
     @property
     def _part(self) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import METHODS, RIGHT, answer, answer_limit, check_trials, judged
+from kvsurgery.measure.retrieval import METHODS, RIGHT, Trials, answer, checked_prompts, judged
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
-from kvsurgery.text.needles import Prompt, needle_place
+from kvsurgery.text.needles import needle_place
 
 OTHERWISE = {
     "retrieval": "or use --method duo or attention, which hide passkeys",
@@ -24,11 +21,9 @@ def choose_needles(
     measured: MeasuredModel,
     haystack: Haystack,
     method: str,
-    lengths: Sequence[int],
+    trials: Trials,
     *,
-    depths: Sequence[float] = DEPTHS,
-    seed: int = 0,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> NeedleChoice:
     """The hardest set of a method's kind of which the model answers at least half of the trials.
 
@@ -38,9 +33,7 @@ def choose_needles(
         measured: the model and its tokenizer.
         haystack: the text around the needles.
         method: a key of `METHODS`.
-        lengths: of prompts, in tokens; trials are of the shortest.
-        depths: of needles, 0 (first) to 1 (last).
-        seed: of the pieces of text.
+        trials: the grid that the scores will hide needles in; the trial is of its shortest length.
         mesh: the processes that share heads, and their groups trials.
 
     Raises:
@@ -48,17 +41,15 @@ def choose_needles(
         ProfileError: the lengths or the depths are out of range.
         UnsupportedModel: the model has no tokenizer, or one that cannot be used.
     """
-    kind, shortest = METHODS[method][0], min(lengths)
+    kind, shortest = METHODS[method][0], min(trials.lengths)
 
     def right(name: str) -> int:
         needles = read_set(name)
-        prompts = [Prompt.of(needle, measured.text) for needle in needles]
-        limits = [answer_limit(measured, method, needle) for needle in needles]
-        check_trials(measured, haystack, prompts, limits, lengths, depths)
+        prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
         count = 0
-        for number, depth in trial_places(depths)[mesh.group :: mesh.groups]:
+        for number, depth in trial_places(trials.depths)[mesh.group :: mesh.groups]:
             prompt = prompts[number]
-            text = haystack.piece(np.random.default_rng([seed, number]), shortest - prompt.overhead)
+            text = haystack.piece(np.random.default_rng([trials.seed, number]), shortest - prompt.overhead)
             tokens, _ = prompt.around(text, needle_place(text, depth, measured.text))
             steps = answer(measured, tokens, top=1, limit=limits[number])
             count += judged(measured, method, needles[number], steps)[1] > RIGHT

@@ -50,7 +50,7 @@ class OwnAnswers:
         count: int,
         kept: Path | None = None,
         progress: Callable[[int], None] | None = None,
-        mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+        mesh: Mesh = Mesh(),
     ) -> OwnAnswers:
         """Read the answers, or let the model answer sums and lists to recall.
 

@@ -121,11 +121,7 @@ def penalty(steps: int) -> float:
     return round(PAPER.reg * math.sqrt(PAPER.steps / min(max(steps, LEAST), PAPER.steps)), 2)
 
 
-def step_seconds(
-    measured: MeasuredModel,
-    options: GateOptions,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
-) -> Callable[[int], float]:
+def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mesh()) -> Callable[[int], float]:
     """Time one step, and say how long others take, by tokens of their prompts.
 
     Longer prompts take more in proportion to their operations: two for each weight of a layer and each token, and for

@@ -71,7 +71,7 @@ class Passkeys:
             ProfileError: the shortest context does not hold them, or the text is too short.
         """
         if not 1 <= count <= len(ORDINALS) or size < 1:
-            raise ProfileError(f"passkeys are 1 to {len(ORDINALS)} of 1 token or more, got {count} of {size}")
+            raise ProfileError(f"a prompt has 1 to {len(ORDINALS)} passkeys of 1 token or more, got {count} of {size}")
         tokenizer = measured.text
 
         def encode(words: str) -> list[int]:

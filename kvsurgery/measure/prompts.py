@@ -42,7 +42,7 @@ class Contexts:
                 "give a smaller maximum"
             )
         if not 1 < shortest <= longest:
-            raise ProfileError(f"contexts from {shortest} to {longest} tokens are none; give a smaller minimum")
+            raise ProfileError(f"there are no contexts from {shortest} to {longest} tokens; give a smaller minimum")
         if seed < 0:
             raise ProfileError(f"seed must be >= 0, got {seed}")
         return cls(shortest, longest, seed)

@@ -150,7 +150,7 @@ class RecurrentPass(kv_encode.ChunkEncoder):
     def position(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not isinstance(options.get("position_embeddings"), tuple):
             raise UnsupportedModel(
-                f"{type(attention).__name__} takes no cosines and sines of RoPE; no states before it"
+                f"{type(attention).__name__} takes no cosines and sines of RoPE, so states before it cannot be read"
             )
         return super().position(attention, args, options)
 

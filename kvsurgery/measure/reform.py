@@ -71,7 +71,7 @@ def embedding_ranking(
     neighbours: int = NEIGHBOURS,
     data: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
 

@@ -92,7 +92,7 @@ def retrieval_scores(
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
     progress: Callable[[int, int, int], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
 
@@ -120,11 +120,7 @@ def retrieval_scores(
             f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
             f"{' and '.join(SETS[kind])}"
         )
-    prompts = [Prompt.of(needle, measured.text) for needle in needles]
-    longest = trials.max_new_tokens
-    limits = [answer_limit(measured, method, needle) if longest is None else longest for needle in needles]
-    check_trials(measured, haystack, prompts, limits, trials.lengths, trials.depths)
-
+    prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(measured, measured.dimensions.query_heads)
@@ -164,7 +160,7 @@ def retrieval_scores(
             "prompt": "chat" if measured.text.chat_template else "plain",
             "lengths": [int(length) for length in trials.lengths],
             "depths": [float(depth) for depth in trials.depths],
-            "max_new_tokens": f"{ANSWER} x answer" if longest is None else longest,
+            "max_new_tokens": trials.max_new_tokens or f"{ANSWER} x answer",
             "seed": trials.seed,
             "trials": len(grid),
             "successes": successes,
@@ -178,11 +174,6 @@ def _step_scores(step: AnswerStep, real: range, tokens: np.ndarray, method: str)
     if method == "headkv-r":
         return np.array([copy_score(layer, real, tokens, step.token) for layer in step.layers])
     return np.array([mass_score(layer, real) for layer in step.layers])
-
-
-def answer_limit(measured: MeasuredModel, method: str, needle: Needle) -> int:
-    """Tokens of an answer to a needle, at most."""
-    return ANSWER * len(token_ids(measured.text, getattr(needle, METHODS[method][3])))
 
 
 def judged(measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
@@ -282,15 +273,14 @@ def mass_score(attended: Attended, needle: range) -> np.ndarray:
     return (weights * np.isin(positions, needle)).sum(1, dtype=np.float64) / len(needle)
 
 
-def check_trials(
-    measured: MeasuredModel,
-    haystack: Haystack,
-    prompts: Sequence[Prompt],
-    limits: Sequence[int],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-) -> None:
-    """Everything that can fail before the first trial."""
+def checked_prompts(
+    measured: MeasuredModel, haystack: Haystack, method: str, needles: Sequence[Needle], trials: Trials
+) -> tuple[list[Prompt], list[int]]:
+    """The prompt of each needle and the most tokens of its answer, once all is checked that can fail before a trial."""
+    prompts = [Prompt.of(needle, measured.text) for needle in needles]
+    rights = [token_ids(measured.text, getattr(needle, METHODS[method][3])) for needle in needles]
+    longest, lengths, depths = trials.max_new_tokens, trials.lengths, trials.depths
+    limits = [ANSWER * len(right) if longest is None else longest for right in rights]
     if not len(lengths) or not len(depths) or min(limits) < 1:
         raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
     if not all(0 <= depth <= 1 for depth in depths):
@@ -308,6 +298,7 @@ def check_trials(
             f"that {measured.name} has positions for; give shorter `lengths`"
         )
     haystack.require(max(lengths) - min(prompt.overhead for prompt in prompts))
+    return prompts, limits
 
 
 def _end_tokens(measured: MeasuredModel) -> set[int]:

@@ -105,7 +105,7 @@ def train_gates(
     method: str = "duo",
     kept: KeptState | None = None,
     progress: Callable[[Progress], None] | None = None,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> tuple[HeadProfile, np.ndarray]:
     """Train the gates and make a profile of them.
 
@@ -185,7 +185,7 @@ def training_step(
     mine: list[tuple[torch.Tensor, ...]],
     options: GateOptions,
     step: int,
-    mesh: Mesh = Mesh(),  # noqa: B008  (frozen)
+    mesh: Mesh = Mesh(),
 ) -> tuple[float, float]:
     """Move the gates by the mean gradient over all processes' prompts, of which `mine` are this one's.
 

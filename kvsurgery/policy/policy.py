@@ -117,7 +117,7 @@ class Policy:
 def decide(
     profile: HeadProfile,
     model: ModelLayers,
-    recipe: Recipe = Recipe(),  # noqa: B008  (frozen)
+    recipe: Recipe = Recipe(),
     budgets: HeadProfile | None = None,
     losses: CacheLosses | None = None,
 ) -> Policy:

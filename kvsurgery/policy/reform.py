@@ -18,7 +18,7 @@ def with_reform(
     profile: HeadProfile,
     positions: int | None,
     marker: Sequence[int] = (),
-    sizes: ReformSizes = ReformSizes(),  # noqa: B008  (frozen)
+    sizes: ReformSizes = ReformSizes(),
 ) -> Policy:
     """The policy, and how long prompts are read before it applies.
 

@@ -65,7 +65,7 @@ class Chart:
         """Write the PNG.
 
         Raises:
-                OutputError: the file cannot be written.
+            OutputError: the file cannot be written.
         """
         columns = min(self.columns, len(self.panels))
         rows = [self.panels[start : start + columns] for start in range(0, len(self.panels), columns)]
@@ -80,10 +80,7 @@ class Chart:
         save_figure(figure, folder / f"{self.name}.png")
 
     def svgs(self) -> list[str]:
-        """An SVG element of each panel, without its title.
-
-        Raises:
-        """
+        """An SVG element of each panel, without its title."""
         elements = []
         for place, panel in enumerate(self.panels):
             figure = new_figure(WIDTH, panel.height)

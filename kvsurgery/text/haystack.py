@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvsurgery.errors import TextError
+from kvsurgery.files import reading_text
 from kvsurgery.text.hub_dataset import dataset_of, dataset_rows, require_datasets
 
 if TYPE_CHECKING:
@@ -161,13 +162,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _file(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS)
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TextError(f"cannot read text {path}: {error.strerror}") from error
+    with reading_text(path, "text"), open(path, encoding="utf-8") as file:
+        return file.read(MAX_CHARACTERS)
 
 
 def _dataset(source: str, dataset: str, config: str | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import product
 
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.text import answer_parsing
@@ -32,7 +33,7 @@ def qa_f1(said: str, right: str) -> float:
 
 
 def qa_f1_zh(said: str, right: str) -> float:
-    """The same of Chinese, in the words that jieba finds; articles count."""
+    """`qa_f1` of Chinese, in the words that jieba finds; articles count."""
     return _f1(_qa_words_zh(said), _qa_words_zh(right))
 
 
@@ -48,27 +49,23 @@ def rouge_l(said: str, right: str) -> float:
     There a sentence ends with a period, words are what is between spaces, and each counts once: of the different words
     of either text, those that are in the longest common subsequence of some two sentences.
     """
-    said_sentences, right_sentences = _sentences(said), _sentences(right)
-    said_words, right_words = (set().union(*sentences) for sentences in (said_sentences, right_sentences))
-    common = set().union(*(_common(one, other) for one in right_sentences for other in said_sentences))
-    return 2 * len(common) / (len(said_words) + len(right_words)) if common else 0.0
+    common = _common_words(said, right)
+    return 2 * len(common) / (len(_distinct_words(said)) + len(_distinct_words(right))) if common else 0.0
 
 
 def rouge_l_recall(said: str, right: str) -> float:
     """ROUGE-L recall, as LooGLE counts with the `rouge` package: the words of `rouge_l`, of those of `right`."""
-    said_sentences, right_sentences = _sentences(said), _sentences(right)
-    common = set().union(*(_common(one, other) for one in right_sentences for other in said_sentences))
-    return len(common) / max(1, len(set().union(*right_sentences)))
+    return len(_common_words(said, right)) / max(1, len(_distinct_words(right)))
 
 
 def rouge_1_recall(said: str, right: str) -> float:
     """ROUGE-1 recall, as LooGLE counts with the `rouge` package: of the different words of `right`, those said."""
-    said_words, right_words = (set().union(*_sentences(text)) for text in (said, right))
-    return len(said_words & right_words) / max(1, len(right_words))
+    right_words = _distinct_words(right)
+    return len(_distinct_words(said) & right_words) / max(1, len(right_words))
 
 
 def rouge_l_zh(said: str, right: str) -> float:
-    """The same of Chinese, in the words that jieba finds."""
+    """`rouge_l` of Chinese, in the words that jieba finds."""
     return rouge_l(" ".join(chinese_words(said)), " ".join(chinese_words(right)))
 
 
@@ -182,18 +179,19 @@ def _sentences(text: str) -> list[list[str]]:
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
-def _longest(one: list[str], other: list[str]) -> list[list[int]]:
-    """Words that the first i and the first j words of two sentences have in common, in order, at most."""
-    longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-    for i, word in enumerate(one):
-        for j, against in enumerate(other):
-            longest[i + 1][j + 1] = longest[i][j] + 1 if word == against else max(longest[i][j + 1], longest[i + 1][j])
-    return longest
+def _distinct_words(text: str) -> set[str]:
+    """The words of `_sentences`, each once."""
+    return set().union(*_sentences(text))
 
 
 def _common_places(one: list[str], other: list[str]) -> set[int]:
     """Where in `one` the longest common subsequence with `other` is; of several the one that `rouge-score` finds."""
-    longest, found, i, j = _longest(one, other), set(), len(one), len(other)
+    # of the first i and the first j words
+    longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, word in enumerate(one):
+        for j, against in enumerate(other):
+            longest[i + 1][j + 1] = longest[i][j] + 1 if word == against else max(longest[i][j + 1], longest[i + 1][j])
+    found, i, j = set(), len(one), len(other)
     while i and j:
         if one[i - 1] == other[j - 1]:
             found.add(i - 1)
@@ -205,18 +203,11 @@ def _common_places(one: list[str], other: list[str]) -> set[int]:
     return found
 
 
-def _common(one: list[str], other: list[str]) -> set[str]:
-    """The words of the longest common subsequence of two sentences; of several the one that `rouge` finds."""
-    longest, found, i, j = _longest(one, other), set(), len(one), len(other)
-    while i and j:
-        if one[i - 1] == other[j - 1]:
-            found.add(one[i - 1])
-            i, j = i - 1, j - 1
-        elif longest[i - 1][j] > longest[i][j - 1]:
-            i -= 1
-        else:
-            j -= 1
-    return found
+def _common_words(said: str, right: str) -> set[str]:
+    """The words in the longest common subsequence of some two sentences; of several the one that `rouge` finds, which
+    takes the texts the other way round."""
+    pairs = product(_sentences(said), _sentences(right))
+    return {one[place] for one, other in pairs for place in _common_places(one, other)}
 
 
 def _first_line(said: str) -> str:

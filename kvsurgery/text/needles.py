@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvsurgery.errors import TextError, UnsupportedModel, short
+from kvsurgery.files import reading_text
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
 
@@ -80,14 +81,10 @@ def read_needles(path: str | Path) -> tuple[Needle, ...]:
         TextError: the file cannot be read, a line is no such needle, or there is none.
     """
     path = Path(path)
-    try:
+    with reading_text(path, "needles"):
         if path.stat().st_size > LARGEST_FILE:
             raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is not a file of needles")
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TextError(f"cannot read needles {path}: {error.strerror}") from error
     needles = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

@@ -87,9 +87,9 @@ class Groups:
         """Bytes of a block: keys and values of `size` tokens."""
         return self.width * size * 2 * self.layout.head_dim * itemsize
 
-    def sequence_bytes(self, tokens: int, size: int = 16, itemsize: int = 2, in_flight: int = 1) -> int:
+    def sequence_bytes(self, tokens: int, size: int = 16, itemsize: int = 2) -> int:
         """Bytes of the blocks that a sequence holds."""
-        return self.blocks(tokens, size, in_flight) * self.block_bytes(size, itemsize)
+        return self.blocks(tokens, size) * self.block_bytes(size, itemsize)
 
 
 def _window_blocks(tokens: int, size: int, sink: int, recent: int, in_flight: int) -> int:

@@ -47,7 +47,7 @@ def test_tables_and_files(converted: Converted) -> None:
     assert found.settings == settings
     assert found.checkpoint["surgery"]["revertible"] is True
     assert found.weights == sum(part.nbytes for part in converted.model.parameters())
-    for title in ("Milliseconds on cpu", "KV cache, and the most that tensors hold beside"):
+    for title in ("Milliseconds on cpu", "KV cache, and peak memory beside"):
         assert title in result.out
     for row in found.rows:
         assert f"{1e3 * row.prefill.seconds:,.1f}" in result.out

@@ -233,7 +233,7 @@ def test_a_converted_checkpoint_gives_the_originals_heads(folder, tmp_path):
         (["--method", "duo", "--max-context", "4K"], "exceeds the 2048 positions"),
         (
             ["--method", "duo", "--min-context", "900", "--max-context", "800"],
-            "contexts from 900 to 800 tokens are none",
+            "there are no contexts from 900 to 800 tokens",
         ),
         (["--method", "duo", *map(str, PROMPTS), "--recent", "600"], "has nothing outside sink"),
         (["--method", "duo", "--text", "short.txt"], "short.txt has 2 tokens"),

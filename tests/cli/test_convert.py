@@ -147,7 +147,7 @@ class TestWhatItSays:
         key = "_attn_implementation_internal"
         place.write_text(json.dumps({**json.loads(place.read_text()), key: "someone/kernel"}, indent=1))
         [line] = [line for line in done(*CONVERT).out.splitlines() if key in line]
-        assert line.startswith(f"left out of config.json, and kept for revert: {key}, ")
+        assert line.startswith(f"left out of config.json, and kept for revert: {key}; ")
         assert key not in Path("out/config.json").read_text()
         facts = json.loads(done("convert", "llama", "--profile", PROFILE, "--dry-run", "--json").out)
         assert facts["left_out_of_config"] == [key]

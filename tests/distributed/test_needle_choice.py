@@ -12,6 +12,7 @@ from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.runner import Evaluation
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.needle_trial import choose_needles
+from kvsurgery.measure.retrieval import Trials
 from kvsurgery.processes import Processes
 from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
@@ -30,7 +31,7 @@ def choose(processes: Processes, folder: Path, sizes: list[int]) -> list[Any]:
         mesh = Mesh(processes, tp)
         measured = mesh.load(str(MODEL), sharded=False)
         haystack = Haystack.read(str(folder / "text.txt"), measured.text, 1000)
-        found.append(choose_needles(measured, haystack, "headkv-er", (120,), mesh=mesh))
+        found.append(choose_needles(measured, haystack, "headkv-er", Trials((120,)), mesh=mesh))
         needle = replace(tasks(folder, (96,))["needle"], needles=AUTO)
         out, notes = folder / f"report-{processes.world}-{tp}", []
         for _ in range(2):

@@ -113,7 +113,7 @@ def test_the_context_is_the_models(tmp_path):
     for longest in (None, 9999):
         [sample] = samples(tmp_path, longest=longest)
         assert READER.max_context - 4 <= len(sample.tokens) + sample.limit <= READER.max_context
-    with pytest.raises(TextError, match="a prompt has no room in 0 tokens"):
+    with pytest.raises(TextError, match="a prompt does not fit into 0 tokens"):
         samples(tmp_path, longest=32)
 
 

@@ -112,7 +112,7 @@ def test_a_limit_is_of_each_task(tmp_path):
         ("longdep_qa", {"qa_pairs": "[{"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
         ("longdep_qa", {"qa_pairs": "open('x')"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
         ("longdep_qa", {"qa_pairs": [{"Q": "?"}]}, "longdep_qa.jsonl, row 2: an answer must be text, got None"),
-        ("shortdep_cloze", {"qa_pairs": [QUESTION]}, "row 2: an answer to a cloze must be names by mask"),
+        ("shortdep_cloze", {"qa_pairs": [QUESTION]}, "row 2: an answer to a cloze must give a name for each mask"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, task, row, message):

@@ -165,16 +165,16 @@ def test_samples_follow_the_seed(task, seed):
     [
         (
             NeedleTask((40,), needles="phrase"),
-            r"a prompt of 40 tokens has no text around a needle .*; give longer `lengths`",
+            r"a prompt of 40 tokens has no room for text around a needle .*; give longer `lengths`",
         ),
         (NeedleTask((400,), (1.5,), needles="phrase"), r"`depths` lie in \[0, 1\], got 1.5"),
         (PasskeyTask((60,), 3, 8), r"3 passkeys of 8 tokens take \d+ tokens more than a prompt of 60 has"),
-        (PasskeyTask((600,), 40), "passkeys are 1 to 20 of 2 tokens or more"),
-        (PasskeyTask((600,), 3, 1), "passkeys are 1 to 20 of 2 tokens or more"),
+        (PasskeyTask((600,), 40), "a prompt has 1 to 20 passkeys of 2 tokens or more"),
+        (PasskeyTask((600,), 3, 1), "a prompt has 1 to 20 passkeys of 2 tokens or more"),
         (PasskeyTask((600,), hidden="no place"), "`hidden` has {key} once"),
         (PasskeyTask((600,), asked="{cue} first?"), "`asked` ends in {cue}"),
         (PerplexityTask((64,), 64), "a piece of 64 tokens has none before the 64 that are measured"),
-        (PerplexityTask((64,), 0), "perplexity is of 1 token or more"),
+        (PerplexityTask((64,), 0), "perplexity takes 1 token or more"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(task, words):

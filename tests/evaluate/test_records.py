@@ -48,7 +48,7 @@ SETTINGS = {"tasks": {"needle": {"lengths": [8]}}, "options": {"seed": 0}, "vers
         ({"tasks": {}}, r"tasks.needle .*, this one has nothing"),
         ({"options": {"seed": 1}}, "options.seed 0, this one has 1"),
         ({"versions": {"torch": "3"}}, 'versions.torch "2", this one has "3"'),
-        ({"samples": "cd"}, "a file that they are made from, has changed"),
+        ({"samples": "cd"}, "a file that samples are made from, has changed"),
     ],
 )
 def test_other_settings_are_named(tmp_path, change, words):

@@ -92,7 +92,7 @@ def test_malformed_rows_are_named(tmp_path, row):
 
 
 def test_files_are_asked_for(tmp_path):
-    with pytest.raises(TextError, match=r"`repoeval` must name a file or folder; RepoCoder's datasets.zip holds"):
+    with pytest.raises(TextError, match=r"`repoeval` must name a file or folder; the benchmark's are in"):
         RepoEvalTask().check()
     with pytest.raises(TextError, match="has no file of RepoEval that is called line_level_completion_1k"):
         RepoEvalTask(str(tmp_path)).check()

@@ -240,7 +240,7 @@ def test_lists_that_there_are_not_words_enough_for():
         (
             (2000, 8193),
             None,
-            "RULER at 8193 tokens is beyond the 8192 that there are positions for; give shorter `lengths`",
+            "RULER at 8193 tokens does not fit into 8192 positions; give shorter `lengths`",
         ),
         ((2000, 300), ("cwe", "fwe"), r"RULER's cwe takes \d+ tokens or more, not 300; give longer `lengths`"),
         ((100,), ("niah_single_1",), r"RULER's niah_single_1 takes \d+ tokens or more, not 100"),

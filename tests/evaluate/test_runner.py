@@ -157,7 +157,7 @@ def test_a_text_that_has_changed_is_noticed(language, tmp_path):
     text.write_bytes((language / "text.txt").read_bytes())
     Evaluation.open(tmp_path / "report", MODEL, {"perplexity": replace(task, text=str(text))})
     text.write_text(" ".join(text.read_text().split()[7:]))
-    with pytest.raises(OutputError, match="a file that they are made from, has changed"):
+    with pytest.raises(OutputError, match="a file that samples are made from, has changed"):
         Evaluation.open(tmp_path / "report", MODEL, {"perplexity": replace(task, text=str(text))})
 
 

@@ -51,7 +51,7 @@ def sets(tmp_path, monkeypatch):
 )
 def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, haystack, sets, method, answered, chosen):
     sets(*answered)
-    choice = choose_needles(tiny, haystack, method, (200, 120))
+    choice = choose_needles(tiny, haystack, method, Trials((200, 120)))
     assert (choice.name, choice.right[chosen], choice.tokens, choice.model) == (chosen, 8, 120, "original")
     made = retrieval_scores(tiny, haystack, read_set(chosen), Trials((120,), (0.4,)), method=method, choice=choice)
     assert made.provenance["needle_choice"]["name"] == chosen
@@ -61,17 +61,17 @@ def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, hayst
 def test_reasoning_scores_do_not_fall_back_to_needles_without_a_reason(tiny, haystack, sets):
     sets("phrase", "fact", "word")
     with pytest.raises(TextError, match=r"reasoning needles .* reasoning 0, choice 0\).*use --method headkv-er"):
-        choose_needles(tiny, haystack, "headkv-r2", (120,))
+        choose_needles(tiny, haystack, "headkv-r2", Trials((120,)))
 
 
 def test_every_length_is_checked_before_the_trial(tiny, haystack, sets, monkeypatch):
     sets("word")
     monkeypatch.setattr(needle_trial, "answer", lambda *_, **__: pytest.fail("it began"))
     with pytest.raises(KVSurgeryError, match="beyond the 4096"):
-        choose_needles(tiny, haystack, "headkv-r", (120, 5000))
+        choose_needles(tiny, haystack, "headkv-r", Trials((120, 5000)))
 
 
 @pytest.mark.parametrize("method", ["headkv-r", "headkv-er", "headkv-r2"])
 def test_shipped_needles_are_unknown_to_the_bundled_model(tiny, haystack, method):
     with pytest.raises(TextError, match="the tokenizer does not know all words of"):
-        choose_needles(tiny, haystack, method, (200,))
+        choose_needles(tiny, haystack, method, Trials((200,)))

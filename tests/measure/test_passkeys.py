@@ -122,7 +122,7 @@ def test_contexts_reach_to_the_models_maximum(measured):
 
 @pytest.mark.parametrize("options", [{"count": 0}, {"count": 21}, {"size": 0}])
 def test_passkeys_that_cannot_be(measured, options):
-    with pytest.raises(ProfileError, match="passkeys are 1 to 20 of 1 token or more"):
+    with pytest.raises(ProfileError, match="a prompt has 1 to 20 passkeys of 1 token or more"):
         Passkeys.of(measured, Contexts(1000, 2000), **options)
 
 

@@ -42,18 +42,18 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
     found = comparison.compare(*profiles, group_reduce)
     if profiles[0].base_model != profiles[1].base_model:
         names = " and ".join(profile.base_model for profile in profiles)
-        console.stderr.print(f"the profiles name different models of equal dimensions, {names}", markup=False)
+        console.stderr.print(f"the profiles name different models of equal dimensions, {names}")
     if plot is not None:
         picture.plot_comparison(found, plot)
-        console.stderr.print(f"wrote {plot}", markup=False)
+        console.stderr.print(f"wrote {plot}")
     if as_json:
         click.echo(json.dumps(found.to_json()))
         return
     out = console.stdout
     for which, profile in zip("AB", profiles, strict=True):
-        out.print(f"{which}: {description.describe(profile)}", markup=False)
+        out.print(f"{which}: {description.describe(profile)}")
     out.print(heatmap.draw_comparison(found, out.width, console.coloured()))
-    out.print(f"\n{description.describe_comparison(found)}", markup=False)
+    out.print(f"\n{description.describe_comparison(found)}")
     reduced = f", query heads reduced by {group_reduce}" if found.group_reduce else ""
     rows = [
         (

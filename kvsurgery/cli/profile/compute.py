@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvsurgery.cli.options import Several, Tokens
+from kvsurgery.cli.options import Several, Tokens, flag
 from kvsurgery.cli.profile.measurements import KV_BITS, MEASUREMENTS, RLKV_LITE
 from kvsurgery.cli.running import (
     CHUNK,
@@ -16,6 +16,7 @@ from kvsurgery.cli.running import (
     chosen_dtype,
     device_option,
     dtype_option,
+    quiet_transformers,
     revision_option,
     seed_option,
 )
@@ -65,7 +66,7 @@ OPTIONS = {
 @click.option(
     "--answers",
     type=click.Path(path_type=Path),
-    help="rlkv-lite: file of answers (JSON lines): read where it exists, else written once they are generated.",
+    help="rlkv-lite: file of answers (JSON lines): read if it exists, otherwise written after generation.",
 )
 @click.option("--passkeys", type=POSITIVE, default=10, show_default=True, help=f"duo, attention: {says.PASSKEYS}.")
 @click.option(
@@ -87,14 +88,14 @@ OPTIONS = {
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    help="duo: time for the training, in place of --steps; it stops earlier when the gates have settled. Contexts, "
-    "passkeys and --reg follow where they are not given.",
+    help="duo: time for the training, instead of --steps. It stops earlier once the gates have settled. Contexts, "
+    "passkeys and --reg are chosen for this time, unless they are given.",
 )
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo, rlkv-lite: peak learning rate.")
 @click.option(
     "--reg",
     type=float,
-    help="duo, rlkv-lite: weight of the mean gate in the loss; more separates more heads from full attention.  "
+    help="duo, rlkv-lite: weight of the mean gate in the loss; a larger weight takes more gates to 0.  "
     "[default: (0.05 for 2,000 steps, more for fewer)]",
 )
 @click.option(
@@ -183,7 +184,7 @@ def compute(
     for name in options:
         foreign = any(name in names for names in OPTIONS.values()) and name not in OPTIONS[method]
         if foreign and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --method {method}; leave it out")
+            raise click.UsageError(f"{flag(name)} does not go with --method {method}; leave it out")
     if options["resume"] and options["checkpoint"] is None:
         raise click.UsageError("--resume goes on from --checkpoint; name it")
     if method == KV_BITS and options["text"] is None:
@@ -195,8 +196,6 @@ def compute(
     options["samples"] = options["samples"] or SAMPLES.get(method)
     options["context"] = options["context"] or CONTEXT.get(method)
 
-    from transformers.utils import logging
-
     from kvsurgery import console
     from kvsurgery.cli.profile.saving import save, save_losses
     from kvsurgery.errors import Interrupted
@@ -207,8 +206,7 @@ def compute(
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.plots import plot_training
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     (CacheLosses if method == KV_BITS else HeadProfile).check_output(out)
     if "passkeys" in OPTIONS[method] and options["loss"] == "distill":
         _check_passkeys(options)
@@ -217,7 +215,7 @@ def compute(
         mesh = Mesh(processes, tp, sp)
         alike = method in ALIKE
         if not alike and (sp > 1 or tp not in (1, processes.world)):
-            raise click.UsageError(f"processes that measure {method} share heads, with --tp {processes.world}, or none")
+            raise click.UsageError(f"--method {method} goes with --tp {processes.world} or none, and not with --sp")
         if method == KV_BITS and tp > 1:
             raise click.UsageError("processes that measure kv-bits share the passages; leave --tp out")
         dtype = chosen_dtype(dtype, source, device, revision)
@@ -231,13 +229,13 @@ def compute(
         if processes.rank == 0:
             if isinstance(profile, HeadProfile):
                 for line in outcome(profile) if history is not None else ():
-                    console.stderr.print(line, markup=False)
+                    console.stderr.print(line)
                 save(profile, out)
             else:
                 save_losses(profile, out)
             if history is not None and options["curve"]:
                 plot_training(history, options["curve"])
-                console.stderr.print(f"wrote {options['curve']}", markup=False)
+                console.stderr.print(f"wrote {options['curve']}")
 
 
 def _leave_open(ctx: click.Context, options: dict[str, Any]) -> None:

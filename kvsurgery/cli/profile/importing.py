@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def import_group() -> None:
     """Turn head scores published by others into a head profile.
 
-    A PATH is a local file, or one of the Hub: hf://owner/repo/path, with @revision at the end for a branch, tag or
+    A PATH is a local file, or a file on the Hub: hf://owner/repo/path, with @revision at the end for a branch, tag or
     commit, or the URL of its page. The profile records the commit.
 
     \b
@@ -147,8 +147,8 @@ def headkv(path: str, method: str, **options: Any) -> None:
 def kvzip(paths: tuple[str, ...], **options: Any) -> None:
     """KVzip's head scores, one per KV head.
 
-    Each PATH is a .pt file with a tensor of layers x KV heads. Of several files, each measured on another text, a head
-    gets its largest score, as in KVzip.
+    Each PATH is a .pt file with a tensor of layers x KV heads, measured on a text of its own. With several files, a
+    head gets its largest score, as in KVzip.
 
     \b
     kvsurgery profile import kvzip ./utils/head_score/llama3.1-8b-*.pt --model ./llama3.1 -o kvzip.safetensors
@@ -182,8 +182,8 @@ def wg_kv(path: str, **options: Any) -> None:
 def lu_kv(path: str, keep: int, **options: Any) -> None:
     """LU-KV's shares of kept tokens, one per KV head.
 
-    PATH is a .npy file of 99 x layers x KV heads: for each per cent of the cache that is removed, the share that each
-    head loses. --keep chooses one of them. Shares decide how `convert --budget` divides the tokens among the heads.
+    PATH is a .npy file of 99 x layers x KV heads: the share that each head loses when 1%, 2%, ... 99% of the cache are
+    removed. --keep chooses one of the 99. Shares decide how `convert --budget` divides the tokens among the heads.
 
     \b
     kvsurgery profile import lu-kv ./llama-3.1-8b/ea_0.02_sink4_win1_llama_avg_ratio.npy --keep 20 \\
@@ -213,7 +213,7 @@ def budgets(path: str, **options: Any) -> None:
 
 @import_group.command()
 @click.argument("path")
-@click.option("--entry", help="The model in the file.  [default: (the one called as --model, or the only one)]")
+@click.option("--entry", help="The model in the file.  [default: (the one with the name of --model, or the only one)]")
 @click.option("--heads", help="The list of heads in the file.  [default: (the only one)]")
 @_import_options
 def flexicache(path: str, entry: str | None, heads: str | None, **options: Any) -> None:

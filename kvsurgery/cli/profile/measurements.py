@@ -84,7 +84,7 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     if begun is not None:
         return replace(gates, until_settled=begun.get("until_settled", False))
     if minutes is not None and mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}", markup=False)
+        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}")
     return gates
 
 
@@ -108,17 +108,17 @@ def _headkv(
 
     lengths = options["lengths"] or default_lengths(measured.max_context)
     haystack = Haystack.read(options["text"], measured.text, max(lengths), options["seed"])
-    shared = {"depths": options["depths"] or DEPTHS, "seed": options["seed"], "mesh": mesh}
+    trials = Trials(lengths, options["depths"] or DEPTHS, seed=options["seed"])
     choice = None
     if options["needles"] == AUTO:
-        choice = choose_needles(measured, haystack, method, lengths, **shared)
+        choice = choose_needles(measured, haystack, method, trials, mesh=mesh)
         if mesh.processes.rank == 0:
-            console.stderr.print(str(choice), markup=False)
+            console.stderr.print(str(choice))
     profile = retrieval_scores(
         measured,
         haystack,
         read_set(choice.name if choice else options["needles"]),
-        Trials(lengths, options["depths"] or DEPTHS, seed=options["seed"]),
+        trials,
         method=method,
         choice=choice,
         progress=lambda done, of, right: advance(done, of, f"{right} right"),

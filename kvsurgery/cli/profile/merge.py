@@ -15,8 +15,8 @@ import click
     type=click.Choice(["mean", "max", "rank-product"]),
     default="mean",
     show_default=True,
-    help="Mean or largest score of a head, of profiles of one method; or of any methods, the geometric mean of its "
-    "ranks from 0 to 1.",
+    help="Mean or largest score of a head, for profiles of one method; or for any methods, the geometric mean of its "
+    "ranks, from 0 to 1.",
 )
 @click.option(
     "--group-reduce",
@@ -36,9 +36,9 @@ def merge(
 ) -> None:
     """Merge profiles of one model into one.
 
-    For runs of one method with other seeds or data, use --how mean, or max to keep every head that matters in any run.
-    For different methods, use --how rank-product: heads that rank high in every profile rank high. With such a profile
-    the remaining heads stream by default; `convert --rest budgeted` gives them budgets.
+    For runs of one method with different seeds or data, use --how mean, or max to keep every head that matters in any
+    run. For different methods, use --how rank-product: heads that rank high in every profile rank high. With such a
+    profile the remaining heads stream by default; `convert --rest budgeted` gives them budgets.
 
     The order of the profiles does not matter.
 

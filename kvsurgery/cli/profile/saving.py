@@ -17,11 +17,11 @@ def save(profile: HeadProfile, out: Path) -> None:
     from kvsurgery.profile.summary import describe
 
     profile.save(out)
-    console.stdout.print(f"wrote {out}\n{describe(profile)}", markup=False)
+    console.stdout.print(f"wrote {out}\n{describe(profile)}")
     method = METHODS.get(profile.method)
     needed = method is not None and method.rest == "budgeted" and method.kind != "budget"
     budget = " --budget 120" if needed else ""
-    console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR", markup=False)
+    console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR")
 
 
 def save_losses(losses: CacheLosses, out: Path) -> None:
@@ -29,11 +29,9 @@ def save_losses(losses: CacheLosses, out: Path) -> None:
     from kvsurgery import console
 
     losses.save(out)
-    console.stdout.print(f"wrote {out}", markup=False)
+    console.stdout.print(f"wrote {out}")
     print_losses(losses)
-    console.stderr.print(
-        f"Next: kvsurgery convert --profile PROFILE --kv-bits 4 --kv-measured {out} --out DIR", markup=False
-    )
+    console.stderr.print(f"Next: kvsurgery convert --profile PROFILE --kv-bits 4 --kv-measured {out} --out DIR")
 
 
 def print_losses(losses: CacheLosses) -> None:

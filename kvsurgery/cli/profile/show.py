@@ -31,7 +31,7 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
 
     Beside each layer stands the number of KV heads that `convert` would keep full at three sparsities. Layers with a
     sliding window of their own have none. A reform profile has no scores: the output lists its embedding heads and the
-    best heads of each task. Of measured cache losses, the output is a table.
+    best heads of each task. Measured cache losses are shown as a table.
 
     \b
     kvsurgery profile show duo.safetensors --plot heads.png
@@ -52,12 +52,12 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     loaded = file if source is None else _with_windows(file, source)
     if plot is not None:
         picture.plot(loaded, plot)
-        console.stderr.print(f"wrote {plot}", markup=False)
+        console.stderr.print(f"wrote {plot}")
     if as_json:
         click.echo(json.dumps({**description.facts(loaded), "hash": file.hash}))
         return
     out = console.stdout
-    out.print(description.describe(loaded), markup=False)
+    out.print(description.describe(loaded))
     if loaded.scores is not None:
         out.print(heatmap.draw(loaded, out.width, console.coloured()))
     else:

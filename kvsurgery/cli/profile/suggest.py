@@ -26,8 +26,8 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     """List the published profiles that fit MODEL, and what it would cost to measure one.
 
     MODEL is a folder, a config.json or a Hub id, of which only the headers are read. A profile fits if family and
-    dimensions are the same. It is worth more the closer the measured model is: the model itself, a relative (by the
-    names of both and `base_model` in the model card), or just a model of the same shape.
+    dimensions are the same. The best profiles come first: those measured on MODEL itself, then on a relative (by the
+    names of both and `base_model` in the model card), then on another model of the same shape.
 
     The cost of measuring is an estimate: two operations for each weight and attended state, with the defaults of
     `profile compute`, on an H100 that reaches 40% of its peak.
@@ -54,7 +54,7 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
         click.echo(json.dumps(facts, indent=2))
         return
     made_from = f"; made from {', '.join(sorted(model.ancestors))}" if model.ancestors else ""
-    console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}", markup=False)
+    console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}")
     _print(model, found, everything)
     _print_costs(costs)
 
@@ -95,7 +95,7 @@ def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> N
     from kvsurgery.profile.suggestion import FITS
 
     def say(line: str) -> None:
-        console.stdout.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.stdout.print(line)
 
     for fit, title in FITS.items():
         those = [one for one in found if one.fit == fit]
@@ -136,9 +136,7 @@ def _print_costs(costs: list[Cost]) -> None:
     console.stdout.print(
         f"Estimates: 2 operations per weight and attended state, at {FLOPS / 1e12:.0f} TFLOP/s. Nothing was timed: "
         f"expect more. The weights take {console.size(costs[0].weights)}.\n"
-        "Measure: kvsurgery profile compute MODEL --method METHOD -o PROFILE",
-        markup=False,
-        highlight=False,
+        "Measure: kvsurgery profile compute MODEL --method METHOD -o PROFILE"
     )
 
 

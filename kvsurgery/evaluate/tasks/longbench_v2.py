@@ -13,6 +13,7 @@ from kvsurgery.evaluate.prompts import shortened
 from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, setting
+from kvsurgery.files import reading_text
 
 ANSWER = 128  # tokens at most
 # how the benchmark's prompt files call the fields of a row
@@ -97,12 +98,8 @@ def _prompt(path: str | None) -> str:
     """
     if path is None:
         return PROMPT
-    try:
+    with reading_text(path):
         prompt = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TextError(f"cannot read {path}: {error.strerror}") from error
     if absent := [place for place in PLACES if place not in prompt]:
         raise TextError(f"{path} has no {', '.join(absent)}; give a prompt such as LongBench v2's prompts/0shot.txt")
     return prompt

@@ -111,7 +111,7 @@ def _right(answer: Any, metric: str, place: str) -> tuple[tuple[str, ...], tuple
     if metric == "cloze_exact":
         filled = {f"<mask-{place}>": name for place, name in enumerate(answer)} if isinstance(answer, list) else answer
         if not isinstance(filled, dict) or not filled or not all(isinstance(name, str) for name in filled.values()):
-            raise TextError(f"{place}: an answer to a cloze must be names by mask")
+            raise TextError(f"{place}: an answer to a cloze must give a name for each mask")
         return tuple(filled), tuple(filled.values())
     if not isinstance(answer, str):
         raise TextError(f"{place}: an answer must be text, got {answer!r}"[:200])

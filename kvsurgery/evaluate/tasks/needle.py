@@ -87,8 +87,8 @@ class NeedleTask:
         for prompt, length in product(prompts, lengths):
             if length - prompt.overhead < len(prompt.needle):
                 raise TextError(
-                    f"a prompt of {length} tokens has no text around a needle and its question, which take "
-                    f"{prompt.overhead} tokens; give longer `lengths`"
+                    f"a prompt of {length} tokens has no room for text around a needle and its question, which "
+                    f"take {prompt.overhead} tokens; give longer `lengths`"
                 )
         haystack = Haystack.read(self.text, reader.tokenizer, max(lengths), reader.seed)
         return _Grid(reader, lengths, needles, prompts, haystack)

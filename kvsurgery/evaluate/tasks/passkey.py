@@ -67,8 +67,8 @@ class PasskeyTask:
         check_text(self.text)
         if not 1 <= self.count <= len(ORDINALS) or self.size < 2 or self.prompts < 1:
             raise TextError(
-                f"passkeys are 1 to {len(ORDINALS)} of 2 tokens or more, in 1 prompt or more; got {self.count} of "
-                f"{self.size} in {self.prompts}"
+                f"a prompt has 1 to {len(ORDINALS)} passkeys of 2 tokens or more, and there is 1 prompt or more; got "
+                f"{self.count} of {self.size} in {self.prompts}"
             )
         if self.lengths and min(self.lengths) <= (least := self.count * self.size):
             raise TextError(

@@ -50,7 +50,7 @@ class PerplexityTask:
         check_text(self.text)
         if self.continuation < 1 or self.pieces < 1:
             raise TextError(
-                f"perplexity is of 1 token or more, in 1 piece or more; got {self.continuation} in {self.pieces}"
+                f"perplexity takes 1 token or more, in 1 piece or more; got {self.continuation} in {self.pieces}"
             )
         if self.lengths:
             self._check_lengths(self.lengths)

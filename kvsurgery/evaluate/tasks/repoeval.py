@@ -77,7 +77,7 @@ class RepoEvalTask:
     def _files(self) -> dict[str, str]:
         """Paths by what they are called: "line_2k_codex" of a published file."""
         if self.source is None:
-            raise TextError("`repoeval` must name a file or folder; RepoCoder's datasets.zip holds the benchmark's")
+            raise TextError("`repoeval` must name a file or folder; the benchmark's are in RepoCoder's datasets.zip")
         path = Path(self.source)
         if not path.is_dir():
             check_readable(path)

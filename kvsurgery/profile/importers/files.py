@@ -57,29 +57,6 @@ def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_shares(path: Path, raw: bytes, slack: float, what: str) -> np.ndarray:
-    """float64 [lines, columns] of tab-separated numbers from 0 to 1, clipped.
-
-    Args:
-        slack: how far outside of [0, 1] a number may be.
-        what: names what a number further outside cannot be: "DuoAttention gate".
-
-    Raises:
-        ProfileError: a cell is no such number, or lines differ in length.
-    """
-
-    def share(path: Path, number: int, cell: str) -> float:
-        try:
-            score = float(cell)
-        except ValueError:
-            raise ProfileError(f"{path}, line {number}: {cell[:40]!r} is not a number") from None
-        if not -slack <= score <= 1 + slack:
-            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is not a {what}")
-        return score
-
-    return np.clip(parse_table(path, raw, share), 0, 1)
-
-
 def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], float]) -> np.ndarray:
     """float64 [lines, columns] of tab-separated cells.
 
@@ -99,13 +76,28 @@ def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], fl
 
 
 def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[np.ndarray, bytes]:
-    """The table of a file with a share for each KV head of a model, as `parse_shares` reads it, and the file's bytes.
+    """float64 [layers, kv_heads]: a file's tab-separated numbers from 0 to 1, clipped; and the file's bytes.
+
+    Args:
+        slack: how far outside of [0, 1] a number may be.
+        what: names what a number further outside cannot be: "DuoAttention gate".
+        model: that was measured.
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.
     """
+
+    def share(path: Path, number: int, cell: str) -> float:
+        try:
+            score = float(cell)
+        except ValueError:
+            raise ProfileError(f"{path}, line {number}: {cell[:40]!r} is not a number") from None
+        if not -slack <= score <= 1 + slack:
+            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is not a {what}")
+        return score
+
     raw = read(path)
-    scores = parse_shares(path, raw, slack, what)
+    scores = np.clip(parse_table(path, raw, share), 0, 1)
     check_kv_heads(path, scores.shape, model)
     return scores, raw
 

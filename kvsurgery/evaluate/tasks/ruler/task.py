@@ -108,8 +108,7 @@ class RulerTask:
         for length in self.lengths:
             if length > reader.max_context:
                 raise TextError(
-                    f"RULER at {length} tokens is beyond the {reader.max_context} that there are positions for; give "
-                    "shorter `lengths`"
+                    f"RULER at {length} tokens does not fit into {reader.max_context} positions; give shorter `lengths`"
                 )
         draws = self._draws(reader)
         for task, length in product(draws, self.lengths):
