@@ -211,10 +211,13 @@ class KVLayerCache(HandingLayer):
             self.tiles = allocate_tiles(quantized, counts)
             self.counts, self.table = counts, None
 
-    @torch.no_grad()
     def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""
-        group.store(column, keys, values)
+        if torch.is_grad_enabled():  # to enter `no_grad` takes as long as to store one token
+            with torch.no_grad():
+                group.store(column, keys, values)
+        else:
+            group.store(column, keys, values)
         if isinstance(group, QuantizedGroup):
             self.table = None  # it says what is packed
 

@@ -4,6 +4,7 @@ Nothing here needs torch: the tool that wrote this checkpoint and the model that
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 # of the `kv_surgery` section that is written; what each version that can be read calls the cache's quantization
 VERSION = 2
@@ -248,22 +249,22 @@ class LayerLayout:
         """The original's KV heads that keep every token, in order."""
         return tuple(head for head, kind in zip(self.order, self.kinds, strict=True) if kind == FULL)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """KV heads of the layer."""
         return sum(map(sum, self.blocks))
 
-    @property
+    @cached_property
     def full(self) -> int:
         """KV heads that keep every token."""
         return sum(full for full, _ in self.blocks)
 
-    @property
+    @cached_property
     def streaming(self) -> int:
         """KV heads that stream."""
         return self.heads - self.full - len(self.budgets)
 
-    @property
+    @cached_property
     def scattered(self) -> bool:
         """Whether the full heads lie in several places."""
         return len(self.blocks) > 1 and 0 < self.full < self.heads
@@ -289,7 +290,7 @@ class LayerLayout:
         budgets, order = self.budgets[before : before + count], self.order[first : first + heads]
         return replace(self, blocks=own, budgets=budgets, order=order)
 
-    @property
+    @cached_property
     def quantized_window(self) -> bool:
         """Whether streaming heads are quantized."""
         how = self.quantization
