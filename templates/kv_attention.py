@@ -296,7 +296,7 @@ def _of_budgeted(
     """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
 
     One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only. Where budgets
-    hold, it is cut where heads select again, so that chunks of any size give the same result.
+    hold, it is cut where heads select again or fill a tile, so that chunks of any size give the same result.
     """
     past, tokens = layer.seen, query.shape[2]
     cut = 0 if heads.selected else min(heads.prompt - past, tokens)
@@ -317,11 +317,11 @@ def _of_budgeted(
             path.compact(*whole, kept, layer)
     one, settled = [1] * len(heads.groups), layer.columns.settled
     while cut < tokens:
-        if heads.due(past + cut, settled) == past + cut:
-            heads.renew(past + cut, layer)
-        stop = min(heads.due(past + cut, settled) - past, tokens)
+        if heads.due == past + cut:
+            heads.renew(past + cut, layer, kernels=path is not kv_torch)
+        stop = min(heads.due - past, tokens)
         for group in heads.groups:
-            group.settled = min(settled, past + stop - 1)
+            group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
         states = [part[:, :, cut:stop] for part in (query, key, value)]
         heads.watch(past + cut, states[0])
         lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend

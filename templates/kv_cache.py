@@ -166,6 +166,12 @@ class KVLayerCache(HandingLayer):
         return [group for group in self.groups if isinstance(group, QuantizedGroup)]
 
     @property
+    def filling(self) -> list[QuantizedGroup]:
+        """Those of them that fill tiles with what will not be taken back; heads whose budgets hold can undo it."""
+        held = self.held.groups if self.held else ()
+        return [group for group in self.quantized if group not in held]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated."""
         beside = self.budgeted.nbytes if self.budgeted else 0
@@ -196,7 +202,7 @@ class KVLayerCache(HandingLayer):
             grown = max(seen, self.capacity + self.capacity // GROWTH)
             self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
         quantized, self.margin = self.quantized, self.columns.margin
-        for group in dict.fromkeys([*([self.held] if self.held else []), self.streaming, *quantized]):
+        for group in dict.fromkeys([*([self.held] if self.held else []), self.streaming, *self.filling]):
             if self.margin > group.margin:
                 group.widen(self.margin, self.seen, self.capacity)
                 self.table = None
@@ -290,16 +296,13 @@ class KVLayerCache(HandingLayer):
             if length < oldest:
                 raise ValueError(
                     f"cannot take the cache back to {length} tokens: that is inside the prompt, or before the "
-                    "observation window of the last selection, and budgeted heads have kept only a part of it"
+                    "observation window of the last selection, and budgeted heads have dropped or quantized some of it"
                 )
-        for group in self.quantized:
-            for skip, packed in zip(group.skips, group.packed, strict=True):
-                tiles_end = skip + group.sink + packed
-                if packed and length < tiles_end:
-                    raise ValueError(
-                        f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
-                        f"{self.seen - tiles_end} are quantized"
-                    )
+        if length < (tiles_end := max((group.tiles_end for group in self.filling), default=0)):
+            raise ValueError(
+                f"cannot take the cache back from {self.seen} to {length} tokens: all but the newest "
+                f"{self.seen - tiles_end} are quantized"
+            )
 
     def crop(self, length: int) -> None:
         """Take columns back, as `check_crop` allows."""

@@ -54,8 +54,8 @@ def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
 
 def pack(layer: KVLayerCache) -> None:
     """Quantize the tiles and select the tokens that are due before the next one is stored; mostly there is nothing."""
-    if layer.budgeted and layer.seen == layer.budgeted.due(layer.seen, layer.columns.settled):
-        layer.budgeted.renew(layer.seen, layer)
+    if layer.budgeted and layer.seen == layer.budgeted.due:
+        layer.budgeted.renew(layer.seen, layer, kernels=True)
     while any(group.due() for group in layer.quantized):
         table = layer.head_table()
         kv_store.flush(table, layer.columns.settled - table.skipped)

@@ -238,15 +238,16 @@ class SelectingHeads:
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
         """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
 
-    def due(self, column: int, settled: int) -> int:
-        """The first column, of those from `column` on, before which heads select again; `settled` columns stay."""
+    @property
+    def due(self) -> int:
+        """The next column before which heads select again or fill a tile."""
         return EVERY
 
-    def renew(self, column: int, layer) -> None:
-        """Select again before a column: drop all but budget and window. The device is not waited for."""
+    def renew(self, column: int, layer, kernels: bool = False) -> None:
+        """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
 
     def take_back(self, length: int, layer) -> None:
-        """Forget selections that columns from `length` on have made."""
+        """Undo this where columns from `length` on were the cause."""
 
 
 SELECTING: dict[bool, type[SelectingHeads]] = {}  # by whether budgets hold

@@ -5,12 +5,11 @@ the last `window` queries choose among all tokens before them, as the end of the
 queries have seen the same tokens, so that their attention is what it was when they were asked. Tokens keep their order.
 
 Heads select before the next column is stored, at columns that follow from the prompt alone: chunks of any size, single
-steps and rows of a batch give the same result. A selection among columns that may be taken back (assisted decoding)
-keeps what it drops aside until they are confirmed, so that a rejected token leaves no trace.
+steps and rows of a batch give the same result. A selection before a column that may be taken back (assisted decoding)
+keeps a copy of what the heads had until the column is confirmed, so that a rejected token leaves no trace.
 
 In quantized heads every token has scales of its own, so that a selection moves codes from tile to tile as they are: no
-token is quantized twice while it stays in tiles. These heads select, as they fill tiles, among confirmed columns only:
-late where some may be taken back.
+token is quantized twice while it stays in tiles. Filling a tile between selections is undone in the same way.
 """
 
 from collections.abc import Sequence
@@ -25,20 +24,25 @@ from .kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout
 from .kv_tiles import QuantizedGroup, encoded_tokens, repacked, token_states, unpacked
 from .kv_torch import Scoring, attention_received
 
+try:
+    from . import kv_reselect
+except ImportError:  # no triton: torch does everything
+    kv_reselect = None
+
 KEYS, VALUES = 0, 1
 
 
 class Renewal(NamedTuple):
-    """A selection that can be taken back: what it needs to restore the slots as they were."""
+    """What heads had before a selection, or before they filled a tile, which can be taken back."""
 
-    column: int  # before which heads selected
-    start: int  # of the heads, before
-    dropped: list[list[int]]  # of each group, before
-    lengths: list[int]  # of each head, its slots in use before
-    order: torch.Tensor  # int64 [batch, heads, n], slots before: those kept, then those dropped, ascending
-    kept: torch.Tensor  # int64 [batch, heads, 1], how many are kept
-    place: int  # the first of the slots in `spare` for what is dropped
-    scores: torch.Tensor  # [batch, heads, n], accumulated before
+    column: int  # before which this happened
+    oldest: int  # the first column that could be taken back then
+    start: int
+    next: int
+    dropped: list[list[int]]  # of each group
+    packed: list[list[int]]
+    stored: list[list[torch.Tensor]]  # of each group: keys, values and tiles
+    scores: torch.Tensor  # [batch, heads, n], accumulated
 
 
 class HeldHeads(BudgetedHeads):
@@ -47,37 +51,31 @@ class HeldHeads(BudgetedHeads):
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
         super().__init__(states, layout, prompt)
         assert self.selection.hold is not None
-        self.hold, self.next = self.selection.hold, prompt + self.selection.hold
-        self.quantized = layout.quantized_budgets
-        self._limit()
+        self.hold, self.next = self.selection.hold, prompt + self.selection.hold  # before which heads select again
+        self.limits = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
+        self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
+        for group, budget in zip(self.groups, self.budgets, strict=True):
+            group.most = budget + self.selection.window + self.hold
         self.asked: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
-        self.spare = HeadGroup(states, len(self.budgets))  # what selections have dropped that may be taken back
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
         self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
 
-    def _limit(self) -> None:
-        """Let groups have room for as many tokens as there can be before the next selection."""
-        late = self.margin if self.quantized else 0
-        for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.most = budget + self.selection.window + self.hold + late
-
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.spare.nbytes + self.scores.nbytes
+        return super().nbytes + self.scores.nbytes
 
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
-        self.spare.keys, self.spare.values = rows(self.spare.keys), rows(self.spare.values)
         self.scores = rows(self.scores)
         if self.asked is not None:
             self.asked = rows(self.asked)
         self.renewals = [
             each._replace(
-                dropped=[rows.of(of_group) for of_group in each.dropped],
-                order=rows(each.order),
-                kept=rows(each.kept),
+                dropped=[*map(rows.of, each.dropped)],
+                packed=[*map(rows.of, each.packed)],
+                stored=[[*map(rows, of_group)] for of_group in each.stored],
                 scores=rows(each.scores),
             )
             for each in self.renewals
@@ -86,17 +84,11 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def widen(self, margin: int, seen: int, capacity: int) -> None:
-        old, slots = self.asked, 0 if self.quantized else self.selection.spare(margin)
+        old, self.margin = self.asked, margin
         if old is not None:
             self.asked = old.new_zeros(*old.shape[:2], self.selection.window + margin, old.shape[3])
             column = torch.arange(max(seen - old.shape[2], 0), seen, device=old.device)
             self.asked[:, :, column % self.asked.shape[2]] = old[:, :, column % old.shape[2]]
-        before, self.margin = (self.spare.keys, self.spare.values), margin
-        self._limit()
-        after = tuple(states.new_zeros(*states.shape[:2], slots, states.shape[3]) for states in before)
-        for states, same in zip(after, before, strict=True):
-            states[:, :, : same.shape[2]] = same
-        self.spare.keys, self.spare.values = after
 
     def reserve(self, columns: int) -> None:
         counts = [self.selection.scores(budget, columns) for budget in self.budgets]
@@ -117,6 +109,8 @@ class HeldHeads(BudgetedHeads):
 
     def select(self, keys, values, pads, scoring: Scoring) -> torch.Tensor:
         self.scoring = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks.detach())
+        for group in self.groups:
+            group.settled = self.prompt - 1
         return super().select(keys, values, pads, scoring)
 
     def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -148,17 +142,19 @@ class HeldHeads(BudgetedHeads):
         ring = self._ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 
-    def due(self, column: int, settled: int) -> int:
-        if not self.quantized:
-            return self.next
-        late = max(self.next, column)
-        return late if late <= settled else EVERY
+    @property
+    def due(self) -> int:
+        return min([self.next, *(group.next_tile for group in self.quantized)])
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def renew(self, column: int, layer) -> None:
-        window, before = self.selection.window, [group.dropped for group in self.groups]
-        self.next = column + self.hold
+    def renew(self, column: int, layer, kernels: bool = False) -> None:
+        for group in self.groups:
+            group.settled = column
+        if column < self.next:
+            self._pack(column, layer)
+            return
+        window = self.selection.window
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
         counts = [
             [max(min(budget, length - window), 0) for budget, length in zip(self.budgets, of_row, strict=True)]
@@ -170,25 +166,30 @@ class HeldHeads(BudgetedHeads):
         ]
         there = any(map(any, lengths))
         if left == lengths and not (there and self.scores.shape[1]):  # nothing to drop, nothing to add up
+            self._pack(column, layer)
+            self.next = column + self.hold
+            return
+        self._keep_aside(column, layer)
+        of_heads = [*zip(*left, strict=True)]
+        dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
+        self.start, self.next = column - window, column + self.hold
+        if kernels and not self.quantized and not self.scores.shape[1]:
+            assert kv_reselect is not None  # as there are kernels
+            assert self.asked is not None
+            assert self.scoring is not None
+            table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
+            kept = kv_reselect.select(table, self.limits, self.asked, column, most, self.selection, self.scoring)
+            kv_reselect.move(table, kept, column)
+            self._align(dropped, layer)
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
-        codes = [TokenCodes(group) for group in self.groups if isinstance(group, QuantizedGroup)]
+        codes = [TokenCodes(group) for group in self.quantized]
         keys = self._stored(KEYS, used, codes)
         needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
         stops, kept = (on_device(each, keys.device)[..., None] for each in (lengths, left))
         importance = self._importance(keys, values, column, stops)
-        order = self._order(importance, stops, counts)
-        self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
-        if column > layer.columns.settled:  # never of quantized heads
-            taken = {each.place for each in self.renewals}
-            place = next(first for first in range(0, self.spare.slots, self.hold) if first not in taken)
-            scores = self._scores(max(self.counts))
-            self.renewals.append(Renewal(column, self.start, before, used, order, kept, place, scores))
-            dropped = order.gather(2, (kept + torch.arange(self.hold, device=kept.device)).clamp(max=max(used) - 1))
-            self.spare.write(slice(None), place, _taken(keys, dropped), _taken(values, dropped))
-        order = order[..., : max(map(max, left))]
-        of_heads = [*zip(*left, strict=True)]
+        order = self._order(importance, stops, counts)[..., : max(map(max, left))]
         if codes:
             every = zip(codes, order.unbind(1), of_heads, zip(*lengths, strict=True), strict=True)
             for own, slots, remaining, had in every:
@@ -197,8 +198,6 @@ class HeldHeads(BudgetedHeads):
             self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
         first = torch.arange(max(map(max, counts)), device=kept.device)
         self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
-        self.start = column - window
-        dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
         self._drop(dropped, layer)
 
     def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
@@ -226,32 +225,47 @@ class HeldHeads(BudgetedHeads):
         rank = torch.cat([rank, rank[..., :1]], 2).scatter(2, chosen.clamp(max=slots), 0)
         return rank[..., :-1].sort(stable=True).indices
 
+    def _pack(self, column: int, layer) -> None:
+        """Fill the tiles that are due before a column between selections."""
+        if due := [group for group in self.quantized if group.due()]:
+            self._keep_aside(column, layer)
+            for group in due:
+                group.pack()
+            self._drop([group.dropped for group in self.groups], layer)
+
+    def _keep_aside(self, column: int, layer) -> None:
+        """Copy what the heads have, if the column before which they change may be taken back."""
+        self._confirm(layer)
+        if column > layer.columns.settled:
+            dropped, packed = [group.dropped for group in self.groups], [[*group.packed] for group in self.groups]
+            stored = [[part.clone() for part in _stored_parts(group)] for group in self.groups]
+            known = column, self.oldest(column), self.start, self.next
+            self.renewals.append(Renewal(*known, dropped, packed, stored, self._scores(max(self.counts))))
+
+    def _confirm(self, layer) -> None:
+        """Forget the copies that no confirmed column needs."""
+        self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
+
     def oldest(self, settled: int) -> int:
-        return next((each.start for each in self.renewals if each.column > settled), self.start)
+        now = max(self.start, *(group.tiles_end for group in self.quantized), 0)
+        return next((each.oldest for each in self.renewals if each.column > settled), now)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_back(self, length: int, layer) -> None:
-        self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
+        self._confirm(layer)
         while self.renewals and self.renewals[-1].column > length:
             self._restore(self.renewals.pop(), layer)
+        self.renewals = []  # what is left is confirmed
 
     def _restore(self, renewal: Renewal, layer) -> None:
-        """Put back what a selection has dropped, in the slots where it was."""
-        left = [renewal.column - min(group.skips) for group in self.groups]
-        place = torch.arange(renewal.order.shape[2], device=renewal.order.device)
-        source = place + (max(left) - renewal.kept) * (place >= renewal.kept)
-        parts = []
-        spare = self.spare.keys, self.spare.values
-        for kind, dropped in zip((KEYS, VALUES), spare, strict=True):
-            kept = self._stored(kind, left)
-            dropped = dropped[:, :, renewal.place : renewal.place + self.hold]
-            states = torch.cat([kept, dropped], 2)
-            states = _taken(states, source.clamp(max=states.shape[2] - 1))
-            parts.append(torch.empty_like(states).scatter_(2, renewal.order[..., None].expand_as(states), states))
-        self._write(renewal.lengths, *parts)
+        """Let heads have what they had."""
+        for group, packed, copies in zip(self.groups, renewal.packed, renewal.stored, strict=True):
+            group.packed = packed
+            for part, copied in zip(_stored_parts(group), copies, strict=True):
+                part[:, :, : copied.shape[2]] = copied  # there may be more room by now
         self._score(renewal.scores)
-        self.start, self.next = renewal.start, renewal.column
+        self.start, self.next = renewal.start, renewal.next
         self._drop(renewal.dropped, layer)
 
     def _by_row(self, name: str) -> list[tuple[int, ...]]:
@@ -273,11 +287,15 @@ class HeldHeads(BudgetedHeads):
         for head, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
             group.write(slice(None), 0, keys[:, head, None, :count], values[:, head, None, :count])
 
-    def _drop(self, dropped: list[list[int]], layer) -> None:
-        """Let groups know how many columns each row has dropped, and the kernels, in the tensor that they know."""
+    def _align(self, dropped: list[list[int]], layer) -> None:
+        """Let groups know how many columns each row has dropped."""
         for group, of_rows in zip(self.groups, dropped, strict=True):
             group.dropped = of_rows
             group.align(layer.columns.pads)
+
+    def _drop(self, dropped: list[list[int]], layer) -> None:
+        """Let groups know how many columns each row has dropped, and the kernels, in the tensor that they know."""
+        self._align(dropped, layer)
         known = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}
         for name, of_heads in known.items():
             if of_heads is not None:
@@ -290,6 +308,11 @@ SELECTING[True] = HeldHeads
 def _taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
     return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
+
+
+def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:
+    """Keys, values and tiles of a group, with slots or tiles in the third dimension."""
+    return [group.keys, group.values, *(group.tiles if isinstance(group, QuantizedGroup) else ())]
 
 
 class TokenCodes:

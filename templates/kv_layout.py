@@ -155,10 +155,6 @@ class Selection:
         later selection moves its codes, and where tokens share scales, it would quantize them again."""
         return self.hold is None or quantization.scheme == "per-token"
 
-    def spare(self, margin: int) -> int:
-        """Tokens kept aside for each head that holds, so that selections among the last `margin` can be taken back."""
-        return 0 if self.hold is None else self.hold * -(-margin // self.hold)
-
     def scores(self, budget: int, columns: int) -> int:
         """Scores that a head with this budget accumulates, of the tokens that it has selected of so many columns."""
         return min(budget, columns) if self.select == ACCUMULATED else 0
@@ -314,17 +310,14 @@ class LayerLayout:
         how, selection = self.quantization, self.selection
         return bool(how and self.budgets and selection and selection.quantizable(how))
 
-    def held(self, budget: int, prompt: int, new: int, margin: int = 0) -> int:
-        """Tokens that a head with this budget stores at most; `margin` as `kv_bytes` has it."""
+    def held(self, budget: int, prompt: int, new: int) -> int:
+        """Tokens that a head with this budget stores at most."""
         assert self.selection is not None  # as there are budgets
         window = min(self.selection.window, prompt)
         tokens = min(budget, prompt - window) + window + new
         if self.selection.hold is None:
             return tokens
-        most = budget + self.selection.window + self.selection.hold
-        if self.quantized_budgets:
-            return min(tokens, most + margin)
-        return min(tokens, most) + self.selection.spare(margin)
+        return min(tokens, budget + self.selection.window + self.selection.hold)
 
     def streaming_slots(self, capacity: int, margin: int = 0) -> int:
         """Tokens a streaming head stores when the cache holds `capacity` tokens and can take back `margin`."""
@@ -334,16 +327,16 @@ class LayerLayout:
         """Bytes of one sequence's keys and values in this layer, once the prompt is in."""
         token = 2 * head_dim * itemsize
         total = prompt + new
-        tokens = [total] * self.full
-        budgeted = [self.held(budget, prompt, new, margin) for budget in self.budgets]
+        tokens = [(total, margin)] * self.full
+        budgeted = [self.held(budget, prompt, new) for budget in self.budgets]
         streaming = self.streaming * self.streaming_slots(total, margin) * token
         if self.selection:
             streaming += SCORE_BYTES * sum(self.selection.scores(budget, total) for budget in self.budgets)
         how = self.quantization
         if how is None:
-            return streaming + sum(tokens + budgeted) * token
+            return streaming + (total * self.full + sum(budgeted)) * token
         if self.quantized_budgets:
-            tokens += budgeted
+            tokens += [(count, 0 if self.holds else margin) for count in budgeted]
         else:
             streaming += sum(budgeted) * token
         tile = how.tile_bytes(head_dim, itemsize)
@@ -351,7 +344,7 @@ class LayerLayout:
             tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
             streaming = self.streaming * (tiles * tile + how.slots(total, self.sink, margin) * token)
         return streaming + sum(
-            how.tiles(count - how.sink) * tile + how.slots(count, how.sink, margin) * token for count in tokens
+            how.tiles(count - how.sink) * tile + how.slots(count, how.sink, beyond) * token for count, beyond in tokens
         )
 
 

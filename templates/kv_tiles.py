@@ -347,6 +347,18 @@ class QuantizedGroup(HeadGroup):
         """Tokens of a row that tiles take, of its first `tokens`."""
         return max(min(self._target(self.skips[row]), tokens - self.sink), 0) // TILE * TILE
 
+    @property
+    def next_tile(self) -> int:
+        """The first column before which a row packs another tile."""
+        least = min(skip + packed for skip, packed in zip(self.skips, self.packed, strict=True))
+        return least + self.sink + self.quantization.residual + TILE
+
+    @property
+    def tiles_end(self) -> int:
+        """The first column that no row has in a tile, nor a later one; 0 where nothing is packed."""
+        rows = zip(self.skips, self.packed, strict=True)
+        return max(skip + self.sink + packed if packed else 0 for skip, packed in rows)
+
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
         rows = zip(self.skips, self.packed, strict=True)
@@ -357,11 +369,15 @@ class QuantizedGroup(HeadGroup):
         super().write(rows, start, keys, values)
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.pack()
+        super().write_one(position, keys, values)
+
+    def pack(self) -> None:
+        """Pack the tiles that are due, of tokens that are stored."""
         for row, skip in enumerate(self.skips):
             if self._target(skip) > self.packed[row]:
-                rows = slice(row, row + 1)
-                self._pack(rows, self._target(skip), self.settled + 1 - skip, keys[rows], values[rows])
-        super().write_one(position, keys, values)
+                rows, none = slice(row, row + 1), self.keys[row : row + 1, :, :0]
+                self._pack(rows, self._target(skip), self.settled + 1 - skip, none, none)
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Quantize `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""

@@ -37,13 +37,10 @@ class HoldReference:
     Args:
         model: the stock model with the weights of the converted one, heads in its order.
         prompt: columns after which heads select first.
-        late: heads select among the first `confirmed` columns only, late where more have come.
     """
 
-    confirmed = float("inf")
-
-    def __init__(self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0, late: bool = False):
-        self.model, self.layout, self.prompt, self.pad, self.late = model, layout, prompt, pad, late
+    def __init__(self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0):
+        self.model, self.layout, self.prompt, self.pad = model, layout, prompt, pad
         self.tokens = 0
         self.states = [LayerState(prompt, alive={head: [] for head in budgets(layer)}) for layer in layout.layers]
 
@@ -51,14 +48,8 @@ class HoldReference:
         """Take columns of padding, in which there is nothing to select from."""
         for column in columns:
             for layer, state in zip(self.layout.layers, self.states, strict=True):
-                if layer.holds and (column == self.prompt - 1 or self.selects(state, column)):
+                if layer.holds and (column == self.prompt - 1 or column == state.due > self.prompt):
                     state.due = max(column, self.prompt) + layer.selection.hold
-
-    def selects(self, state: LayerState, column: int) -> bool:
-        """Whether heads select before a column after the prompt."""
-        if self.late:
-            return column >= max(state.due, self.prompt + 1) and column <= self.confirmed
-        return column == state.due > self.prompt
 
     def __deepcopy__(self, memo) -> HoldReference:
         same = copy.copy(self)
@@ -87,7 +78,7 @@ class HoldReference:
     def attend(self, module, query, key, value, scaling, softcap) -> torch.Tensor:
         """Attention of one token [heads, head_dim] in one layer."""
         layer, state, column = self.layout.layers[module.layer_idx], self.states[module.layer_idx], self.now
-        if self.selects(state, column):
+        if column == state.due > self.prompt:
             self.select(layer, state, column, scaling, softcap)
         state.queries.append(query)
         state.keys.append(key)

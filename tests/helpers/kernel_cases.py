@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvsurgery.templates import kv_budget, kv_cuda, kv_torch  # noqa: F401  # kv_budget lets caches have budgeted heads
+from kvsurgery.templates import kv_budget, kv_cuda, kv_hold, kv_torch  # noqa: F401  # lets caches have budgeted heads
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import Columns
 from kvsurgery.templates.kv_kernels import EVERY
-from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_layout import TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_store import append, flush
 from kvsurgery.templates.kv_tiles import empty_tiles, quantize
@@ -357,6 +357,77 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
     for part, other in zip(found, expected, strict=True):
         if torch.is_tensor(part):
             torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
+
+
+class Renew(NamedTuple):
+    """Heads whose budgets hold, after a full one, as they select before a column; the cache has room for more."""
+
+    budgets: tuple[int, ...]
+    column: int
+    group: int
+    head_dim: int
+    pads: list[int]
+    selection: Selection
+    softcap: float | None = None
+    learned: bool = False
+
+    def __str__(self) -> str:
+        budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))
+        how = f"{self.selection.select}{self.selection.window}.{self.selection.kernel_size}{self.selection.pool}"
+        return f"b{budgets}-n{self.column}-g{self.group}-d{self.head_dim}-pad{pads}-{how}{_suffix(self)}"
+
+
+RENEW = [
+    Renew((0, 1, 63, 64, 200), 256, 4, 64, [0], Selection(8, 7, "max", 32)),
+    Renew((5, 31), 70, 1, 80, [0, 3, 30, 62, 69, 90], Selection(8, 3, "avg", 8)),  # the last rows have no candidates
+    Renew((300,), 345, 7, 128, [0, 17], Selection(13, 1, "max", 32, VALUE_NORM)),
+    Renew((40, 8), 129, 2, 256, [0], Selection(20, 5, "avg", 20, VALUE_NORM), softcap=20.0),
+    Renew((60,), 150, 8, 16, [0, 100], Selection(32, 7, "max", 32), learned=True),
+]
+
+
+def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
+    """The same tokens stay as in torch, in order; in 16 bit but for one near the threshold in each head."""
+    torch.manual_seed(0)
+    batch, heads, selection = len(case.pads), 1 + len(case.budgets), case.selection
+    columns, layout = (
+        Columns(case.column + 40),
+        LayerLayout(((1, len(case.budgets)),), 0, 1, False, case.budgets, selection),
+    )
+    mask = torch.arange(case.column) >= torch.tensor(case.pads)[:, None]
+    prompt = case.column - selection.hold
+    columns.begin(mask[:, :prompt], batch, prompt, 0)
+    states = torch.randn(2, batch, heads, case.column, case.head_dim).to(device, dtype)
+    query = torch.randn(batch, heads * case.group, case.column, case.head_dim).mul(2).to(device, dtype)
+    scoring, layers = _scoring(case, heads - 1, device, dtype), []
+    for kernels in (False, True):
+        layer = KVLayerCache(layout, columns)
+        layer.update(*states)
+        layer.make_room(prompt)
+        asked, held = query[:, case.group :], layer.budgeted
+        held.observe(0, asked[:, :, :prompt])
+        own = [part[:, 1:, :prompt] for part in states]
+        kv_torch.compact(*own, held.select(*own, columns.pads, scoring), layer)
+        for number, group in enumerate(held.groups, 1):
+            group.store(prompt, *(part[:, number, None, prompt:] for part in states))
+        layer.seen = case.column
+        held.watch(prompt, asked[:, :, prompt:])
+        before = [group.keys.clone() for group in held.groups]
+        layer.head_table()
+        held.renew(case.column, layer, kernels=kernels)
+        layers.append(layer)
+    expected, found = (layer.budgeted.groups for layer in layers)
+    assert layers[1].table.skipped.equal(layers[0].table.skipped)
+    for one, other, old in zip(found, expected, before, strict=True):
+        assert one.skips == other.skips
+        for row, skip in enumerate(one.skips):
+            tokens = max(case.column - skip, 0)
+            places = [
+                (part.keys[row, 0, :tokens, None] == old[row, 0]).all(-1).int().argmax(1) for part in (one, other)
+            ]
+            same, ours = places[0].tolist(), places[1].tolist()
+            assert same == sorted(set(same))
+            assert len({*same} ^ {*ours}) <= 2 * (dtype != torch.float32), (same, ours)
 
 
 def check_append(device: str) -> None:

@@ -212,6 +212,7 @@ def _define_floats() -> None:
         _define(f"{name}.rn.f32", function, ("f32", "f32"))
     _define("div.rn.f32", np.divide, ("f32", "f32"))
     _define("div.full.f32", np.divide, ("f32", "f32"))
+    _define("sqrt.rn.f32", np.sqrt, "f32")
     _define("min.f32", np.fmin, ("f32", "f32"))  # of a number and NaN, the number
     _define("max.f32", np.fmax, ("f32", "f32"))
     _define("min.bf16", _in_float32(np.fmin), ("bf16", "bf16"))

@@ -32,6 +32,7 @@ CASES = [
     *(("check_packed", (case,)) for case in kernel_cases.PACKED),
     *(("check_flush", case) for case in kernel_cases.FLUSH),
     *(("check_compact", (case,)) for case in kernel_cases.COMPACT),
+    *(("check_renew", (case,)) for case in kernel_cases.RENEW),
     *(("check_prefill", (case,)) for case in kernel_cases.PREFILL),
     *(("check_prefill_blocks", (padding,)) for padding in (None, [0, 140, 60, 190])),
 ]

@@ -114,6 +114,7 @@ for rounding in ("", ".rn"):
 case("mul.f32", [1.5], [2.5], gives=[3.75])
 case("div.rn.f32", [1.0, 1.0], [4.0, 0.0], gives=[0.25, INF])
 case("div.full.f32", [1.0], [4.0], gives=[0.25])
+case("sqrt.rn.f32", [2.25, 0.0, -1.0], gives=[1.5, 0.0, NAN])
 case("min.f32", [1.0, NAN], [2.0, 2.0], gives=[1.0, 2.0])
 case("max.f32", [1.0, NAN], [2.0, 2.0], gives=[2.0, 2.0])
 case("neg.f32", [1.5, 0.0], gives=[-1.5, -0.0])

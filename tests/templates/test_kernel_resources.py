@@ -26,9 +26,9 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_decode, kv_packed, kv_store  # noqa: E402
+from kvsurgery.templates import kv_decode, kv_packed, kv_reselect, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
-from kvsurgery.templates.kv_layout import Quantization  # noqa: E402
+from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
@@ -216,6 +216,29 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
     check(compiled["_compact_kernel"], tmp_path, 1 if quantization else 8)
 
 
+@cases(
+    "dtype, head_dim, group, select",
+    [
+        (torch.bfloat16, 128, 4, "attention"),
+        (torch.bfloat16, 256, 8, "value-norm"),
+        (torch.float32, 128, 4, "attention"),
+    ],
+    *((torch.bfloat16, 64, group, "attention") for group in (1, 7)),
+    (torch.float16, 80, 4, "value-norm"),
+    (torch.float32, 256, 1, "value-norm"),
+)
+def test_renew(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, select: str, tmp_path: Path) -> None:
+    batch, heads = 1, 8
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
+    states, asked = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads * group, 8, head_dim)
+    table, selection = HeadTable(states, states, each, each, each, each, row), Selection(8, 7, "max", 32, select)
+    scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
+    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring)
+    kv_reselect.move(table, kept, 1000)
+    check(compiled["_select_kernel"], tmp_path, 1)
+    check(compiled["_move_kernel"], tmp_path, 1)
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(bits, dtype) for bits in (8, 4, 2) for dtype in ("bf16", "fp16")])
 def test_unpacking(bits: int, dtype: str) -> None:
     """What the assembly does to two words, in torch, for every word in the low half."""
@@ -317,8 +340,10 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     for each in (table, packed):
         kv_decode.decode(query[0], each, row, scoring, programs=1)
         kv_store.compact(each, prompt, prompt, row[None])
+    kept = kv_reselect.select(table, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
+    kv_reselect.move(table, kept, 1)
     prefill(query, prompt, prompt, Span(1, first=1), scoring, Window(1, 1, (states, states)))
-    assert len(compiled) == 6
+    assert len(compiled) == 8
 
 
 # H100 has instructions of its own only where 64 rows and more of 16 bits are multiplied, in prefill
@@ -327,6 +352,7 @@ CASES = [
     *((80, kernel_cases.check_packed, (case,)) for case in kernel_cases.PACKED),
     *((80, kernel_cases.check_flush, case) for case in kernel_cases.FLUSH),
     *((80, kernel_cases.check_compact, (case,)) for case in kernel_cases.COMPACT),
+    *((80, kernel_cases.check_renew, (case,)) for case in kernel_cases.RENEW),
     *((target, kernel_cases.check_prefill, (case,)) for target in LIMITS for case in kernel_cases.PREFILL),
 ]
 

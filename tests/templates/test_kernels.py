@@ -78,6 +78,11 @@ def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
     cases.check_compact(case, dtype, DEVICE)
 
 
+@by_turns(cases.RENEW, lambda case: case.selection.select)
+def test_renew(case: cases.Renew, dtype: torch.dtype) -> None:
+    cases.check_renew(case, dtype, DEVICE)
+
+
 @by_turns(cases.PREFILL, lambda case: case.recent is None)
 def test_prefill(case: cases.Prefill, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, DEVICE)
