@@ -1,4 +1,7 @@
-"""Decode: attention of each row's newest token over heads of every kind, in one launch and one to combine."""
+"""Decode: attention of each row's newest token over heads of every kind, in one launch and one to combine.
+
+Batches of many rows have one more, which plans.
+"""
 
 import functools
 
@@ -29,6 +32,9 @@ PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under
 WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
 REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
 TILES_SHARED = WIDE_PROGRAM_BYTES - 1024  # what a program over tiles takes at most; the rest is the driver's
+WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
+ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
+PLANNED = 512  # segments that this launch plans at once
 LEAST_SHARED = 64 * 1024  # of a block on devices that do not say
 
 
@@ -36,6 +42,125 @@ LEAST_SHARED = 64 * 1024  # of a block on devices that do not say
 def _used_slots(length, sink, ring):
     """How many slots hold a token after `length` tokens."""
     return tl.maximum(tl.where(length > sink, sink + tl.minimum(length - sink, ring), length), 0)
+
+
+@triton.jit
+def _units(
+    segment,
+    columns_ptr,
+    skipped_ptr,
+    sink_ptr,
+    ring_ptr,
+    packed_ptr,
+    count_ptr,
+    skipped_batch,
+    skipped_head,
+    packed_batch,
+    packed_head,
+    rows,
+    heads,
+    N: tl.constexpr,
+    PACKED_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """Units of segments: with two of each row, of what is packed of all rows, and then of their slots."""
+    real, row, head = segment < SEGMENTS * rows, segment, segment % heads
+    if SEGMENTS == 2:
+        row = segment % rows
+    skipped = tl.load(skipped_ptr + row // heads * skipped_batch + head * skipped_head, real, 0)
+    # columns are loaded wherever they count: held in a register, they add 26 instructions to the loop over slots
+    lengths = tl.where(real, tl.load(columns_ptr) - skipped, 0)
+    used = _used_slots(lengths, tl.load(sink_ptr + head, real, 0), tl.load(ring_ptr + head, real, 0))
+    units = (used + N - 1) // N
+    if SEGMENTS == 2:
+        in_tiles = tl.load(packed_ptr + row // heads * packed_batch + head * packed_head, real, 0).to(tl.int32)
+        if count_ptr is not None:
+            in_tiles = tl.minimum(in_tiles, tl.load(count_ptr + head, real, 0) * TILE_TOKENS)
+        units = tl.where(segment < rows, in_tiles // PACKED_N, units)
+    return units
+
+
+@triton.jit
+def _share(program, units, programs):
+    """The first unit of a program's share."""
+    return (program.to(tl.int64) * units // programs).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "skipped_batch",
+        "skipped_head",
+        "packed_batch",
+        "packed_head",
+        "rows",
+        "heads",
+        "programs",
+        "steps",
+    ]
+)
+def _plan_kernel(
+    columns_ptr,  # [1]
+    skipped_ptr,  # [batch, heads]
+    sink_ptr,  # [heads]
+    ring_ptr,
+    packed_ptr,  # [batch, heads]
+    count_ptr,  # [heads], or None
+    end_ptr,  # [SEGMENTS * rows]
+    start_ptr,  # [programs]
+    skipped_batch,
+    skipped_head,
+    packed_batch,
+    packed_head,
+    rows,
+    heads,
+    programs,
+    steps,
+    N: tl.constexpr,
+    PACKED_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Where segments end, and which of them has the first unit of each program: for batches of many rows.
+
+    A decode program that planned so many would execute thousands of instructions, and be another one for each power of
+    two of rows. This one counts on the device too, and is the same for all of them.
+    """
+    lanes, segments = tl.arange(0, LANES), SEGMENTS * rows
+    all_units = 0
+    for first in range(0, segments, LANES):
+        segment = first + lanes
+        units = _units(
+            segment=segment,
+            columns_ptr=columns_ptr,
+            skipped_ptr=skipped_ptr,
+            sink_ptr=sink_ptr,
+            ring_ptr=ring_ptr,
+            packed_ptr=packed_ptr,
+            count_ptr=count_ptr,
+            skipped_batch=skipped_batch,
+            skipped_head=skipped_head,
+            packed_batch=packed_batch,
+            packed_head=packed_head,
+            rows=rows,
+            heads=heads,
+            N=N,
+            PACKED_N=PACKED_N,
+            SEGMENTS=SEGMENTS,
+        )
+        ends = all_units + tl.cumsum(units, 0)
+        tl.store(end_ptr + segment, ends, segment < segments)
+        all_units = tl.max(ends, 0)
+    tl.debug_barrier()  # other threads read what these have stored
+    busy = tl.minimum(programs, all_units)
+    for first in range(0, busy, LANES):
+        program = first + lanes
+        unit = _share(tl.minimum(program, busy - 1), all_units, busy)
+        low, high = tl.zeros_like(lanes), tl.zeros_like(lanes) + segments
+        for _ in range(steps):
+            middle = (low + high) // 2
+            after = tl.load(end_ptr + middle) <= unit
+            low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
+        tl.store(start_ptr + program, low, program < busy)
 
 
 @triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"])
@@ -52,6 +177,7 @@ def _decode_kernel(
     partial_ptr,  # [programs + rows, G, D]
     lse_ptr,  # [programs + rows, G]
     end_ptr,  # [SEGMENTS * rows]
+    start_ptr,  # [programs], or None
     k_codes_ptr,  # int16 words [batch, tiles, TILE, D * BITS / 16]
     k_scales_ptr,  # [batch, tiles, 2, ...]
     v_codes_ptr,
@@ -79,7 +205,7 @@ def _decode_kernel(
     M: tl.constexpr,
     DP: tl.constexpr,
     N: tl.constexpr,
-    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     PACKED_N: tl.constexpr,
     BITS: tl.constexpr,
@@ -91,39 +217,49 @@ def _decode_kernel(
     ASM: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    # every program plans for itself: units of each segment, and where its own share of all units begins
-    every = tl.arange(0, ROWS)
-    head_of = every % heads
-    row_of = every
-    if SEGMENTS == 2:  # what is packed of all rows, then their slots
-        row_of = every % rows
-    real = every < SEGMENTS * rows
-    skipped = tl.load(skipped_ptr + row_of // heads * skipped_batch + head_of * skipped_head, real, 0)
-    # columns are loaded wherever they count: held in a register, they add 26 instructions to the loop over slots
-    lengths = tl.where(real, tl.load(columns_ptr) - skipped, 0)
-    used = _used_slots(lengths, tl.load(sink_ptr + head_of, real, 0), tl.load(ring_ptr + head_of, real, 0))
-    units = (used + N - 1) // N
-    if SEGMENTS == 2:
-        in_tiles = tl.load(packed_ptr + row_of // heads * packed_batch + head_of * packed_head, real, 0).to(tl.int32)
-        if count_ptr is not None:
-            in_tiles = tl.minimum(in_tiles, tl.load(count_ptr + head_of, real, 0) * TILE_TOKENS)
-        units = tl.where(every < rows, in_tiles // PACKED_N, units)
-    ends = tl.cumsum(units, 0)
-    if pid == 0:
-        tl.store(end_ptr + every, ends, real)
-    all_units = tl.max(ends, 0)
+    if start_ptr is None:  # every program plans for itself
+        every = tl.arange(0, LANES)
+        units = _units(
+            segment=every,
+            columns_ptr=columns_ptr,
+            skipped_ptr=skipped_ptr,
+            sink_ptr=sink_ptr,
+            ring_ptr=ring_ptr,
+            packed_ptr=packed_ptr,
+            count_ptr=count_ptr,
+            skipped_batch=skipped_batch,
+            skipped_head=skipped_head,
+            packed_batch=packed_batch,
+            packed_head=packed_head,
+            rows=rows,
+            heads=heads,
+            N=N,
+            PACKED_N=PACKED_N,
+            SEGMENTS=SEGMENTS,
+        )
+        ends = tl.cumsum(units, 0)
+        if pid == 0:
+            tl.store(end_ptr + every, ends, every < SEGMENTS * rows)
+        all_units = tl.max(ends, 0)
+    else:
+        all_units = tl.load(end_ptr + SEGMENTS * rows - 1)
     programs = tl.minimum(tl.num_programs(0), all_units)
     if pid >= programs:
         return
-    unit = (pid.to(tl.int64) * all_units // programs).to(tl.int32)
-    stop = ((pid + 1).to(tl.int64) * all_units // programs).to(tl.int32)
+    unit = _share(pid, all_units, programs)
+    stop = _share(pid + 1, all_units, programs)
     m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
     in_head = (d < D)[None, :]
 
     if SEGMENTS == 2:
-        packed_stop = tl.minimum(stop, tl.max(tl.where(every < rows, ends, 0), 0))
-        begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
-        row = tl.sum((ends <= unit).to(tl.int32), 0)
+        if start_ptr is None:
+            packed_stop = tl.minimum(stop, tl.max(tl.where(every < rows, ends, 0), 0))
+            begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
+            row = tl.sum((ends <= unit).to(tl.int32), 0)
+        else:
+            packed_stop = tl.minimum(stop, tl.load(end_ptr + rows - 1))
+            row = tl.load(start_ptr + pid)
+            begin = tl.load(end_ptr + row - 1, row > 0, 0)
         share = unit
         while unit < packed_stop:
             batch, head = (row // heads).to(tl.int64), row % heads
@@ -179,8 +315,12 @@ def _decode_kernel(
             row += 1
         unit = tl.maximum(share, packed_stop)  # as it is; but after a while loop Triton 3.9 gives up cp.async below
 
-    begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
-    segment = tl.sum((ends <= unit).to(tl.int32), 0)
+    if start_ptr is None:
+        begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
+        segment = tl.sum((ends <= unit).to(tl.int32), 0)
+    else:
+        segment = tl.maximum(tl.load(start_ptr + pid), (SEGMENTS - 1) * rows)
+        begin = tl.load(end_ptr + segment - 1, segment > 0, 0)
     while unit < stop:
         row = segment - (SEGMENTS - 1) * rows
         batch, head = row // heads, row % heads
@@ -280,6 +420,8 @@ def decode(
 ) -> torch.Tensor:
     """Attention of one query per row and query head, over heads of every kind in one launch (and one to combine).
 
+    With more than `ALONE` rows, pairs of a sequence and a KV head, another launch plans before.
+
     The packed tokens of all (row, KV head) pairs and then their slots lie in one line, in units of about as many bytes,
     of which each program takes an equal share (stream-K), so that heads of any length keep the device busy. Columns
     are counted on the device: a CUDA graph replays this as they grow.
@@ -321,24 +463,47 @@ def decode(
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
     ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
     out = torch.empty(batch, query_heads, head_dim, dtype=query.dtype, device=query.device)
-    parts = {"partial_ptr": partial, "lse_ptr": lse, "end_ptr": ends, "rows": rows, "G": group, "SEGMENTS": segments}
+    starts = torch.empty(programs, dtype=torch.int32, device=query.device) if rows > ALONE else None
+    lanes = WARP if segments * rows <= WARP else ALONE * segments
+    tiles = _tiles(table, torch.int16)
+    line = {"end_ptr": ends, "rows": rows, "SEGMENTS": segments}
+    parts = {"partial_ptr": partial, "lse_ptr": lse, "G": group, **line}
+    plan = {
+        "columns_ptr": columns,
+        "skipped_ptr": table.skipped,
+        "count_ptr": table.counts,
+        "start_ptr": starts,
+        **_strides(table.skipped, "skipped_batch", "skipped_head"),
+        "N": tokens,
+    }
     with torch.cuda.device_of(query):
+        if starts is not None:
+            _plan_kernel[(1,)](
+                **plan,
+                **line,
+                **{name: tiles[name] for name in ("packed_ptr", "packed_batch", "packed_head")},
+                sink_ptr=table.sinks,
+                ring_ptr=table.rings,
+                heads=heads,
+                programs=programs,
+                steps=(segments * rows).bit_length(),
+                PACKED_N=options["PACKED_N"],
+                LANES=PLANNED,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
         _decode_kernel[(programs,)](
             **slots,
-            **_tiles(table, torch.int16),
+            **tiles,
             **options,
             **parts,
+            **plan,
             **_score_factors(scoring),
             q_ptr=query,
-            columns_ptr=columns,
-            skipped_ptr=table.skipped,
             recent_ptr=table.recents,
-            count_ptr=table.counts,
             **_strides(query, "q_batch", "q_head"),
-            **_strides(table.skipped, "skipped_batch", "skipped_head"),
             M=members,
-            N=tokens,
-            ROWS=max(triton.next_power_of_2(segments * rows), 32),  # with fewer than a warp has lanes, registers spill
+            LANES=lanes,
             ASM=on_cuda and half and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=stages,

@@ -95,6 +95,12 @@ class Packed(NamedTuple):
         return f"{kinds}-g{self.group}-d{self.head_dim}-n{lengths}-p{self.programs}{_suffix(self)}{window}"
 
 
+def row_cases(rows: int) -> tuple[Decode, Packed]:
+    """Decode steps of this many rows of one head, slots alone and with tiles; all but the last 130 are empty."""
+    lengths, how = ([0] * rows + [0, 90, 140, 3, 0] * 26)[-rows:], Quantization(4, residual=0, sink=0)
+    return Decode([FULL], 1, 16, lengths, 13), Packed(how, 1, [], 1, 16, lengths, 13)
+
+
 PACKED = [
     Packed(Quantization(4), 2, [], 4, 128, [0, 1, 127, 700], 5),
     Packed(Quantization(8), 1, [], 1, 128, [300, 257], 7),

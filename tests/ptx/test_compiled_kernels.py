@@ -91,3 +91,12 @@ def test_what_production_launches(emulator: Emulator, lengths: list[int]) -> Non
     packed = Packed(kernel_cases.Quantization(4), 2, kinds[1:], 4, 128, lengths, 8)
     kernel_cases.check_packed(packed, torch.bfloat16, "cpu")
     assert emulator.launches
+
+
+@pytest.mark.parametrize("emulator", [80, *([90] if ALL else [])], indirect=True)
+def test_planning_in_a_launch(emulator: Emulator) -> None:
+    """With one row more than decode programs plan for; over tiles too."""
+    slots, tiles = kernel_cases.row_cases(129)
+    kernel_cases.check_decode(slots, torch.bfloat16, "cpu")
+    kernel_cases.check_packed(tiles, torch.bfloat16, "cpu")
+    assert emulator.launches.count("_plan_kernel") == 2

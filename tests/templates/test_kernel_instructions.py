@@ -18,11 +18,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
-from kvsurgery.templates.kv_decode import decode  # noqa: E402
+from kvsurgery.templates.kv_decode import ALONE, decode  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
-from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, compiled  # noqa: E402, F401
+from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, check, compiled  # noqa: E402, F401
 
 LONGER = 80  # instructions than any loop has but those over units of tokens
 
@@ -70,8 +70,8 @@ def test_documented_predictions() -> None:
         assert line in page
 
 
-def loops(binary: Path) -> list[list[str]]:
-    """Instructions of each innermost loop over units, in the order of the machine code."""
+def loops(binary: Path) -> tuple[list[list[str]], int]:
+    """Instructions of each innermost loop over units, in the order of the machine code, and how many come before."""
     code = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
     number = {at: place for place, (at, _) in enumerate(lines)}
@@ -81,27 +81,60 @@ def loops(binary: Path) -> list[list[str]]:
         if target and int(target[1], 16) < at:
             ranges.append((number[int(target[1], 16)], place))
     inner = [own for own in ranges if not any(own[0] <= of[0] and of[1] <= own[1] for of in ranges if of != own)]
-    return [[text for _, text in lines[first : last + 1]] for first, last in sorted(inner) if last - first > LONGER]
+    inner = sorted(own for own in inner if own[1] - own[0] > LONGER)
+    return [[text for _, text in lines[first : last + 1]] for first, last in inner], inner[0][0]
+
+
+def launched(compiled: dict, batch: int, quantization: Quantization | None, binary: Path):  # noqa: F811
+    """The decode kernel of a batch of 8 KV heads with 4 query heads each, head_dim 128, bfloat16; and its `loops`."""
+    heads = 8
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
+    states = torch.zeros(2, batch, 64, HEAD_DIM, dtype=torch.bfloat16)
+    table = HeadTable(*states, each, each, each, each, row)
+    if quantization:
+        tiles = empty_tiles(states[0], 8, quantization)
+        table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantization=quantization)
+    query = torch.zeros(batch, heads * 4, HEAD_DIM, dtype=torch.bfloat16)
+    decode(query, table, torch.zeros(1, 1, dtype=torch.int32), Scoring(0.1), programs=8)
+    binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
+    return compiled["_decode_kernel"], *loops(binary)
 
 
 @pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
 @pytest.mark.parametrize(("compiled", "target"), [(80, 80), (90, 90)], indirect=["compiled"])
 def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> None:  # noqa: F811
-    """As a batch of one row launches it: 8 KV heads of 4 query heads, head_dim 128, bfloat16; nothing spills there."""
-    heads, head_dim, binary, found = 8, HEAD_DIM, tmp_path / "kernel.cubin", []
-    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, heads, dtype=torch.int32)
-    states, query = torch.zeros(2, 1, 4096, head_dim, dtype=torch.bfloat16), torch.zeros(1, heads * 4, head_dim)
+    """As a batch of one row launches it; nothing spills there."""
+    found = []
     print(f"\n{f'decode kernel, sm_{target}':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
     for quantization, tokens, ceilings in CEILINGS:
-        table = HeadTable(*states, each, each, each, each, row)
-        if quantization:
-            tiles = empty_tiles(states[0], 64, quantization)
-            table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantization=quantization)
-        decode(query.bfloat16(), table, row, Scoring(0.1), programs=8)
-        binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
-        body = loops(binary)[0]  # over tiles, where there are any
+        _, (body, *_), _ = launched(
+            compiled, 1, quantization, tmp_path / "kernel.cubin"
+        )  # over tiles, if there are any
         name = named(quantization)
         print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceilings[target]:>9}")
         assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)], name
         found.append(len(body))
     assert all(count <= ceilings[target] for count, (_, _, ceilings) in zip(found, CEILINGS, strict=True))
+
+
+# rows of a batch, and the most instructions before the loop over its units: of slots alone, and with tiles of 4 bits
+BEFORE = {8: (720, 760), 64: (770, 920), 128: (770, 920), 136: (650, 650), 512: (650, 650), 4096: (650, 650)}
+
+
+@pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
+@pytest.mark.parametrize(("compiled", "target"), [(80, 80), (90, 90)], indirect=["compiled"])
+def test_instructions_before_the_first_unit(compiled: dict, target: int, tmp_path: Path) -> None:  # noqa: F811
+    """A batch has one of three kernels; large ones have one more launch, which plans."""
+    for place, quantization in enumerate((None, Quantization(4))):
+        kernels = set()
+        for rows, most in BEFORE.items():
+            compiled.pop("_plan_kernel", None)
+            kernel, (body, *_), before = launched(compiled, rows // 8, quantization, tmp_path / "kernel.cubin")
+            print(
+                f"sm_{target}, {named(quantization)}, {rows} rows: {before} instructions before {len(body)} of a unit"
+            )
+            assert before <= most[place]
+            assert ("_plan_kernel" in compiled) == (rows > ALONE)
+            kernels.add(kernel.hash)
+        assert len(kernels) == 3
+        check(compiled["_plan_kernel"], tmp_path, 1)

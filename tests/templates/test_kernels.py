@@ -64,6 +64,12 @@ def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
         cases.check_packed(case._replace(programs=None), dtype, DEVICE)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 127, 128, 129, 512, *([4096] if DEVICE == "cuda" else [])])
+def test_decode_of_rows(rows: int) -> None:
+    for check, case in zip((cases.check_decode, cases.check_packed), cases.row_cases(rows), strict=True):
+        check(case, torch.float32, DEVICE)
+
+
 def test_append() -> None:
     cases.check_append(DEVICE)
 
