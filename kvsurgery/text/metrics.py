@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.text import answer_parsing
+from kvsurgery.text import answer_parsing, image_answers
 from kvsurgery.text.code_metrics import edit_similarity, lines_match
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -262,6 +262,9 @@ METRICS: Mapping[str, Metric] = {
     "says": answer_parsing.says,
     "among_words": answer_parsing.among_words,
     "among_names": answer_parsing.among_names,
+    "option_index": image_answers.option_index,
+    "counts_in_place": image_answers.counts_in_place,
+    "vqa_words": image_answers.vqa_words,
     "lines_match": _best(lines_match),
     "edit_similarity": _best(edit_similarity),
     "cloze_exact": answer_parsing.cloze_exact,

@@ -85,6 +85,8 @@ INPUTS = [
     ((*EVAL, "--tasks", "longbench", "--longbench-datasets", "nothing"), "LongBench has no nothing"),
     ((*EVAL, "--tasks", "longbench_v2", "--longbench-v2-prompt", "latin.txt"), "latin.txt is no UTF-8 text"),
     ((*EVAL, "--tasks", "infinitebench", "--infinitebench-tasks", "nothing"), "InfiniteBench has no nothing"),
+    ((*EVAL, "--tasks", "mm_niah"), "`mm_niah` must name a folder"),
+    ((*EVAL, "--tasks", "mm_niah", "--mm-niah", "taken"), "taken has no folder annotations"),
     ((*EVAL, "--tasks", "scbench", "--scbench", "taken"), "taken has no file of SCBench that is called scbench_kv"),
     ((*EVAL, "--tasks", "loogle", "--loogle-prompts", "p.json"), "cannot read p.json"),
     ((*EVAL, "--tasks", "infinitebench", "--infinitebench-prompts", "p.json"), "cannot read p.json"),
