@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.text import answer_parsing, image_answers
 from kvsurgery.text.code_metrics import edit_similarity, lines_match
+from kvsurgery.text.functions import repeated_function
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -267,6 +268,7 @@ METRICS: Mapping[str, Metric] = {
     "vqa_words": image_answers.vqa_words,
     "lines_match": _best(lines_match),
     "edit_similarity": _best(edit_similarity),
+    "repeated_function": repeated_function,
     "cloze_exact": answer_parsing.cloze_exact,
     "cloze_partial": answer_parsing.cloze_partial,
     "rouge_1_recall": _best(rouge_1_recall),
