@@ -133,5 +133,5 @@ def cells(task: TaskResult, names: list[str]) -> Iterator[str]:
 
 
 def _signed(difference: Interval, factor: int, digits: int) -> str:
-    mean, low, high = (f"{factor * value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in (difference.mean, difference.low, difference.high))
     return f"{mean} [{low}, {high}]"

@@ -70,7 +70,7 @@ INPUTS = [
     ((*DUO, "--text", "latin.txt"), "latin.txt is no UTF-8 text"),
     ((*DUO, "--min-context", "512"), "10 passkeys of 32 tokens, hidden and recalled, take more than 640 tokens"),
     ((*EVAL, "--lengths", "256"), "10 passkeys of 32 tokens take more than 320 tokens, and a prompt has 256"),
-    ((*EVAL, "--tasks", "perplexity", "--lengths", "256"), "a piece of 256 tokens has none before the 256"),
+    ((*EVAL, "--tasks", "perplexity", "--lengths", "256"), "the last 256 tokens of a piece, and 256 tokens leave none"),
     ((*EVAL, "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl: No such file"),
     ((*SWEEP, "out", "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl"),
     ((*HEADKV, "--needles", "nowhere.jsonl"), "cannot read needles nowhere.jsonl"),

@@ -173,7 +173,7 @@ def test_samples_follow_the_seed(task, seed):
         (PasskeyTask((600,), 3, 1), "passkeys are 1 to 20 of 2 tokens or more"),
         (PasskeyTask((600,), hidden="no place"), "`hidden` has {key} once"),
         (PasskeyTask((600,), asked="{cue} first?"), "`asked` ends in {cue}"),
-        (PerplexityTask((64,), 64), "a piece of 64 tokens has none before the 64 that are measured"),
+        (PerplexityTask((64,), 64), "measures the last 64 tokens of a piece, and 64 tokens leave none before them"),
         (PerplexityTask((64,), 0), "perplexity is of 1 token or more"),
     ],
 )
