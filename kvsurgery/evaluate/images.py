@@ -18,6 +18,7 @@ from kvsurgery.text.haystack import first_tokens, special_ids, text_of
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
     from transformers import ProcessorMixin
 
 PLACEHOLDER = "image_token"  # where a processor that reads images has the text that stands for one
@@ -108,12 +109,12 @@ def image_prompt(processor: ProcessorMixin, parts: Sequence[str], paths: Sequenc
     return ImagePrompt(processor, before + text + after, tuple(paths))
 
 
-def _image(path: Path):
-    from PIL import Image
+def _image(path: Path) -> Image:
+    from PIL import Image as pillow
 
     try:
-        with Image.open(path) as image:
+        with pillow.open(path) as image:
             return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
         raise TextError(f"cannot read the image {path}: {reason}") from error
