@@ -46,9 +46,8 @@ def evaluate(
 
     The tasks needle, passkey, perplexity and ruler are generated, in words that the tokenizer must know. The tasks
     babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or from the
-    Hub; repoeval reads files. scbench asks several questions about one context, each on a copy of its cache. mt_bench
-    has no score: the answers of each model are written for a judge.
-
+    Hub; repoeval and mm_niah read files. scbench asks several questions on the cache that their context has left.
+    mm_niah asks models that read images. mt_bench has no score: the answers of each model are written for a judge.
     Processes started by torchrun share the samples. With --tp they share the model, which must have been converted for
     that many processes.
 
@@ -129,5 +128,5 @@ def cells(task: TaskResult, names: list[str]) -> Iterator[str]:
 
 
 def _signed(difference: Interval, factor: int, digits: int) -> str:
-    mean, low, high = (f"{factor * value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+    mean, low, high = (f"{factor * value:+z.{digits}f}" for value in (difference.mean, difference.low, difference.high))
     return f"{mean} [{low}, {high}]"

@@ -49,7 +49,9 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
     for option, entries in _settings().items():
         if option in given and not {task for task, _, _ in entries} & {*chosen}:
             names = ", ".join(task for task, _, _ in entries)
-            raise click.UsageError(f"{flag(option)} is of {names}: add that to --tasks, or leave the option out")
+            raise click.UsageError(
+                f"{_flag(option)} is an option of {names}, which --tasks does not name: add it, or leave the option out"
+            )
     tasks = {}
     for name in chosen:
         settings = settings_of(classes[name]).items()

@@ -99,7 +99,10 @@ class Respondent:
             )
             return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
         limit = max(sample.limit for sample in batch)
-        said = decoding.answers(self.model, self.tokenizer, rows, limit, stops=first.stops, chunk=self.chunk)
+        images = first.images.inputs() if first.images else None
+        said = decoding.answers(
+            self.model, self.tokenizer, rows, limit, stops=first.stops, chunk=self.chunk, images=images
+        )
         return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
 
     def _conversed(self, sample: Sample, conversation: Conversation) -> dict[str, Any]:

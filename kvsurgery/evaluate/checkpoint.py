@@ -44,7 +44,7 @@ def reader_of(folder: str | Path, seed: int = 0) -> Reader:
         config = AutoConfig.from_pretrained(folder).get_text_config()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-    return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed)
+    return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed, Path(folder))
 
 
 def copy_code(folder: str | Path) -> None:

@@ -10,7 +10,8 @@ et al. 2024) has it: the cache is told where that is. Of a context that is asked
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
 from itertools import takewhile
 from typing import Any
@@ -33,11 +34,21 @@ class Reading:
         rows: int64 [tokens] each; shorter ones are padded on the left.
         prompt: columns of the prompt, padding included.
         capacity: columns that there will be, answers included.
+        images: of a single row, what the model takes beside its tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: Sequence[np.ndarray], prompt: int, capacity: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[np.ndarray],
+        prompt: int,
+        capacity: int,
+        images: Mapping[str, torch.Tensor] | None = None,
+    ):
         self.model = model
         self._take(rows)
+        # an image's tokens may lie on both sides of a border between chunks; their embeddings can be cut anywhere
+        self.embeddings = embedded(model, self.ids, images) if images else None
         self.cache, self.seen = empty_cache(model, prompt, capacity), 0
 
     def branch(self, rows: Sequence[np.ndarray]) -> Reading:
@@ -56,8 +67,9 @@ class Reading:
     def feed(self, tokens: int) -> torch.Tensor:
         """Read this many more columns; logits of the last one, float32 [batch, vocabulary]."""
         stop = self.seen + tokens
+        name, read = ("input_ids", self.ids) if self.embeddings is None else ("inputs_embeds", self.embeddings)
         output = self.model(
-            self.ids[:, self.seen : stop],
+            **{name: read[:, self.seen : stop]},
             attention_mask=self.mask[:, :stop],
             position_ids=self.positions[:, self.seen : stop],
             past_key_values=self.cache,
@@ -88,6 +100,7 @@ def answers(
     *,
     stops: Sequence[str] = (),
     chunk: int | None = None,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
     """Greedy answers to a batch of prompts, without the end token; a text that stops one is still in it.
 
@@ -98,12 +111,13 @@ def answers(
         limit: tokens of an answer, at most; up to `SHORT`, the last tokens of the prompts come one by one.
         stops: texts, any of which ends an answer.
         chunk: tokens of a prompt that are read at once. Default: all.
+        images: of a single prompt, what the model takes beside its tokens.
     """
     longest, budget = max(map(len, prompts)), recompute_budget(model)
     if budget is not None and longest > budget:
         ids, mask = left_padded(prompts, model)
-        return _generated(model, tokenizer, ids, mask, limit, stops)
-    return _said(Reading(model, prompts, longest, longest + limit), tokenizer, limit, stops, chunk)
+        return _generated(model, tokenizer, ids, mask, limit, stops, **_on_device(images or {}, model))
+    return _said(Reading(model, prompts, longest, longest + limit, images), tokenizer, limit, stops, chunk)
 
 
 @torch.inference_mode()
@@ -255,6 +269,30 @@ def left_padded(rows: Sequence[np.ndarray], model: PreTrainedModel) -> tuple[tor
         ids[row, width - len(tokens) :] = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
         mask[row, width - len(tokens) :] = 1
     return ids.to(model.device), mask.to(model.device)
+
+
+def embedded(model: PreTrainedModel, ids: torch.Tensor, images: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Embeddings of a prompt with its images in place, [1, tokens, hidden], as the text model gets them."""
+    taken: list[torch.Tensor] = []
+
+    def take(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        taken.append(kwargs["inputs_embeds"])
+        raise _Taken  # the text model has nothing to do yet
+
+    with model.get_decoder().register_forward_pre_hook(take, with_kwargs=True), suppress(_Taken):
+        model(input_ids=ids, **_on_device(images, model))
+    return taken[0]
+
+
+class _Taken(Exception):
+    """A forward that ended where it was meant to."""
+
+
+def _on_device(images: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        for name, value in images.items()
+    }
 
 
 def empty_cache(model: PreTrainedModel, prompt: int, capacity: int) -> Any:

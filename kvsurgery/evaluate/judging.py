@@ -28,7 +28,7 @@ def write_judged(folder: Path, samples: Sequence[Sample], models: Iterable[str],
             ]
             path = folder / f"{task.replace('/', '-')}-{model}.jsonl"
             write_whole(path, lines(said))
-            note(f"{task} has no score of its own: {len(said)} answers of {model} for a judge are in {path}")
+            note(f"{task} has no score: answers of the {model} model for a judge are in {path}")
 
 
 def _line(sample: Sample, asked: Conversation, model: str, said: Sequence[str]) -> dict[str, Any]:

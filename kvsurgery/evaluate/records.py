@@ -73,8 +73,14 @@ def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "stops": list(sample.stops),
         "tokens": len(tokens),
         "tokens_hash": blake3(tokens.tobytes()).hexdigest()[:32],
-        "prompt": tokenizer.decode(tokens, clean_up_tokenization_spaces=False),
+        **_read(sample, tokens, tokenizer),
     }
+
+
+def _read(sample: Sample, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    if sample.images:  # a placeholder for each, not for each of their tokens
+        return {"prompt": sample.images.text, "images": [str(path) for path in sample.images.paths]}
+    return {"prompt": tokenizer.decode(tokens, clean_up_tokenization_spaces=False)}
 
 
 def versions(device: str) -> dict[str, str]:

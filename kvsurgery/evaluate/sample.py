@@ -12,7 +12,11 @@ import numpy as np
 from kvsurgery.errors import KVSurgeryError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
+
+    from kvsurgery.evaluate.images import ImagePrompt
 
 SHORT = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
 
@@ -26,12 +30,14 @@ class Reader:
         max_context: tokens of prompt and answer that there are positions for.
         vocabulary: token ids that the model has rows for.
         seed: of all that is drawn.
+        checkpoint: the folder that has the tokenizer, and a processor where the model reads images.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_context: int
     vocabulary: int
     seed: int = 0
+    checkpoint: Path | None = None
 
     def room(self, longest: int | None) -> int:
         """Tokens of prompt and answer at most: those that there are positions for, or `longest` if that is less."""
@@ -76,6 +82,7 @@ class Sample:
         also: keys of `METRICS` that the answer is measured by too; each gives a result of its own.
         conversation: of several turns, each with an answer of up to `limit` tokens.
         answer_tokens: for "token_accuracy", what is right token by token, int64 [limit].
+        images: where the prompt has some, what the tokens were made from.
     """
 
     task: str
@@ -92,6 +99,7 @@ class Sample:
     also: tuple[str, ...] = ()
     conversation: Conversation | None = None
     answer_tokens: np.ndarray | None = None
+    images: ImagePrompt | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -100,7 +108,9 @@ class Sample:
 
     @property
     def kind(self) -> tuple:
-        """Samples of one kind can be read as one batch."""
+        """Samples of one kind can be read as one batch. One with images is read alone."""
+        if self.images:
+            return self.key
         if self.context:
             return hashlib.sha256(self.tokens[: self.context].tobytes()).hexdigest(), self.stops
         return self.task, self.continuation, self.limit <= SHORT, self.stops

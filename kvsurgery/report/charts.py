@@ -126,6 +126,14 @@ def curve(
     names_above(axes)
 
 
+def perplexity_axis(axes: Axes) -> None:
+    """Label an axis of perplexities, and let it span a fiftieth of them at least: noise should not look like loss."""
+    low, high = axes.get_ylim()
+    more = max(0.0, (low + high) / 2 / 50 - (high - low)) / 2
+    axes.set_ylim(low - more, high + more)
+    axes.set_ylabel("perplexity")
+
+
 def names_above(axes: Axes, columns: int = 2, handles: Sequence[Artist] | None = None) -> None:
     """The legend between title and axes, of what is drawn or of these handles."""
     legend = axes.legend(

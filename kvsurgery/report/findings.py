@@ -161,5 +161,5 @@ def change(value: float, metric: str) -> str:
     """A difference of scores for people; of shares, in percentage points."""
     if not math.isfinite(value):
         return str(value)
-    text = f"{value:+.3g}" if metric == PERPLEXITY else f"{100 * value:+.1f}"
+    text = f"{value:+z.3f}" if metric == PERPLEXITY else f"{100 * value:+z.1f}"
     return text.replace("-", "−")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
-from kvsurgery.report.charts import FONT, Panel, label, looks, names_above
+from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis
 from kvsurgery.report.colours import LIGHT
 from kvsurgery.report.findings import score
 
@@ -133,7 +133,7 @@ def _scale(axes: Axes, metric: str) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.08, y=0.15)
     if metric == PERPLEXITY:
-        axes.set_ylabel("perplexity")
+        perplexity_axis(axes)
     else:
         axes.set_ylabel("score, %")
         # small differences should look small

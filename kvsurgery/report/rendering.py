@@ -53,7 +53,7 @@ def _peak(row: Row) -> str:
 
 def _breaking(name: str) -> Markup:
     """A name that may go on in the next line after a slash, a dot or an underscore."""
-    return Markup("<wbr>").join(re.split("(?<=[/_.])", name))
+    return Markup("<wbr>").join(re.split(r"(?<=[/_])|(?<=\.)(?!\d)", name))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvsurgery.evaluate.results import PERPLEXITY, Results, TaskResult
-from kvsurgery.report.charts import Chart, Panel, curve, label, looks, names_above, tokens
+from kvsurgery.report.charts import Chart, Panel, curve, label, looks, names_above, perplexity_axis, tokens
 from kvsurgery.report.colours import LIGHT
 from kvsurgery.report.findings import Curve, DepthGrid, curves, grids, models, score, span, titles
 
@@ -135,8 +135,8 @@ def _draw_curve(shown: Curve, axes: Axes) -> None:
     }
     curve(axes, lines, shown.lengths, looks([*lines]), shown.fact)
     if shown.metric == PERPLEXITY:
-        axes.set_ylabel("perplexity")
         axes.margins(y=0.2)
+        perplexity_axis(axes)
     else:
         axes.set_ylabel("score, %")
         axes.set_ylim(-3, 103)

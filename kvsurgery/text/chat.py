@@ -10,24 +10,30 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.text.haystack import first_tokens, token_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 CONTENT = "@@content@@"  # stands for the user's words while a chat template is filled in
 # what may stand in a template besides the messages: no reasoning aloud, and the same prompt on every day
 TEMPLATE_OPTIONS: dict[str, Any] = {"enable_thinking": False, "date_string": "26 Jul 2024"}
 
 
-def around_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+def around_turn(
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin, *, as_parts: bool = False
+) -> tuple[str, str] | None:
     """What the chat template puts before a user's first words, and after them up to where the answer begins.
 
     None where the tokenizer has no chat template.
+
+    Args:
+        as_parts: whether a turn is a list of texts and images, as templates of models that read images expect.
 
     Raises:
         UnsupportedModel: the template cannot be filled in, or does not show the words as they are.
     """
     if not tokenizer.chat_template:
         return None
-    filled = _filled(tokenizer, [{"role": "user", "content": CONTENT}])
+    content = [{"type": "text", "text": CONTENT}] if as_parts else CONTENT
+    filled = _filled(tokenizer, [{"role": "user", "content": content}])
     if filled.count(CONTENT) != 1:
         raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
     before, after = filled.split(CONTENT)
@@ -84,7 +90,7 @@ def turn_tokens(tokenizer: PreTrainedTokenizerBase, content: str, lead: str = ""
     return np.array(token_ids(tokenizer, before + content + after + lead), dtype=np.int64)
 
 
-def _filled(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+def _filled(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, turns: list[dict[str, Any]]) -> str:
     try:
         filled = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
     except Exception as error:  # whatever a template raises

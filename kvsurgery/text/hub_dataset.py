@@ -27,7 +27,9 @@ def require_datasets(dataset: str) -> None:
     try:
         import datasets  # noqa: F401
     except ImportError as error:
-        raise TextError(f"there is no file {dataset}; for a dataset, pip install 'kvsurgery[eval]'") from error
+        raise TextError(
+            f"{dataset} is not a local file; to read it as a dataset of the Hub: pip install 'kvsurgery[eval]'"
+        ) from error
 
 
 def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
@@ -49,4 +51,6 @@ def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[
         if reason.startswith("Config name is missing"):  # the second line names those that there are
             several = f"dataset {dataset} has several configurations; give one, as {dataset}:NAME."
             raise TextError(" ".join([several, *more[:1]])) from error
-        raise TextError(f"there is no file {dataset}, nor a dataset that can be read: {reason}") from error
+        raise TextError(
+            f"{dataset} is not a local file, and as a dataset of the Hub it cannot be read: {reason}"
+        ) from error

@@ -10,8 +10,9 @@ from difflib import SequenceMatcher
 from itertools import product
 
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.text import answer_parsing
+from kvsurgery.text import answer_parsing, image_answers
 from kvsurgery.text.code_metrics import edit_similarity, lines_match
+from kvsurgery.text.functions import repeated_function
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -253,8 +254,12 @@ METRICS: Mapping[str, Metric] = {
     "says": answer_parsing.says,
     "among_words": answer_parsing.among_words,
     "among_names": answer_parsing.among_names,
+    "option_index": image_answers.option_index,
+    "counts_in_place": image_answers.counts_in_place,
+    "vqa_words": image_answers.vqa_words,
     "lines_match": _best(lines_match),
     "edit_similarity": _best(edit_similarity),
+    "repeated_function": repeated_function,
     "cloze_exact": answer_parsing.cloze_exact,
     "cloze_partial": answer_parsing.cloze_partial,
     "rouge_1_recall": _best(rouge_1_recall),

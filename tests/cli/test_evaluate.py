@@ -83,7 +83,7 @@ def test_errors_are_one_line_and_nothing_is_written(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("recall-cli", *NEEDLE, "--passkeys", "3"), "--passkeys is of passkey: add that to --tasks"),
+        (("recall-cli", *NEEDLE, "--passkeys", "3"), "--passkeys is an option of passkey"),
         (("recall-cli", "--tasks", "noodle"), "'noodle' is not one of"),
         (("recall-cli", "--tasks", "needle", "--lengths", "many"), "'many' is not a number of tokens"),
         ((MODEL, "--source", MODEL, *NEEDLE), "is not a converted checkpoint"),

@@ -92,7 +92,7 @@ def test_errors_are_one_line_and_nothing_is_written(arguments, words):
         (("--kv-bits", "5"), "'5' is not one of"),
         (("--recent", "8", "--method", "reform"), "--method reform keeps every head full"),
         (("--kv-bits", "16", "--kv-residual", "0"), "--kv-residual goes with --kv-bits"),
-        (("--recent", "8", "--passkeys", "3"), "--passkeys is of passkey"),
+        (("--recent", "8", "--passkeys", "3"), "--passkeys is an option of passkey"),
         (("--recent", "8", "--revision", "main"), "--revision goes with a Hub id"),
     ],
 )

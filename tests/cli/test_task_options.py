@@ -81,4 +81,4 @@ def test_settings_are_checked_and_belong_to_their_task(command: click.Command) -
     refused = CliRunner().invoke(command, ["--tasks", "counting", "--counting-most", "100"])
     assert str(refused.exception) == "nobody counts to 100"
     other = CliRunner().invoke(command, ["--tasks", "ruler", "--counting-most", "5"])
-    assert "--counting-most is of counting: add that to --tasks, or leave the option out" in other.output
+    assert "--counting-most is an option of counting, which --tasks does not name: add it, or leave" in other.output

@@ -97,6 +97,6 @@ def test_answers_are_written_for_a_judge(full, tmp_path):
     asked = {"category": "writing", "questions": ["Who?", "And then?"], "reference": ["She."]}
     assert one[0] == {"question_id": 81, "model_id": "original", **asked}
     assert noted[0] == (
-        f"talk has no score of its own: 2 answers of original for a judge are in {tmp_path / 'talk-original.jsonl'}"
+        f"talk has no score: answers of the original model for a judge are in {tmp_path / 'talk-original.jsonl'}"
     )
     write_report(tmp_path)

@@ -1,10 +1,11 @@
 """SCBench's contexts, and the questions that are asked about each of them later."""
 
 import json
+import sys
 
 import pytest
 
-from kvsurgery.errors import TextError
+from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.scbench import ASKED, SCBenchTask
 from kvsurgery.text.metrics import METRICS
@@ -12,6 +13,8 @@ from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 OPTIONS = ["parse", "read", "write", "open"]
+FUNCTION = "def at(self, place):\n    return self.rows[place] if place in self.rows else self.default"
+OTHER = "def put(self, place, row):\n    self.rows[place] = row\n    self.size = len(self.rows)\n    return self"
 # a question as the benchmark has it, and answers that are right and wrong
 TURNS = {
     "kv": ({"answer": "c14c-be"}, 'It is "c14c-be"', "C14C-BE"),
@@ -24,7 +27,11 @@ TURNS = {
     "mf": ({"input": "The smallest number is", "answer": 1.5}, "1.5", "2"),
     "summary": ({"answer": "Someone writes."}, "someone writes", "nothing"),
     "summary_with_needles": ({"answer": "71432", "task": "scbench_passkey"}, "71432.", "7"),
+    "repoqa": ({"answer": FUNCTION, "name": "at"}, f"```python\n{FUNCTION}\n```", OTHER),
+    "repoqa_and_kv": ({"answer": FUNCTION, "name": "at", "task": "scbench_repoqa"}, FUNCTION, OTHER),
 }
+KINDS_OF = {"summary_with_needles": "/passkey", "repoqa_and_kv": "/repoqa"}
+ROW = {"context": "It is {here}. " * 9, "repo": "a/b", "lang": "python"}
 TEXTS = ["It is here. Where is it? ", json.dumps(ASKED, ensure_ascii=False)]
 SPELT = tokenizer("bytes", TEXTS, size=400)
 READER = Reader(SPELT, 4000, len(SPELT))
@@ -36,7 +43,7 @@ def turns(name, count=2, **changes):
 
 def write(folder, task, *rows):
     path = folder / f"scbench_{task}.jsonl"
-    whole = ({"id": number, "context": "It is {here}. " * 9, **row} for number, row in enumerate(rows))
+    whole = ({"id": number, **ROW, **row} for number, row in enumerate(rows))
     path.write_text("".join(json.dumps(row) + "\n" for row in whole))
     return path
 
@@ -50,7 +57,7 @@ def test_every_task_has_a_metric_and_asks_after_the_context(tmp_path, task):
     assert TURNS.keys() == ASKED.keys()
     _, right, wrong = TURNS[task]
     first, second = samples(write(tmp_path, task, {"multi_turns": turns(task)}))
-    assert first.task == ("scbench/summary_with_needles/passkey" if "needles" in task else f"scbench/{task}")
+    assert first.task == f"scbench/{task}{KINDS_OF.get(task, '')}"
     assert (first.name, second.name, first.facts, second.facts) == ("0/1", "0/2", {"question": 1}, {"question": 2})
     assert METRICS[first.metric](right, first.answers, first.choices) == 1
     assert METRICS[first.metric](wrong, first.answers, first.choices) == 0
@@ -109,6 +116,8 @@ def test_a_limit_is_of_each_task(tmp_path):
             {"multi_turns": turns("kv")},
             "`task` must be one of scbench_summary, scbench_passkey",
         ),
+        ("repoqa", {"repo": None}, "line 2: `repo` must be text, got None"),
+        ("repoqa", {"lang": "cobol"}, "row 2: `lang` must be one of python, java, typescript, rust, cpp, go"),
         ("kv", {"multi_turns": turns("kv", input="? " * 5000)}, "row 2: its questions leave no room for a context in"),
     ],
 )
@@ -118,7 +127,37 @@ def test_malformed_rows_are_named(tmp_path, task, row, message):
         samples(tmp_path)
 
 
+def test_a_function_is_looked_for_among_those_of_its_repository(tmp_path):
+    """Whichever row asks for them."""
+    other = {"multi_turns": turns("repoqa", 1, answer=OTHER)}
+    elsewhere = {"multi_turns": turns("repoqa", 1, answer="fn main() {}"), "repo": "c/d", "lang": "rust"}
+    first, second, third = samples(write(tmp_path, "repoqa", {"multi_turns": turns("repoqa", 1)}, other, elsewhere))
+    assert first.choices == second.choices == (FUNCTION, OTHER)
+    assert (first.answers, second.answers) == ((FUNCTION, "python"), (OTHER, "python"))
+    assert (third.answers, third.choices) == (("fn main() {}", "rust"), ("fn main() {}",))
+
+
+def test_functions_and_values_are_asked_of_one_context(tmp_path):
+    both = [*turns("repoqa_and_kv", 1), *turns("kv", 1, task="scbench_kv")]
+    function, value = samples(write(tmp_path, "repoqa_and_kv", {"multi_turns": both}))
+    assert (function.task, function.limit) == ("scbench/repoqa_and_kv/repoqa", 1024)
+    assert (value.task, value.limit, value.answers, value.choices) == (
+        *("scbench/repoqa_and_kv/kv", 80),
+        *(("c14c-be",), ()),
+    )
+    assert function.kind == value.kind
+
+
+def test_what_the_metric_needs_is_asked_for_first(tmp_path, monkeypatch):
+    write(tmp_path, "kv", {"multi_turns": turns("kv")})
+    write(tmp_path, "repoqa", {"multi_turns": turns("repoqa")})
+    monkeypatch.setitem(sys.modules, "tree_sitter_go", None)
+    with pytest.raises(KVSurgeryError, match=r"RepoQA's metric needs tree_sitter_go: pip install 'kvsurgery\[eval\]'"):
+        SCBenchTask(str(tmp_path)).check()
+    SCBenchTask(str(tmp_path), ("kv",)).check()
+
+
 def test_tasks_that_are_not_read_are_named(tmp_path):
     write(tmp_path, "kv", {"multi_turns": turns("kv")})
-    with pytest.raises(TextError, match="SCBench has no scbench_repoqa; it has scbench_kv, "):
-        SCBenchTask(str(tmp_path), ("repoqa",)).check()
+    with pytest.raises(TextError, match="SCBench has no scbench_hashhop; it has scbench_kv, "):
+        SCBenchTask(str(tmp_path), ("hashhop",)).check()

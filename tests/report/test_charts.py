@@ -4,8 +4,9 @@ import re
 
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
-from kvsurgery.report.charts import label, tokens
+from kvsurgery.report.charts import label, perplexity_axis, tokens
 from kvsurgery.report.speed_charts import duration, speed
 from kvsurgery.report.surgery_charts import head_map
 from tests.report import builders
@@ -41,6 +42,16 @@ def test_pictures_are_written_with_their_panels_side_by_side(report):
     assert {path.stem for path in report.glob("*.png")} == {"bench", "heads", "kv-memory", "lengths", "needle", "tasks"}
     for path in report.glob("*.png"):
         assert image.imread(path).std() > 0.05, path
+
+
+@pytest.mark.parametrize(("values", "height"), [([6.2, 6.2 + 1e-6], 6.2 / 50), ([6.0, 9.0], 3.3)])
+def test_noise_of_a_perplexity_does_not_fill_its_axis(values, height):
+    axes = Figure().subplots()
+    axes.plot(values)
+    perplexity_axis(axes)
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(height, rel=1e-3)
+    assert low < min(values) < max(values) < high
 
 
 def test_the_same_input_gives_the_same_picture():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvsurgery.evaluate.results import Cell, Interval
-from kvsurgery.report.findings import curves, grids, verdict
+from kvsurgery.report.findings import change, curves, grids, verdict
 from tests.report.builders import needle, results, task
 
 
@@ -63,3 +63,17 @@ def test_what_has_a_grid_or_a_single_length_has_no_curve():
 def test_verdicts(metric, low, high, found):
     difference = Interval((low + high) / 2, low, high)
     assert verdict(replace(task("any", 1, 1, metric), difference=difference)) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "metric", "shown"),
+    [
+        (1.2345, "perplexity", "+1.234"),
+        (-0.012, "perplexity", "−0.012"),
+        (-1.7e-7, "perplexity", "+0.000"),
+        (0.051, "qa_f1", "+5.1"),
+        (-0.0001, "qa_f1", "+0.0"),
+    ],
+)
+def test_differences_have_as_many_decimals_as_scores(value, metric, shown):
+    assert change(value, metric) == shown

@@ -57,7 +57,7 @@ def test_scores_with_their_intervals_and_differences(page):
     ]
     assert rows["passkey token_accuracy, 200 samples"][2] == "−0.5 −2.5 to +1.5 no clear difference"
     # of perplexities, the lower is the better
-    assert rows["perplexity perplexity, 200 samples"][2] == "+0.05 +0.03 to +0.07 worse"
+    assert rows["perplexity perplexity, 200 samples"][2] == "+0.050 +0.030 to +0.070 worse"
 
 
 def test_kv_memory_before_and_after(page):

@@ -10,7 +10,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.text.hub_dataset import dataset_rows
 
 MISSING = "Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nExample of usage:\n\t`...`"
-UNREAD = "there is no file org/name, nor a dataset that can be read: "
+UNREAD = "org/name is not a local file, and as a dataset of the Hub it cannot be read: "
 
 
 @pytest.fixture
@@ -59,5 +59,7 @@ def test_what_the_library_raises_is_one_line(given, error, message):
 
 def test_the_library_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TextError, match="there is no file org/name; for a dataset, pip install"):
+    with pytest.raises(
+        TextError, match="org/name is not a local file; to read it as a dataset of the Hub: pip install"
+    ):
         next(dataset_rows("org/name", "4k", "test"))

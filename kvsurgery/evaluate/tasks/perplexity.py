@@ -82,8 +82,8 @@ class PerplexityTask:
         """Check that each piece has tokens before those that are measured, besides the `first` ones of any text."""
         if min(lengths) <= self.continuation + first:
             raise TextError(
-                f"a piece of {min(lengths)} tokens has none before the {self.continuation} that are measured; "
-                "give longer `lengths`, or a shorter `continuation`"
+                f"perplexity measures the last {self.continuation} tokens of a piece, and {min(lengths)} tokens leave "
+                "none before them; give longer `lengths`, or a shorter `continuation`"
             )
 
 

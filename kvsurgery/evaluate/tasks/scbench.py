@@ -15,6 +15,7 @@ from kvsurgery.evaluate.rows import named_files, option_fields, read_rows, right
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
+from kvsurgery.text.functions import LANGUAGES, require_parsers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 ASKED = tomllib.loads(Path(__file__).with_name("scbench.toml").read_text(encoding="utf-8"))
 PREFIX = "scbench_"  # of the names of files and configurations
 FILES = [PREFIX + task for task in ASKED]
+FUNCTION = "repeated_function"  # a metric that knows all functions that are asked for
+WITH_FUNCTIONS = {"repoqa", "repoqa_and_kv"}
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class SCBenchTask:
 
         Raises:
             TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
+            KVSurgeryError: a file cannot be read, or a package is not installed that reads or measures.
         """
-        self._files()
+        if {name.removeprefix(PREFIX) for name in self._files()} & WITH_FUNCTIONS:
+            require_parsers()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows and of their questions.
@@ -70,6 +74,7 @@ class SCBenchTask:
         task = name.removeprefix(PREFIX)
         made = dict.fromkeys([""] if "metric" in ASKED[task] else ASKED[task], 0)
         longest = reader.room(self.longest)
+        functions = _functions(task, name, source) if task in WITH_FUNCTIONS else {}
         for number, row in enumerate(read_rows(source, {}, config=name, split="test")):
             place = f"{source}, row {number + 1}"
             questions = _questions(task, row, place)
@@ -80,12 +85,14 @@ class SCBenchTask:
                 if limit is not None and made[question.kind] >= limit:
                     continue
                 made[question.kind] += 1
+                of_functions = question.metric == FUNCTION
                 yield Sample(
                     task="/".join(filter(None, ("scbench", task, question.kind))),
                     name=f"{number}/{turn}",
                     tokens=np.concatenate([first, tokens]),
                     metric=question.metric,
-                    answers=question.answers,
+                    answers=(*question.answers, row["lang"]) if of_functions else question.answers,
+                    choices=functions[row["repo"]] if of_functions else (),
                     limit=question.limit,
                     context=len(first),
                     facts={"question": turn},
@@ -134,6 +141,19 @@ def _questions(task: str, row: Mapping[str, Any], place: str) -> list[Question]:
     if not isinstance(turns, list) or not turns:
         raise TextError(f"{place}: `multi_turns` must be a list of questions")
     return [Question.of(task, turn, f"{place}, question {number}") for number, turn in enumerate(turns, 1)]
+
+
+def _functions(task: str, name: str, source: str) -> dict[str, tuple[str, ...]]:
+    """The functions that are asked for, by repository: several rows may be of one."""
+    found: dict[str, dict[str, None]] = {}
+    fields = {"repo": str, "lang": str}
+    for number, row in enumerate(read_rows(source, fields, config=name, split="test"), 1):
+        place = f"{source}, row {number}"
+        if row["lang"] not in LANGUAGES:
+            raise TextError(f"{place}: `lang` must be one of {', '.join(LANGUAGES)}")
+        asked = (question for question in _questions(task, row, place) if question.metric == FUNCTION)
+        found.setdefault(row["repo"], {}).update(dict.fromkeys(question.answers[0] for question in asked))
+    return {repository: tuple(functions) for repository, functions in found.items()}
 
 
 def _parts(

@@ -1,0 +1,84 @@
+"""Metrics of answers to questions about images and text, as MM-NIAH counts: 0 to 1.
+
+Each takes what is said, what is right, and choices that it does not need.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+ARTICLES = {"a", "an", "the"}
+PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+DIGITS = {word: str(value) for value, word in enumerate(NUMBERS.split())}
+DIGITS |= {word: str(10 * value) for value, word in enumerate(TENS.split(), 2)}
+# words with an apostrophe, which may be left out
+WITH_APOSTROPHE = (
+    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll how's "
+    "isn't it'd it'll ma'am mightn't might've mustn't must've needn't o'clock oughtn't shan't should've shouldn't "
+    "that'd that's there'd there're there's they'd they'll they're they've wasn't we'd we've weren't what'll "
+    "what're what's what've when's where'd where's where've who'd who'll who's who've why'll why're why's won't "
+    "would've wouldn't y'all you'd you'll you're you've"
+)
+CONTRACTIONS = {word.replace("'", ""): word for word in WITH_APOSTROPHE.split()}
+# the two answers of MM-NIAH's video frames, which models give in words
+CAMERA = {"the camera is moving left": "a", "the camera is moving right": "b"}
+
+
+def option_index(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """1 if an answer is the right option's letter, or its index from 0, up to a period.
+
+    Args:
+        answers: the index of the right option.
+    """
+    said = said.strip(".")
+    if said.isdecimal():
+        return float(said.lstrip("0") == answers[0].lstrip("0"))
+    said = said.lower().replace("the answer is", "").replace("*", "")
+    if "." in said:
+        said = said.split(".")[0].replace(",", "")
+    said = next((letter for phrase, letter in CAMERA.items() if phrase in said), said.strip())
+    return float(said == chr(ord("a") + int(answers[0])))
+
+
+def counts_in_place(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """Share of the numbers that a JSON list has in the right place (soft accuracy); the lists of an object are one.
+
+    Args:
+        answers: the right numbers.
+    """
+    try:
+        found = json.loads(said.strip(".").replace("json", "").replace("```", "").strip())
+    except (ValueError, RecursionError):
+        return 0.0
+    if isinstance(found, dict) and all(isinstance(part, list) for part in found.values()):
+        found = [*chain.from_iterable(found.values())]
+    if not isinstance(found, list):
+        return 0.0
+    return sum(one == int(other) for one, other in zip(found, answers, strict=False)) / len(answers)
+
+
+def vqa_words(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """1 if an answer has the right words, as VQA spells them: without case, articles and punctuation, digits for words.
+
+    Contractions count with and without their apostrophe.
+    """
+    return float(re.search(rf"\b{re.escape(_vqa(answers[0]))}\b", _vqa(said.strip("."))) is not None)
+
+
+def _vqa(text: str) -> str:
+    text = re.sub(r"[\n\t]", " ", text).strip()
+    in_number, spelt = re.search(r"\d,\d", text), text
+    for mark in PUNCTUATION:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        spelt = spelt.replace(mark, "" if beside_space or in_number else " ")
+    words = re.sub(r"\.(?!\d)", "", spelt).lower().split()
+    words = (DIGITS.get(word, word) for word in words if word not in ARTICLES)
+    return " ".join(CONTRACTIONS.get(word, word) for word in words)
