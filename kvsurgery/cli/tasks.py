@@ -50,7 +50,7 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
         if option in given and not {task for task, _, _ in entries} & {*chosen}:
             names = ", ".join(task for task, _, _ in entries)
             raise click.UsageError(
-                f"{_flag(option)} is an option of {names}, which --tasks does not name: add it, or leave the option out"
+                f"{flag(option)} is an option of {names}, which --tasks does not name: add it, or leave the option out"
             )
     tasks = {}
     for name in chosen:
