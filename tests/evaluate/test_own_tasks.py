@@ -174,7 +174,7 @@ def test_samples_follow_the_seed(task, seed):
         (PasskeyTask((600,), hidden="no place"), "`hidden` has {key} once"),
         (PasskeyTask((600,), asked="{cue} first?"), "`asked` ends in {cue}"),
         (PerplexityTask((64,), 64), "measures the last 64 tokens of a piece, and 64 tokens leave none before them"),
-        (PerplexityTask((64,), 0), "perplexity is of 1 token or more"),
+        (PerplexityTask((64,), 0), "perplexity takes 1 token or more"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(task, words):
