@@ -27,7 +27,7 @@ from .kv_packed import _over_tiles
 from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
-PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "KW", "VW"  # of the kernel, where there are tiles
+PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SPREAD", "KW", "VW"  # of the kernel, where there are tiles
 PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
 WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
 REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
@@ -211,6 +211,7 @@ def _decode_kernel(
     BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -304,6 +305,7 @@ def _decode_kernel(
                 BITS=BITS,
                 KEY_ROWS=KEY_ROWS,
                 GROUPS=GROUPS,
+                SPREAD=SPREAD,
                 KW=KW,
                 VW=VW,
                 CAP=CAP,
@@ -447,7 +449,7 @@ def decode(
     most = batch * (table.keys.shape[1] // tokens + heads)  # units there can be
     segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
-        segments, options = 2, _packed_options(head_dim, members, table.quantization)
+        segments, options = 2, _packed_options(head_dim, group, members, table.quantization)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
     half = query.element_size() == 2
@@ -455,7 +457,8 @@ def decode(
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
     # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
     stages = 5 if tokens * padded * query.element_size() <= TILE_BYTES else 3
-    stages = min(stages, 4) if options["BITS"] == 3 else stages  # a unit has half as much again in third bits
+    # a unit has half as much again in third bits, or a quarter in scales
+    stages = min(stages, 4) if options["BITS"] == 3 or options["SPREAD"] else stages
     stages = stages if half or segments == 1 else 1
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
     on_cuda = torch.version.hip is None
@@ -525,7 +528,7 @@ def decode(
     return out
 
 
-def _packed_options(head_dim: int, members: int, quantization: Quantization) -> dict[str, int]:
+def _packed_options(head_dim: int, group: int, members: int, quantization: Quantization) -> dict[str, int]:
     """How the kernel walks tiles. Widths and tokens are not measured: they follow from the compiled code.
 
     A dot that is wider than it is tall is split over warps by columns; a square one has each warp compute all of it.
@@ -537,10 +540,15 @@ def _packed_options(head_dim: int, members: int, quantization: Quantization) -> 
     key_rows = 0
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
-        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
     _, groups = quantization.value_groups(head_dim)
+    # queries and groups of scales may share the rows of the matrix units, if there are as many
+    sharing = triton.next_power_of_2(group) * max(key_rows * tokens // TILE, groups)
+    spread = max(key_rows, groups) > 1 and groups & (groups - 1) == 0 and sharing <= members
+    if key_rows and not spread:
+        tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
     widths = key_width, max(key_width, 2 * members)
-    return dict(zip(PACKED_OPTIONS, (tokens, quantization.bits, key_rows, groups, *widths), strict=True))
+    options = tokens, quantization.bits, key_rows, groups, spread, *widths
+    return dict(zip(PACKED_OPTIONS, options, strict=True))
 
 
 @functools.cache

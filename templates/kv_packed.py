@@ -192,19 +192,27 @@ def _columns(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _of_channels(
-    ptr, kw, W: tl.constexpr, BYTES: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr
+    ptr,
+    kw,
+    W: tl.constexpr,
+    KW: tl.constexpr,
+    BYTES: tl.constexpr,
+    MINIMA: tl.constexpr,
+    ASM: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Scale and minimum of the channels of each plane."""
+    """Scale and minimum of the channels of each plane; `kw` counts the words of several groups, KW each."""
+    at, there = kw // KW * (BYTES * W) + kw % KW, kw % KW < W
     scales, lows = (), ()
     if dtype == tl.float32:
         for byte in tl.static_range(BYTES):
-            pairs = _pairs(ptr, byte * W + kw, kw < W, MINIMA, 0, dtype)
+            pairs = _pairs(ptr, byte * W + at, there, MINIMA, 0, dtype)
             scales += (pairs[0], pairs[1])
             lows += (pairs[2], pairs[3])
     else:
         part = tl.arange(0, 2 * BYTES)[None, :]  # one load has enough words that each thread copies one
-        at = kw[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
-        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, (kw < W)[:, None], 0)
+        at = at[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, there[:, None], 0)
         of_scales, of_lows = tl.split(tl.reshape(words, [kw.shape[0], BYTES, 2]))
         of_scales, of_lows = _columns(of_scales, BYTES), _columns(of_lows, BYTES)
         for byte in tl.static_range(BYTES):
@@ -235,6 +243,32 @@ def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.con
     at = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
     scale = tl.load(at, there[None, :], 0.0).to(tl.float32)
     return scale, tl.load(at + TILE_TOKENS * GROUPS, there[None, :], 0.0).to(tl.float32) + scale * HALF
+
+
+@triton.jit
+def _of_parts(ptr, tile, first, N: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Scale and zero [GROUPS, N] of some tokens of a tile, where a token has GROUPS of each, a power of two."""
+    at = first * (GROUPS // 2) + tl.arange(0, N * GROUPS // 2)
+    pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), at, at >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
+    factor = tl.reshape(tl.join(pairs[0], pairs[1]), [N, GROUPS])
+    return tl.trans(factor), tl.trans(tl.reshape(tl.join(pairs[2], pairs[3]), [N, GROUPS]))
+
+
+@triton.jit
+def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
+    """Each row of x [R, K] for HEADS rows, and all of them again and again, [M, K]."""
+    R: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    return _repeated(tl.reshape(tl.broadcast_to(x[:, None], [R, HEADS, K]), [R * HEADS, K]), M)
+
+
+@triton.jit
+def _gathered(x, own, HEADS: tl.constexpr):
+    """Of x [M, K] the sum of the rows of each head, as far as they are its `own`, in all of its rows."""
+    M: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    parts = tl.reshape(tl.where(own, x, 0.0), [M // HEADS, HEADS, K])
+    return _repeated(tl.sum(parts, 0), M)
 
 
 @triton.constexpr_function
@@ -277,6 +311,7 @@ def _over_tiles(
     BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -287,6 +322,8 @@ def _over_tiles(
 
     All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
     tiles lie round a ring of `count`.
+    With SPREAD, rows that a group of queries would leave empty take the groups that have a scale: row g * HEADS + h is
+    head h, times the scales of group g. What it gives elsewhere than in its group is left out.
     A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of
     its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
     """
@@ -296,26 +333,32 @@ def _over_tiles(
     PLANES: tl.constexpr = 16 // WORD_BITS
     HALF: tl.constexpr = 2 ** (BITS - 1)
     # raw codes are multiples of 2 ** -133: what they multiply is 2 ** 64 times as much, and sums are 2 ** -69 of theirs
-    V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and GROUPS == 1
-    K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0)
+    V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or SPREAD)
+    K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0 or SPREAD)
     RISE: tl.constexpr = 64 if V_RAW else 0
     SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
     scale = scale * (1.0 / SMALL)
     m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
-    R: tl.constexpr = max(_power(G), 128 // KW)  # fewer, and every thread would add up all channels
+    HEADS: tl.constexpr = _power(G) if SPREAD else M
+    UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
+    R: tl.constexpr = M if SPREAD else max(_power(G), 128 // KW)  # fewer, and every thread would add up all channels
     r = tl.arange(0, R)
     q, exact, acc = (), (), ()
     q_sum = tl.zeros([M], tl.float32)
     for plane in tl.static_range(PLANES):
-        of_q = q_ptr + m[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
-        of_plane = tl.load(of_q, (m < G)[:, None] & (kw < W)[None, :], 0.0)
+        channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+        of_q = q_ptr + (m % HEADS)[:, None] * q_head + channel[None, :]
+        asked = (m % HEADS < G)[:, None] & (kw < W)[None, :]
+        if SPREAD and KEY_ROWS == 0:
+            asked &= (m // HEADS)[:, None] == (channel // (D // GROUPS))[None, :]
+        of_plane = tl.load(of_q, asked, 0.0)
         if KEY_ROWS == 0:
             q_sum += tl.sum(of_plane.to(tl.float32), 1) * SMALL
         if K_RAW:  # exactly
             of_plane = (of_plane.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
         q += (of_plane,)
-        of_group = q_ptr + r[:, None] * q_head + (plane // 2 * 2 * W + 2 * kw + plane % 2)[None, :]
-        exact += (tl.load(of_group, (r < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
+        of_group = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
+        exact += (tl.load(of_group, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
         acc += (tl.zeros([M, VW], tl.float32),)
     top = tl.full([M], LOWEST, tl.float32)
     # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
@@ -337,26 +380,40 @@ def _over_tiles(
         if KEY_ROWS > 0:
             of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             folded, of_zeros = (), tl.zeros([R, KW], tl.float32)
-            factors, lows = _of_channels(of_row, kw, W, PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            groups = tl.arange(0, UNIT_ROWS * KW)
+            factors, lows = _of_channels(of_row, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
             for plane in tl.static_range(PLANES):
-                folded += (_product(q[plane], factors[plane][None, :], ASM),)
-                zero = lows[plane].to(tl.float32)
+                factor, zero = factors[plane], lows[plane].to(tl.float32)
                 if not K_RAW:
-                    zero += factors[plane].to(tl.float32) * HALF
-                of_zeros += exact[plane] * zero[None, :]
+                    zero += factor.to(tl.float32) * HALF
+                if SPREAD:
+                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, M)
+                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, M)
+                else:
+                    factor, zero = factor[None, :], zero[None, :]
+                folded += (_product(q[plane], factor, ASM),)
+                of_zeros += exact[plane] * zero
             scores += _repeated(tl.sum(of_zeros, 1)[:, None], M)
             for plane in tl.static_range(PLANES):
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
+            if UNIT_ROWS > 1:
+                own = (m // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
+                scores = _gathered(scores, own, HEADS)
         else:
             for plane in tl.static_range(PLANES):
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
-                if GROUPS > 1:
+                if GROUPS > 1 and not SPREAD:
                     k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
                     k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
                     codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
                 scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
-            if GROUPS == 1:
+            if SPREAD:
+                token_factor, token_zero = _of_parts(k_scales, tile, first, N, GROUPS, 0 if K_RAW else HALF, dtype)
+                token_factor, token_zero = _spread(token_factor, HEADS, M), _spread(token_zero, HEADS, M)
+                scores = scores * token_factor + q_sum[:, None] * token_zero
+                scores = _gathered(scores, (m < GROUPS * HEADS)[:, None] & (n >= 0)[None, :], HEADS)
+            elif GROUPS == 1:
                 token_factor, token_zero = _of_tokens(k_scales, tile, first + n, 0 if K_RAW else HALF, dtype)
                 scores = scores * token_factor[None, :] + q_sum[:, None] * token_zero[None, :]
         if CAP:
@@ -375,10 +432,15 @@ def _over_tiles(
             v_factor, v_zero = _of_tokens(v_scales, tile, first + n, 0 if V_RAW else HALF, dtype)
             zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :], LANES)
             weights *= v_factor[None, :]
+        elif SPREAD:
+            v_factor, v_zero = _of_parts(v_scales, tile, first, N, GROUPS, 0 if V_RAW else HALF, dtype)
+            v_factor, v_zero = _spread(v_factor, HEADS, M), _spread(v_zero, HEADS, M)
+            zeros = zeros * fade[:, None] + _in_part(weights * v_zero, LANES)
+            weights *= v_factor
         faded, acc = acc, ()
         for plane in tl.static_range(PLANES):
             codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
-            if GROUPS > 1:
+            if GROUPS > 1 and not SPREAD:
                 v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
                 v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
                 codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
@@ -392,5 +454,8 @@ def _over_tiles(
         own = acc[plane]
         if V_RAW:  # in two steps: their product is more than a float holds
             own = own * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
-        out = (own + zeros[:, None]) / safe[:, None]
+        own += zeros[:, None]
+        if SPREAD and GROUPS > 1:
+            own = _gathered(own, (m // HEADS)[:, None] == (channel // (D // GROUPS))[None, :], HEADS)
+        out = own / safe[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

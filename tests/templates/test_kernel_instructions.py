@@ -32,7 +32,9 @@ CEILINGS = [
     (Quantization(8), 64, {80: 478, 90: 468}),
     (Quantization(4), 128, {80: 641, 90: 635}),
     (Quantization(2), 128, {80: 741, 90: 736}),
-    (Quantization(4, group_size=32), 32, {80: 543, 90: 534}),
+    (Quantization(4, group_size=32), 128, {80: 805, 90: 833}),
+    (Quantization(4, group_size=64), 128, {80: 785, 90: 814}),
+    (Quantization(4, "per-token", 32), 128, {80: 694, 90: 725}),
     (Quantization(4, "per-token"), 128, {80: 569, 90: 565}),
 ]
 

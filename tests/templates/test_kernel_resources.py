@@ -156,13 +156,14 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
         (4, "kivi", None, torch.float16, 256, 4, False),
         (2, "kivi", None, torch.float16, 128, 1, False),
         (4, "per-token", 64, torch.float16, 128, 4, False),
+        (4, "kivi", 32, torch.bfloat16, 128, 4, False),
         *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 3, 2)),
     ],
     *((bits, "kivi", None, torch.bfloat16, 64, 4, False) for bits in (8, 4, 2)),
     *((bits, "kivi", None, torch.bfloat16, 128, 4, False) for bits in (8, 2)),
     (4, "kivi", None, torch.float16, 128, 1, False),
     (8, "kivi", 16, torch.bfloat16, 64, 7, False),
-    (4, "kivi", 32, torch.bfloat16, 128, 4, False),
+    (4, "kivi", 64, torch.bfloat16, 128, 4, False),
     (4, "kivi", None, torch.bfloat16, 80, 1, False),
     (4, "per-token", None, torch.bfloat16, 128, 4, False),
     (4, "kivi", None, torch.bfloat16, 128, 4, True),
@@ -183,11 +184,10 @@ def test_decode_of_tiles(
     three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)
     check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2, STACK)
-    loads = (
-        2 + 2 * (bits == 3) + (scheme == "kivi" or size is None) + (size is None),
-        2,
-    )  # of packed units, of slots
-    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 else 5)
+    spread = size in (32, 64)  # groups and queries fill the rows of matrix units
+    scales = 2 if spread else (scheme == "kivi" or size is None) + (size is None)
+    loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 or spread else 5)
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
     kv_store.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1, PACK_STACK if scheme == "per-token" else 0)
