@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
-from kvsurgery.templates import kv_attention, kv_cuda, kv_graph
+from kvsurgery.templates import kv_attention, kv_cuda, kv_graph, kv_hold
 from tests.helpers.emitted import LOSSLESS, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
@@ -78,7 +78,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))
         monkeypatch.setattr(kv_cuda.kv_store, "flush", kernel(flush_reference))
         monkeypatch.setattr(kv_cuda.kv_decode, "decode", kernel(decode_reference))
-        # only decode steps are looked at
+        # only decode steps are looked at; the kernels that select again would take the interpreter a minute
+        renew = kv_hold.HeldHeads.renew
+        monkeypatch.setattr(
+            kv_hold.HeldHeads, "renew", lambda heads, column, layer, kernels: renew(heads, column, layer)
+        )
         for name in ("causal", "streaming_from_start", "compact"):
             monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
         return tapes
