@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -18,11 +19,41 @@ QUERIES = 128  # new tokens of a request that attend at a time: more would gathe
 GATHERED = 1 << 14  # keys of a head that are gathered at a time
 
 
+class FullImpl(CPUAttentionBackendImpl):
+    """The stock attention, in blocks that may have held the states of linear attention."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clears = get_current_vllm_config().model_config.is_hybrid
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store new tokens, after setting a block to 0 where the first of its slots gets a token.
+
+        The kernel multiplies the values of empty slots by 0, and bytes of a state may read as NaN. vLLM clears new
+        blocks on a CPU only where all layers of a cache group have as many heads.
+        """
+        if self.clears:
+            size = kv_cache.shape[2]
+            kv_cache.index_fill_(0, slot_mapping[slot_mapping % size == 0] // size, 0)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
 class FullBackend(CPUAttentionBackend):
     """The stock backend with blocks outermost in memory, where pages of different numbers of heads lie unpadded.
 
     The stock kernels take such strides, though their backend does not say so.
     """
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return FullImpl
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -203,13 +234,20 @@ class StreamingImpl(CPUAttentionBackendImpl):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention over [requests, heads, tokens, head_dim], with the model's soft cap if it has one."""
-        if not self.logits_soft_cap:
+        """Attention over [requests, heads, tokens, head_dim], with the model's soft cap and learned sinks if it has
+        them."""
+        if not self.logits_soft_cap and self.sinks is None:
             return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
-        scores = (query @ key.mT * self.scale / self.logits_soft_cap).tanh() * self.logits_soft_cap
+        scores = query @ key.mT * self.scale
+        if self.logits_soft_cap:
+            scores = (scores / self.logits_soft_cap).tanh() * self.logits_soft_cap
         if bias is not None:
             scores = scores + bias
-        return scores.float().softmax(-1).to(value.dtype) @ value
+        if self.sinks is not None:  # one more score, whose value is 0
+            new = query.shape[2] // self.num_queries_per_kv
+            sinks = self.sinks.to(scores.dtype).view(self.num_kv_heads, -1).repeat_interleave(new, 1)
+            scores = torch.cat((scores, sinks[None, :, :, None].expand(len(scores), -1, -1, -1)), -1)
+        return scores.float().softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 class StreamingBackend(FullBackend):

@@ -164,6 +164,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
         "quant_config": stock.quant_config,
         "logits_soft_cap": stock.impl.logits_soft_cap or None,
     }
+    full_sinks, streaming_sinks = learned_sinks(stock, layer)
     del vllm_config.compilation_config.static_forward_context[stock.layer_name]
     full = streaming = None
     if layer.full:
@@ -172,6 +173,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
             num_kv_heads=layer.full,
             prefix=f"{stock.layer_name}.full",
             attn_backend=full_backend(stock),
+            **full_sinks,
             **settings,
         )
     if layer.streaming:
@@ -183,6 +185,28 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
             sink=layer.sink,
             recent=layer.recent,
             **cache,
+            **streaming_sinks,
             **settings,
         )
     return SplitAttention(full, streaming, layer)
+
+
+def learned_sinks(stock: Attention, layer: LayerLayout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The learned sinks of full and of streaming heads, as the option of their attentions; none where it has none.
+
+    They are parts of the parameter that the weights are loaded into later.
+
+    Raises:
+        ValueError: full heads lie in several places, so that their sinks are no part of it.
+    """
+    sinks = getattr(stock.impl, "sinks", None)
+    if sinks is None:
+        return {}, {}
+    if layer.scattered:
+        count = len(layer.blocks)
+        raise ValueError(
+            f"kvsurgery: one process cannot serve learned sinks of heads that are laid out for {count}; use "
+            f"--tensor-parallel-size {count}"
+        )
+    cut = layer.full * (stock.num_heads // stock.num_kv_heads)
+    return {"sinks": sinks.data[:cut]}, {"sinks": sinks.data[cut:]}

@@ -36,7 +36,7 @@ NEAR = 4
 def converted(family: str, folder: Path, model: dict[str, Any] | None = None, **options: Any) -> Converted:
     """A tiny checkpoint of a family with half of its heads streaming, by default: where no window of the model's own is
     in the way, all of the first layer's and none of the third's. `model` overrides its config."""
-    source = make(family, folder / "stock", **LARGE_HEADS, **(model or {}))
+    source = make(family, folder / "stock", **{**LARGE_HEADS, **(model or {})})
     profile = random_profile(source)
     scores = profile.scores.copy()
     scores[0], scores[2] = 0, 1
@@ -123,6 +123,15 @@ def assert_equal(got: Generated, wanted: Generated, tolerance: float = 1e-3) -> 
             assert ours[place][token] == pytest.approx(likelihoods[token], abs=tolerance)
             if token != wanted_token:
                 break
+
+
+def fill_caches(llm: LLM, value: float) -> None:
+    """Set all keys, values and states that vLLM holds to a value."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    for layer in layers:
+        cache = getattr(layer, "kv_cache", ())  # experts have none
+        for part in [cache] if isinstance(cache, torch.Tensor) else cache:
+            part.fill_(value)
 
 
 def cached_tokens(llm: LLM) -> int:

@@ -35,14 +35,24 @@ CASES = (
 
 
 def expected(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: int, sink: int, recent: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: int,
+    sink: int,
+    recent: int,
+    learned: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention over all tokens of a request with the mask of streaming heads: states [tokens, heads, head_dim]."""
+    """Attention over all tokens of a request with the mask of streaming heads: states [tokens, heads, head_dim].
+    `learned` has a score for each query head whose value is 0."""
     places, keys = torch.arange(len(query))[:, None] + past, torch.arange(len(key))
     seen = (keys <= places) & ((keys < sink) | (places - keys < recent))
     key, value = (states.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) for states in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if learned is not None:
+        scores = torch.cat((scores, learned[:, None, None].expand(-1, len(query), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def builder(sink: int, recent: int) -> StreamingBuilder:
@@ -59,7 +69,9 @@ def stock_metadata(**given: object) -> TritonAttentionMetadata:
     return TritonAttentionMetadata(**{field.name: None for field in fields(TritonAttentionMetadata)} | given)
 
 
-def largest_error(new: tuple[int, ...], lengths: tuple[int, ...], sink: int, recent: int) -> float:
+def largest_error(
+    new: tuple[int, ...], lengths: tuple[int, ...], sink: int, recent: int, learned: torch.Tensor | None
+) -> float:
     blocks = sum(-(-length // SIZE) for length in lengths) + 1
     cache = torch.full((blocks, SIZE, KV_HEADS, 2 * HEAD_DIM), float("nan")).transpose(1, 2)
     table = torch.zeros(len(lengths), WIDTH, dtype=torch.int32)
@@ -76,7 +88,7 @@ def largest_error(new: tuple[int, ...], lengths: tuple[int, ...], sink: int, rec
             cache[free, :, : part.stop - part.start] = torch.cat((key, value), -1)[part].transpose(0, 1)
             table[row, block], free = free, free + 1
         queries.append(query)
-        wanted.append(expected(query, key, value, past, sink, recent))
+        wanted.append(expected(query, key, value, past, sink, recent, learned))
     TritonAttentionMetadataBuilder.build = lambda *_: stock_metadata(
         num_actual_tokens=sum(new),
         max_query_len=max(new),
@@ -90,7 +102,9 @@ def largest_error(new: tuple[int, ...], lengths: tuple[int, ...], sink: int, rec
     )
     metadata = builder(sink, recent).build(0, None)
     assert metadata.seq_lens.max() <= sink + recent + max(new) + 2 * SIZE, "the gap is visited"
-    implementation = TritonAttentionImpl(QUERY_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, None, None, "auto")
+    implementation = TritonAttentionImpl(
+        QUERY_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, None, None, "auto", sinks=learned
+    )
     layer = SimpleNamespace(_q_scale=torch.ones(()), _k_scale=torch.ones(()), _v_scale=torch.ones(()))
     query, want = torch.cat(queries), torch.cat(wanted)
     output = torch.empty_like(query)
@@ -101,6 +115,6 @@ def largest_error(new: tuple[int, ...], lengths: tuple[int, ...], sink: int, rec
 if __name__ == "__main__":
     torch.manual_seed(0)
     with set_current_vllm_config(VllmConfig()):
-        errors = [largest_error(*case) for case in CASES]
+        errors = [largest_error(*case, learned) for case in CASES for learned in (None, torch.randn(QUERY_HEADS))]
     print(errors)
     sys.exit(not max(errors) < 1e-5)

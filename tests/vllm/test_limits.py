@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm
 
-from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.templates.kv_layout import LayerLayout, Quantization
 from kvsurgery.vllm import register, supports
 from kvsurgery.vllm.limits import checked_layout
 
@@ -79,6 +80,17 @@ def test_each_process_has_its_part_of_the_heads() -> None:
     layers = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2
     layout = checked_layout(settings({"layers": layers}, parallel={"tensor_parallel_size": 2}))
     assert [layer.blocks for layer in layout.layers] == [((1, 1),)] * 2
+
+
+def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:
+    from kvsurgery.vllm.split import learned_sinks
+
+    stock: Any = SimpleNamespace(impl=SimpleNamespace(sinks=torch.arange(8.0)), num_heads=8, num_kv_heads=4)
+    full, streaming = learned_sinks(stock, LayerLayout(((1, 3),), 4, 8))
+    stock.impl.sinks += 1  # weights load later
+    assert (full["sinks"].tolist(), streaming["sinks"].tolist()) == ([1, 2], [3, 4, 5, 6, 7, 8])
+    with pytest.raises(ValueError, match="use --tensor-parallel-size 2"):
+        learned_sinks(stock, LayerLayout(((1, 1), (1, 1)), 4, 8))
 
 
 def test_a_quantized_cache_is_announced_as_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
