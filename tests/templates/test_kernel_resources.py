@@ -193,6 +193,22 @@ def test_decode_of_tiles(
     check(compiled["_flush_kernel"], tmp_path, 1, PACK_STACK if scheme == "per-token" else 0)
 
 
+@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
+def test_decode_of_many_rows(compiled: dict, tmp_path: Path) -> None:
+    """Where a launch plans, units still come by asynchronous copies."""
+    batch, heads, quantization = 17, 8, Quantization(4)
+    each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
+    states = torch.zeros(batch, 64, 128, dtype=torch.bfloat16)
+    stored = empty_tiles(states, 8, quantization), each, row, None, quantization
+    table = HeadTable(states, states, each, each, each, each, row, *stored)
+    query = torch.zeros(batch, heads * 4, 128, dtype=torch.bfloat16)
+    kv_decode.decode(query, table, torch.zeros(1, 1, dtype=torch.int32), Scoring(0.1), programs=8)
+    decode = compiled["_decode_kernel"]
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == 6 * 5
+    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch], STACK)
+    check(compiled["_plan_kernel"], tmp_path, 1)
+
+
 @cases(
     "quantization, dtype, head_dim",
     [(None, torch.bfloat16, 80), (Quantization(8), torch.bfloat16, 128), (Quantization(4), torch.bfloat16, 256)],
