@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from quantized_cache import converted
+from caches import converted
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 

@@ -148,7 +148,7 @@ def main() -> None:
     for number, piece in enumerate(windows(arguments.text, tokenizer, PROMPT + NEW + 1, WINDOWS).values()):
         found["windows"].append(measure(model, piece, turned))
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        console.stderr.print(f"{number + 1} of {WINDOWS}: {found['windows'][-1]}", markup=False)
+        console.stderr.print(f"{number + 1} of {WINDOWS}: {found['windows'][-1]}")
     console.stdout.print(console.table(f"{BITS} bits", ["rotations", "KL"], rows(found)))
 
 

@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4, 2], choices=(16, 8, 4, 2))
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4, 3, 2], choices=(16, 8, 4, 3, 2))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--memory", type=float, default=12.0, help="gigabytes of caches that are held at once")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")

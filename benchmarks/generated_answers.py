@@ -18,8 +18,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -27,69 +26,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from caches import ORIGINAL, contenders, converted, filled
 from peers.held import held_bytes
-from quantized_cache import BACKENDS, converted
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    QuantizedCache,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from kvsurgery import __version__, console
 from kvsurgery.bench.caches import unusable
-from kvsurgery.policy.policy import Quantization
-from kvsurgery.templates.kv_tiles import rotated
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, token_ids
 
-ORIGINAL = "original"
 REQUEST = "Continue this text at length.\n\n"
 CHUNK = 16  # tokens of an answer that are read at once; far fewer than a cache quantizes together
 QUARTERS = 4
-
-
-def settings() -> dict[str, Quantization | None]:
-    """Our caches, by name; first those whose comparison says most."""
-    plain = partial(Quantization, sink=0, rotate="none", clip=False)
-    found: dict[str, Quantization | None] = {}
-    for bits in (4, 2):
-        found[f"kvsurgery, {bits} bits"] = Quantization(bits)
-        found[f"kvsurgery 0.1.0, {bits} bits"] = plain(bits)
-        found[f"KIVI in groups of 32, {bits} bits"] = plain(bits, group_size=32)
-    found |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
-    found["kvsurgery, unquantized"] = None
-    for bits in (2, 3, 4):
-        found[f"kvsurgery, {bits} bits, keys rotated"] = Quantization(bits, rotate="both", clip=bits == 2)
-    per_token = partial(Quantization, scheme="per-token")
-    found["kvsurgery, 8 bits per token"] = per_token(8)
-    for bits in (4, 3, 2):  # as they were by default when this was measured first
-        found[f"kvsurgery, {bits} bits per token"] = per_token(bits, rotate="values", clip=bits < 4)
-    return found
-
-
-def contenders(
-    stock: PreTrainedModel, emitted: PreTrainedModel
-) -> dict[str, tuple[PreTrainedModel, Callable[[], Any]]]:
-    """Models with what makes an empty cache, by name: the original first, then ours and those of transformers."""
-    found: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
-        ORIGINAL: (stock, partial(DynamicCache, config=stock.config))
-    }
-    cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
-    for name, quantization in settings().items():
-        found[name] = emitted, partial(cache, emitted.config, quantization=quantization)
-    for backend, scaled in (("quanto", "channel"), ("hqq", "token")):
-        keys, values = BACKENDS[backend][1][scaled]
-        for bits in (4, 2):
-            options = {"nbits": bits, "axis_key": keys, "axis_value": values}
-            found[f"QuantizedCache, {backend}, {bits} bits"] = (
-                stock,
-                partial(QuantizedCache, backend, stock.config, **options),
-            )
-    return found | {"QuantizedCache, fp8": (stock, partial(QuantizedCache, "fp8", stock.config))}
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, pieces: int) -> torch.Tensor:
@@ -104,24 +53,6 @@ def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, 
         starts = torch.linspace(0, len(tokens) - rest, pieces + 2).long().tolist()[1:-1]
         made += [[*before, *tokens[start : start + rest], *after] for start in starts]
     return torch.tensor(made)
-
-
-@torch.inference_mode()
-def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """An empty cache, filled with a prompt's keys and values by layer, as the prompt's own forward fills it."""
-    if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
-        cache.begin(None, *states[0][0].shape[::2])
-    for number, (keys, values) in enumerate(states):
-        if not hasattr(cache, "begin"):
-            cache.update(keys, values, number)
-            continue
-        layer = cache.layers[number]
-        quantization = layer.layout.quantization
-        rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
-        keys = rotated(keys, heads) if rotate == "both" else keys
-        layer.lazy_initialization(keys)
-        layer.append(keys, values if rotate == "none" else rotated(values, heads))
-    return cache
 
 
 @torch.inference_mode()
@@ -246,7 +177,7 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         if name != ORIGINAL and "agreement" in result:
             continue
         if model is stock and name != ORIGINAL and (reason := unusable(make)):
-            console.stderr.print(f"left out: {name} ({reason})", markup=False)
+            console.stderr.print(f"left out: {name} ({reason})")
             continue
         if name == ORIGINAL or "kl" not in result:
             cache = filled(make(), states)
@@ -257,7 +188,7 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
             result |= beside(generated(model, filled(make(), states), first, arguments.new, end), answers)
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.stderr.print(
-            f"{len(results)}: {name}: KL {fmean(result['kl']):.5f}, {time.process_time() - begin:.0f} s", markup=False
+            f"{len(results)}: {name}: KL {fmean(result['kl']):.5f}, {time.process_time() - begin:.0f} s"
         )
 
 

@@ -1,16 +1,14 @@
-"""What a quantized KV cache keeps, and what it takes: a converted model beside transformers' own QuantizedCache.
+"""Bytes, quality and speed of quantized caches on a language model: ours, those of transformers, and fp8.
 
-    python benchmarks/byte_model.py pride_and_prejudice.txt --out /tmp/byte-model
-    python benchmarks/quantized_cache.py /tmp/byte-model pride_and_prejudice.txt --json quantized.json
+    pip install optimum-quanto hqq    # what is not installed is left out
+    python benchmarks/quantized_cache.py MODEL book.txt other.txt --json quantized.json
+    python benchmarks/quantized_cache.py --show quantized.json
 
-Converts MODEL with every head full. Caches of 8, 4 and 2 bits and unquantized ones then hold the same prompts from the
-text's last tenth, and go through what follows them token by token, in turns. Bytes are those of all tensors of a cache,
-scales and unquantized tokens among them. The error is the norm of the difference to the stock model's logits, over
-their norm. Right after a prompt, QuantizedCache has quantized all of it, and kvsurgery keeps room for 256 tokens as
-they are; what a further token takes, of which a long context consists, stands beside.
-
-Backends of QuantizedCache: `pip install optimum-quanto` (compiles C++ at its first use), `pip install hqq`; fp8 comes
-with recent versions of transformers.
+Every cache begins with the same states of a prompt, and reads the tokens that follow it one at a time. The divergence
+is the mean Kullback-Leibler divergence, in nats, of the distribution of the next token from the stock model's. A step
+of the stock model comes before each step with another cache, and times are CPU times of one thread. Bytes are those of
+the storage of all tensors in the cache at the end, as a model in 16 bit has them. An interrupted run continues from its
+JSON file.
 """
 
 from __future__ import annotations
@@ -18,194 +16,136 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from byte_model import split
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, QuantizedCache
+from caches import ORIGINAL, contenders, converted, filled
+from peers.held import held_bytes
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from kvsurgery import console
-from kvsurgery.bench.caches import STEP, cache_bytes, unusable
-from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.source import read_config
-from kvsurgery.conversion.convert import convert
-from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.policy.policy import Quantization
-from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.recipe import Recipe
+from kvsurgery import __version__, console
+from kvsurgery.bench.caches import unusable
+from kvsurgery.text.haystack import Haystack
 
-# backend -> bits, and the axes that make it scale keys per channel or per token, and values per token
-BACKENDS = {
-    "quanto": ((4, 2), {"channel": (-1, 0), "token": (0, 0)}),
-    "hqq": ((8, 4, 2), {"channel": (0, 1), "token": (1, 1)}),
-}
+States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
 
 
-@dataclass
-class Contender:
-    """A model with a kind of cache, and what was measured of it."""
-
-    name: str
-    scaled: str  # what a scale of keys is for
-    bits: int
-    model: PreTrainedModel
-    make: Callable[[], Any]  # an empty cache
-    prompt_bytes: int = 0
-    token_bytes: float = 0.0
-    difference: float = 0.0  # to the logits of the stock model, sum of squares
-    nats: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model after conversion with every head full."""
-    config = read_config(source)
-    model = Family.of(config).dimensions(config)
-    scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
-    prepared = PreparedConversion.prepare(
-        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
-    )
-    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
-
-
-def contenders(stock: PreTrainedModel, emitted: PreTrainedModel) -> Iterator[Contender]:
-    """The stock model first, then the converted one, then the stock one with what is installed of QuantizedCache."""
-    width = 8 * stock.dtype.itemsize
-    yield Contender("stock", "", width, stock, partial(DynamicCache, config=stock.config))
-    cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
-    yield Contender("kvsurgery", "", width, emitted, partial(cache, emitted.config))
-    for scheme, scaled in (("kivi", "channel"), ("per-token", "token")):
-        for bits in (8, 4, 2):
-            make = partial(cache, emitted.config, quantization=Quantization(bits, scheme))
-            yield Contender("kvsurgery", scaled, bits, emitted, make)
-    kinds = [("fp8", "tensor", 8, {})]
-    for backend, (widths, axes) in BACKENDS.items():
-        for scaled, (keys, values) in axes.items():
-            kinds += [
-                (backend, scaled, bits, {"nbits": bits, "axis_key": keys, "axis_value": values}) for bits in widths
-            ]
-    left_out = set()
-    for backend, scaled, bits, options in kinds:
-        make = partial(QuantizedCache, backend, stock.config, **options)
-        if backend not in left_out and (reason := unusable(make)):
-            console.stderr.print(f"left out: {backend} ({reason})", markup=False)
-            left_out.add(backend)
-        if backend not in left_out:
-            yield Contender(f"transformers, {backend}", scaled, bits, stock, make)
+def pieces(model: Path, texts: list[Path], length: int, count: int) -> torch.Tensor:
+    """Pieces [texts * count, length] of texts, from places that are evenly spread."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer is not None  # for the checker: transformers' types say it may be
+    found = []
+    for text in texts:
+        tokens = torch.from_numpy(Haystack.read(str(text), tokenizer, length).tokens)
+        starts = torch.linspace(0, len(tokens) - length, count + 2).long().tolist()[1:-1]
+        found += [tokens[start : start + length] for start in starts]
+    return torch.stack(found)
 
 
 @torch.inference_mode()
-def measure(models: list[Contender], tokens: torch.Tensor, prompt: int) -> float:
-    """Put [1, prompt + new + 1] tokens through every cache; returns the sum of squares of the stock model's logits."""
-    caches, norm, last = [], 0.0, tokens.shape[1] - 1
-    for contender in models:
-        caches.append(contender.make())
-        contender.model(tokens[:, :prompt], past_key_values=caches[-1], logits_to_keep=1)
-        if hasattr(caches[-1], "reserve"):
-            caches[-1].reserve(last)
-    for step in range(prompt, last):
-        for contender, cache in zip(models, caches, strict=True):
-            begin = time.perf_counter()
-            logits = contender.model(tokens[:, step : step + 1], past_key_values=cache).logits[0].float()
-            contender.seconds.append(time.perf_counter() - begin)
-            if contender is models[0]:
-                reference = logits
-                norm += reference.square().sum().item()
-            contender.difference += (logits - reference).square().sum().item()
-            contender.nats.append(F.cross_entropy(logits, tokens[0, step + 1 : step + 2]).item())
-    return norm
+def read(
+    models: tuple[PreTrainedModel, PreTrainedModel], caches: tuple[Any, Any], tokens: torch.Tensor
+) -> dict[str, Any]:
+    """What a model with a cache makes of tokens [1, n + 1] beside the stock model with its own, step by step.
+
+    Args:
+        models, caches: the stock model's first; the caches hold the same prompt.
+    """
+    divergence, nats, seconds = [], [], ([], [])
+    for step in range(tokens.shape[1] - 1):
+        logs = []
+        for model, cache, times in zip(models, caches, seconds, strict=True):
+            begin = time.process_time()
+            output = model(tokens[:, step : step + 1], past_key_values=cache)
+            times.append(time.process_time() - begin)
+            logs.append(output.logits[0, -1].float().log_softmax(-1))
+        divergence.append(F.kl_div(logs[1], logs[0], log_target=True, reduction="sum").item())
+        nats.append(-logs[1][tokens[0, step + 1]].item())
+    stock, other = map(median, seconds)
+    return {"kl": fmean(divergence), "nats": fmean(nats), "stock_seconds": stock, "seconds": other}
 
 
-@torch.inference_mode()
-def count_bytes(contender: Contender, tokens: torch.Tensor, prompt: int) -> None:
-    """Bytes of its cache after a prompt, and of every further token, of which a long context consists."""
-    sizes = []
-    for length in (prompt, prompt + 2 * STEP):
-        cache = contender.make()
-        contender.model(tokens[:, :length], past_key_values=cache, logits_to_keep=1)
-        sizes.append(cache_bytes(cache))
-    contender.prompt_bytes, contender.token_bytes = sizes[0], (sizes[1] - sizes[0]) / (2 * STEP)
-
-
-def show(title: str, results: list[dict[str, Any]]) -> None:
-    """Print the results as a table."""
-    rows = [
-        (
-            *(result[name] for name in ("cache", "keys_scaled_per", "bits")),
-            console.size(result["bytes_after_prompt"]),
-            f"{result['bytes_per_token']:,.0f}",
-            f"{result['bytes_per_token'] / results[0]['bytes_per_token']:.1%}",
-            f"{result['logits_error']:.2e}",
-            f"{result['bits_per_byte']:.4f}",
-            f"{result['decode_ms']:.2f}",
-        )
-        for result in results
-    ]
-    columns = ["cache", "keys per", "bits", "KV bytes", "a token", "of stock", "logits error", "bits/byte", "ms"]
-    console.stdout.width = max(console.stdout.width, 110)
-    console.stdout.print(console.table(title, columns, rows, left=2))
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| cache | bytes | KL | perplexity | time of a step |", "|---" * 5 + "|"]
+    results = found["results"]
+    for name, parts in sorted(results.items(), key=lambda pair: -pair[1][0]["kv_bytes"]):
+        share = parts[0]["kv_bytes"] / results[ORIGINAL][0]["kv_bytes"]
+        loss, nats = (fmean(part[figure] for part in parts) for figure in ("kl", "nats"))
+        slower = fmean(part["seconds"] / part["stock_seconds"] for part in parts)
+        lines.append(f"| {name} | {share:.0%} | {loss:.4f} | {math.exp(nats):.2f} | × {slower:.2f} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
-    parser.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 text; its last tenth is used")
-    parser.add_argument("--prompt", type=int, default=704, help=f"tokens of a prompt, a multiple of {STEP}")
-    parser.add_argument("--new", type=int, default=192, help="tokens that follow it")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="folder of a stock checkpoint")
+    parser.add_argument("texts", type=Path, nargs="*", metavar="TEXT", help="UTF-8 texts")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens that follow it")
+    parser.add_argument("--pieces", type=int, default=2, help="of each text")
+    parser.add_argument("--json", type=Path, help="results; those there are not computed again")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="print these results as a table, and measure nothing")
     arguments = parser.parse_args()
-    if arguments.prompt % STEP:
-        parser.error(f"--prompt must be a multiple of {STEP}")
+    if arguments.show:
+        print("\n".join(table(json.loads(arguments.show.read_text()))))
+        return
+    if not (arguments.model and arguments.texts and arguments.json):
+        parser.error("give MODEL, TEXT and --json, or --show")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    text, dtype = split(arguments.text)[1], getattr(torch, arguments.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    assert tokenizer is not None  # its type in transformers allows None
-    tokens = torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
+    torch.set_num_threads(1)
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    wanted = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
+    wanted["texts"] = [text.name for text in arguments.texts]
+    if found.setdefault("settings", wanted) != wanted:
+        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
+    found["versions"] = {
+        "kvsurgery": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    measure(arguments, found)
+
+
+def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Add what is missing to the results, and write them after each cache."""
     length = arguments.prompt + arguments.new + 1
-    starts = torch.linspace(0, tokens.shape[1] - length, arguments.prompts).long().tolist()
-    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
+    tokens = pieces(arguments.model, arguments.texts, length, arguments.pieces)
+    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as scratch:
-        models = [*contenders(stock, converted(arguments.model, Path(scratch) / "all-full", dtype))]
-    norm = sum(measure(models, tokens[:, start : start + length], arguments.prompt) for start in starts)
-    for contender in models:
-        count_bytes(contender, tokens, arguments.prompt)
-    per_byte = tokens.shape[1] / len(text.encode()) / math.log(2)  # from nats per token to bits
-    results = [
-        {
-            "cache": contender.name,
-            "keys_scaled_per": contender.scaled,
-            "bits": contender.bits,
-            "bytes_after_prompt": contender.prompt_bytes,
-            "bytes_per_token": contender.token_bytes,
-            "logits_error": math.sqrt(contender.difference / norm),
-            "bits_per_byte": statistics.fmean(contender.nats) * per_byte,
-            "decode_ms": 1e3 * statistics.median(contender.seconds),
-        }
-        for contender in models
-    ]
-    title = (
-        f"{arguments.prompts} prompts of {arguments.prompt:,} tokens, {arguments.new:,} more each, {arguments.dtype}"
-    )
-    show(title, results)
-    if arguments.json:
-        settings = {name: getattr(arguments, name) for name in ("prompt", "new", "prompts", "dtype")}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        arguments.json.write_text(json.dumps({**settings, **versions, "caches": results}, indent=2) + "\n")
+        emitted = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+    prompts: list[States] = []
+    for piece in tokens:
+        with torch.inference_mode():
+            cache = stock(piece[None, : arguments.prompt], logits_to_keep=1).past_key_values
+        prompts.append([(layer.keys, layer.values) for layer in cache.layers])
+    results = found.setdefault("results", {})
+    for name, (model, make) in contenders(stock, emitted).items():
+        if name in results:
+            continue
+        if model is stock and (reason := unusable(make)):
+            console.stderr.print(f"left out: {name} ({reason})")
+            continue
+        parts = []
+        for piece, states in zip(tokens, prompts, strict=True):
+            own = make()
+            if hasattr(own, "reserve"):  # a cache of unstated length grows by a quarter at a time
+                own.reserve(arguments.prompt + arguments.new)
+            caches = filled(DynamicCache(config=stock.config), states), filled(own, states)
+            part = read((stock, model), caches, piece[None, arguments.prompt :])
+            parts.append({**part, "kv_bytes": held_bytes(caches[1], widest=2)})
+        results[name] = parts
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        console.stderr.print(f"{name}: KL {fmean(part['kl'] for part in parts):.5f}")
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def plot(rows: list[dict[str, Any]], names: list[str], arguments: argparse.Names
     axes[1, 0].set_ylabel(f"tokens that fit {arguments.memory:g} GB a rank")
     axes[0, 0].legend(fontsize=8)
     figure.save_figure(picture, arguments.plot)
-    console.stderr.print(f"wrote {arguments.plot}", markup=False)
+    console.stderr.print(f"wrote {arguments.plot}")
 
 
 def main() -> None:
@@ -246,7 +246,7 @@ def main() -> None:
     profiles = {name: load_profile(name, given.get(name), arguments.seed) for name in arguments.models}
     results = []
     for name, profile in profiles.items():
-        console.stdout.print(f"{name}: {profile.model}; {profile.base_model}", markup=False)
+        console.stdout.print(f"{name}: {profile.model}; {profile.base_model}")
         rows = simulate(name, profile, arguments)
         print_tables(name, rows, arguments)
         results += rows

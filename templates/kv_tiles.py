@@ -217,14 +217,17 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
         parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
         low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
         pairs = third.to(torch.int16)  # a byte for both bytes of a word: of each plane, two bits that are eight apart
-        pairs = pairs << 2 | pairs << 6
+        pairs = (pairs << 6).bitwise_or_(pairs.bitwise_left_shift_(2))
         for place, plane in enumerate(_planes(low, 2)):
-            yield plane | (pairs >> place & 0x0404).view(torch.uint8)
+            yield plane.bitwise_or_((pairs >> place).bitwise_and_(0x0404).view(torch.uint8))
         return
     last = 8 // bits - 1
-    for plane in range(last + 1):
-        shifted = packed >> bits * plane if plane else packed
-        yield shifted if plane == last else shifted & (2**bits - 1)
+    for plane in range(last + 1):  # in place where it can be, since a CPU spends much time on pages of new memory
+        if plane == 0:
+            yield packed & (2**bits - 1) if last else packed
+        else:
+            shifted = packed >> bits * plane
+            yield shifted if plane == last else shifted.bitwise_and_(2**bits - 1)
 
 
 def _third_bits(device: torch.device) -> torch.Tensor:

@@ -65,9 +65,9 @@ def show(report: Mapping[str, Any]) -> None:
     console.stdout.print(console.table(title, columns, rows))
     for contender, row in found:
         for part, reason in row["refused"].items():
-            console.stdout.print(f"{contender.name} refused {part}: {reason}", markup=False)
+            console.stdout.print(f"{contender.name} refused {part}: {reason}")
     for name, reason in report["left_out"].items():
-        console.stdout.print(f"left out: {name} ({reason})", markup=False)
+        console.stdout.print(f"left out: {name} ({reason})")
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:

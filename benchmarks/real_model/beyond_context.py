@@ -164,7 +164,7 @@ def main() -> None:
             own.append(read)
             arguments.json.write_text(json.dumps(found) + "\n")
             right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
-            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right", markup=False)
+            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right")
     print("\n".join(table(found)))
 
 

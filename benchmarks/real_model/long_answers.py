@@ -271,13 +271,13 @@ def main() -> None:
             try:
                 result = measure(contender, models[contender.name], case, arguments.steps, original)
             except ImportError as error:
-                console.stderr.print(f"left out: {contender.name} ({error})", markup=False)
+                console.stderr.print(f"left out: {contender.name} ({error})")
                 del results[contender.name]
                 continue
             own[number:] = [result, *own[number + 1 :]]
             found["results"] = {each.name: results[each.name] for each in every if each.name in results}
             arguments.json.write_text(json.dumps(found) + "\n")
-            console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}", markup=False)
+            console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")
     print("\n".join(table(found)))
 
 

@@ -174,7 +174,7 @@ def main() -> None:
             if len(own) == number:
                 own.append(measure(model, case))
                 arguments.json.write_text(json.dumps(found) + "\n")
-                console.stderr.print(f"{number + 1} of {len(cases)}, {name}: {own[-1]}", markup=False)
+                console.stderr.print(f"{number + 1} of {len(cases)}, {name}: {own[-1]}")
     print("\n".join(table(found)))
 
 

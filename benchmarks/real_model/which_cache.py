@@ -266,7 +266,7 @@ def main() -> None:
             if isinstance(error, RuntimeError) and not isinstance(contender, Pressed):
                 raise
             found.setdefault("left out", {})[contender.name] = reason = str(error).splitlines()[0]
-            console.stderr.print(f"left out: {contender.name} ({reason})", markup=False)
+            console.stderr.print(f"left out: {contender.name} ({reason})")
             continue
         results[contender.name] = {"series": contender.series, **result}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -274,7 +274,6 @@ def main() -> None:
             f"{len(results)} of {len(wanted)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
             f"KL {np.mean(result['kl']):.4f}, {console.size(result['kv_bytes'][0])}, "
             f"{time.perf_counter() - begin:.0f} s",
-            markup=False,
         )
 
 

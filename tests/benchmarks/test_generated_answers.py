@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import caches
 import generated_answers
 from transformers import PreTrainedModel
 
@@ -41,10 +42,10 @@ def run(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> tup
     names = ["kvsurgery, unquantized", "kvsurgery 0.1.0, 2 bits"]
     command = ["generated_answers.py", folder / "model", text, "--prompt", PROMPT, "--new", NEW, "--pieces", PIECES]
     command = [str(word) for word in [*command, "--json", folder / "found.json"]]
-    settings = {name: how for name, how in generated_answers.settings().items() if name in names}
+    settings = {name: how for name, how in caches.settings().items() if name in names}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        patch.setattr(generated_answers, "settings", lambda: settings)
+        patch.setattr(caches, "settings", lambda: settings)
         patch.setattr(generated_answers, "unusable", lambda make: "not tested")
         generated_answers.main()
     prompts = generated_answers.prompts(words, [text], PROMPT, PIECES)

@@ -1,0 +1,112 @@
+"""The quantized caches that benchmarks compare on a language model: ours, those of transformers, and fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.cache_utils import DynamicLayer
+
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.checkpoint.source import read_config
+from kvsurgery.conversion.convert import convert
+from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.policy.policy import Quantization
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_tiles import rotated
+
+ORIGINAL = "original"
+# backend of QuantizedCache -> its axes for keys and values: with quanto's, keys have a scale for each channel and some
+# tokens, with HQQ's for each token
+BACKENDS = {"quanto": (-1, 0), "hqq": (1, 1)}
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+class Fp8Layer(DynamicLayer):
+    """Keys and values of a layer, one byte for each number; larger ones are stored as the largest there is."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        super().lazy_initialization(key_states, key_states if value_states is None else value_states)
+        self.keys, self.values = (key_states[:, :, :0].to(FP8) for _ in range(2))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None  # for the checker: both are initialized now
+        assert self.values is not None
+        keys, values = (states.clamp(-LARGEST, LARGEST).to(FP8) for states in (key_states, value_states))
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
+
+
+def settings() -> dict[str, Quantization | None]:
+    """Our caches, by name; first those whose comparison says most."""
+    plain = partial(Quantization, sink=0, rotate="none", clip=False)
+    found: dict[str, Quantization | None] = {}
+    for bits in (4, 2):
+        found[f"kvsurgery, {bits} bits"] = Quantization(bits)
+        found[f"kvsurgery 0.1.0, {bits} bits"] = plain(bits)
+        found[f"KIVI in groups of 32, {bits} bits"] = plain(bits, group_size=32)
+    found |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
+    found["kvsurgery, unquantized"] = None
+    for bits in (2, 3, 4):
+        found[f"kvsurgery, {bits} bits, keys rotated"] = Quantization(bits, rotate="both", clip=bits == 2)
+    return found | {f"kvsurgery, {bits} bits per token": Quantization(bits, "per-token") for bits in (8, 4, 3, 2)}
+
+
+def contenders(
+    stock: PreTrainedModel, emitted: PreTrainedModel
+) -> dict[str, tuple[PreTrainedModel, Callable[[], Any]]]:
+    """Models with what makes an empty cache, by name: the original first, then ours, fp8, and those of transformers."""
+    found: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
+        ORIGINAL: (stock, partial(DynamicCache, config=stock.config))
+    }
+    cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
+    for name, quantization in settings().items():
+        found[name] = emitted, partial(cache, emitted.config, quantization=quantization)
+    found["fp8, as vLLM has it"] = stock, partial(Cache, layer_class_to_replicate=Fp8Layer)
+    for backend, (keys, values) in BACKENDS.items():
+        for bits in (4, 2):
+            options = {"nbits": bits, "axis_key": keys, "axis_value": values}
+            make = partial(QuantizedCache, backend, stock.config, **options)
+            found[f"QuantizedCache, {backend}, {bits} bits"] = stock, make
+    return found
+
+
+def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model after conversion with every head full."""
+    config = read_config(source)
+    model = Family.of(config).dimensions(config)
+    scores = np.ones((model.layers, model.kv_heads), dtype=np.float32)
+    prepared = PreparedConversion.prepare(
+        source, HeadProfile(scores, "ablation", "kv", str(source), model), Recipe(sparsity=0.0)
+    )
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """An empty cache, filled with a prompt's keys and values by layer, as the prompt's own forward fills it."""
+    if hasattr(cache, "begin"):  # a converted model's; others quantize what comes first in `update`
+        cache.begin(None, *states[0][0].shape[::2])
+    for number, (keys, values) in enumerate(states):
+        if not hasattr(cache, "begin"):
+            cache.update(keys, values, number)
+            continue
+        layer = cache.layers[number]
+        quantization = layer.layout.quantization
+        rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
+        keys = rotated(keys, heads) if rotate == "both" else keys
+        layer.lazy_initialization(keys)
+        layer.append(keys, values if rotate == "none" else rotated(values, heads))
+    return cache

@@ -1,0 +1,82 @@
+"""The comparison of quantized caches on a language model: what is read, compared and counted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import caches
+import quantized_cache
+
+from kvsurgery.text.haystack import Haystack
+from tests.helpers.families import stock
+from tests.helpers.vocabularies import tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+PROMPT, NEW = 280, 6
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return stock("llama", vocab_size=400, head_dim=16)
+
+
+def test_each_cache_is_read_beside_the_original(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tokenizer("bytes", ["the baker carried a basket"], size=400)
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(words.decode(Haystack.read(None, words, 900).tokens))
+    names = ["kvsurgery, unquantized", "kvsurgery 0.1.0, 2 bits"]
+    settings = {name: how for name, how in caches.settings().items() if name in names}
+    monkeypatch.setattr(caches, "settings", lambda: settings)
+    monkeypatch.setattr(caches, "BACKENDS", {})
+    command = ["quantized_cache.py", tmp_path / "model", text, "--prompt", PROMPT, "--new", NEW, "--pieces", 2]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in [*command, "--json", tmp_path / "found.json"]])
+    threads = torch.get_num_threads()
+    quantized_cache.main()
+    torch.set_num_threads(threads)
+    found = json.loads((tmp_path / "found.json").read_text())
+    results = found["results"]
+    assert [*results] == ["original", *settings, "fp8, as vLLM has it"]
+    exact = torch.tensor([part["kl"] for name in ("original", names[0]) for part in results[name]])
+    assert exact.abs().max() < 1e-6
+    assert min(part["kl"] for name in (names[1], "fp8, as vLLM has it") for part in results[name]) > 1e-6
+    tokens = quantized_cache.pieces(tmp_path / "model", [text], PROMPT + NEW + 1, 2)
+    with torch.no_grad():
+        logs = model(tokens).logits.log_softmax(-1)[:, PROMPT:-1]
+    nats = -logs.gather(2, tokens[:, PROMPT + 1 :, None]).mean((1, 2))
+    torch.testing.assert_close(torch.tensor([part["nats"] for part in results["original"]]), nats)
+    held = results["original"][0]["kv_bytes"]
+    config = model.config
+    assert held == (PROMPT + NEW) * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+    assert results["fp8, as vLLM has it"][0]["kv_bytes"] == held // 2
+
+
+def test_floats_of_eight_bits_are_the_nearest() -> None:
+    cache = caches.Cache(layer_class_to_replicate=caches.Fp8Layer)
+    states = torch.randn(2, 2, 1, 3, 64, generator=torch.Generator().manual_seed(0)) * 30
+    states[0, 0, 0, 0, :2] = torch.tensor([1000.0, -1000.0])
+    cache.update(*states[:, :, :, :2], 0)
+    keys, values = cache.update(*states[:, :, :, 2:], 0)
+    assert keys[0, 0, 0, :2].tolist() == [448, -448]
+    found, exact = torch.stack([keys, values]), states.clamp(-448, 448)
+    large = exact.abs() >= 2**-6  # smaller ones are subnormal
+    assert ((found - exact).abs() <= exact.abs() / 16)[large].all()
+    assert not torch.equal(found, exact)
+
+
+def test_the_documented_tables_are_the_committed_results() -> None:
+    for name in ("quantized-cache-1024.json", "quantized-cache-4096.json"):
+        found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        assert "\n".join(quantized_cache.table(found)) in PAGE.read_text()
