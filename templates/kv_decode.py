@@ -4,6 +4,7 @@ Batches of many rows have one more, which plans.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -445,22 +446,9 @@ def decode(
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
     padded, members = slots["DP"], max(16, triton.next_power_of_2(group))
-    tokens = min(max(TILE_BYTES // (padded * query.element_size()), 16), 64)
-    most = batch * (table.keys.shape[1] // tokens + heads)  # units there can be
-    segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
-    if table.tiles is not None and table.quantization is not None:
-        segments, options = 2, _packed_options(head_dim, group, members, table.quantization)
-        most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-    wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
-    half = query.element_size() == 2
-    wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
-    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
-    # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
-    stages = 5 if tokens * padded * query.element_size() <= TILE_BYTES else 3
-    # a unit has half as much again in third bits, or a quarter in scales
-    stages = min(stages, 4) if options["BITS"] == 3 or options["SPREAD"] else stages
-    stages = stages if half or segments == 1 else 1
-    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), most)
+    walk = _walk(query, table, scoring, padded, members)
+    segments, options, wide = walk.segments, walk.options, walk.wide
+    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.most)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
@@ -477,24 +465,11 @@ def decode(
         "count_ptr": table.counts,
         "start_ptr": starts,
         **_strides(table.skipped, "skipped_batch", "skipped_head"),
-        "N": tokens,
+        "N": walk.tokens,
     }
     with torch.cuda.device_of(query):
         if starts is not None:
-            _plan_kernel[(1,)](
-                **plan,
-                **line,
-                **{name: tiles[name] for name in ("packed_ptr", "packed_batch", "packed_head")},
-                sink_ptr=table.sinks,
-                ring_ptr=table.rings,
-                heads=heads,
-                programs=programs,
-                steps=(segments * rows).bit_length(),
-                PACKED_N=options["PACKED_N"],
-                LANES=PLANNED,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+            _plan(table, tiles, {**plan, **line}, programs, options["PACKED_N"])
         _decode_kernel[(programs,)](
             **slots,
             **tiles,
@@ -507,9 +482,9 @@ def decode(
             **_strides(query, "q_batch", "q_head"),
             M=members,
             LANES=lanes,
-            ASM=on_cuda and half and not triton.knobs.runtime.interpret,
+            ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
-            num_stages=stages,
+            num_stages=walk.stages,
             enable_fp_fusion=True,
             **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda else {}),
         )
@@ -526,6 +501,57 @@ def decode(
             enable_fp_fusion=False,
         )
     return out
+
+
+class _Walk(NamedTuple):
+    """How the decode kernel walks its line of units."""
+
+    tokens: int  # of a unit of slots
+    most: int  # units there can be
+    segments: int  # of a pair of a row and a KV head: its slots, and with tiles its packed tokens before
+    options: dict  # of packed tokens; None without any
+    wide: bool  # has more registers, thus fewer programs at once
+    stages: int
+
+
+def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int, members: int) -> _Walk:
+    """What fits the registers and the shared memory, by the compiled code."""
+    batch, query_heads, head_dim = query.shape
+    heads, size = len(table.offsets), query.element_size()
+    tokens = min(max(TILE_BYTES // (padded * size), 16), 64)
+    most = batch * (table.keys.shape[1] // tokens + heads)
+    segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
+    if table.tiles is not None and table.quantization is not None:
+        segments, options = 2, _packed_options(head_dim, query_heads // heads, members, table.quantization)
+        most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
+    wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
+    half = size == 2
+    wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
+    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
+    # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
+    stages = 5 if tokens * padded * size <= TILE_BYTES else 3
+    # a unit has half as much again in third bits, or a quarter in scales
+    stages = min(stages, 4) if options["BITS"] == 3 or options["SPREAD"] else stages
+    stages = stages if half or segments == 1 else 1
+    return _Walk(tokens, most, segments, options, wide, stages)
+
+
+def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_tokens: int | None) -> None:
+    """Launch what counts the units of large batches and finds where every program's share starts."""
+    segments, rows = arguments["SEGMENTS"], arguments["rows"]
+    _plan_kernel[(1,)](
+        **arguments,
+        **{name: tiles[name] for name in ("packed_ptr", "packed_batch", "packed_head")},
+        sink_ptr=table.sinks,
+        ring_ptr=table.rings,
+        heads=len(table.offsets),
+        programs=programs,
+        steps=(segments * rows).bit_length(),
+        PACKED_N=packed_tokens,
+        LANES=PLANNED,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 def _packed_options(head_dim: int, group: int, members: int, quantization: Quantization) -> dict[str, int]:
