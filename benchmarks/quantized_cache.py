@@ -81,7 +81,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
         share = parts[0]["kv_bytes"] / results[ORIGINAL][0]["kv_bytes"]
         loss, nats = (fmean(part[figure] for part in parts) for figure in ("kl", "nats"))
         slower = fmean(part["seconds"] / part["stock_seconds"] for part in parts)
-        lines.append(f"| {name} | {share:.0%} | {loss:.4f} | {math.exp(nats):.2f} | × {slower:.2f} |")
+        lines.append(f"| {name} | {share:.0%} | {max(loss, 0):.4f} | {math.exp(nats):.2f} | × {slower:.2f} |")
     return lines
 
 
