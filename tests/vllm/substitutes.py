@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu, softplus
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
@@ -97,3 +99,7 @@ def substitute(patch: pytest.MonkeyPatch) -> None:
     # experts chosen by sigmoids: in groups only, and one group of all is the same
     one_group = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
     patch.setattr(minimax_m2, "FusedMoEFactory", partial(minimax_m2.FusedMoEFactory, **one_group))
+    # vLLM's module of Qwen3.5 imports the size of images from a file that needs torchvision; text does not use it, and
+    # the same function is in the file that transformers falls back to
+    resizing = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    patch.setitem(sys.modules, resizing, image_processing_pil_qwen2_vl)

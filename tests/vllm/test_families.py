@@ -9,7 +9,7 @@ import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm import ARCHITECTURES, DENSE
-from tests.helpers.families import FAMILIES, LLAMA_4, WITH_STATES
+from tests.helpers.families import FAMILIES, LLAMA_4, MROPE, WITH_STATES
 from tests.vllm.serving import (
     BLOCK,
     assert_equal,
@@ -30,8 +30,13 @@ WITH_LINEAR_LAYERS = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+# as many frequencies as larger heads have
+WITH_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}
 MODELS = {
     **dict.fromkeys(WITH_STATES, WITH_LINEAR_LAYERS),
+    # vLLM leaves out biases of the attention
+    "qwen3_5": {**WITH_LINEAR_LAYERS, **WITH_MROPE, "attention_bias": False},
+    "qwen3_5_moe": {**WITH_LINEAR_LAYERS, **WITH_MROPE},
     "cohere2": {"sliding_window": 512},  # which nothing reaches: vLLM's own has a token more
     "qwen2": {"use_sliding_window": False},  # vLLM itself refuses one of which only some layers have windows
     "ernie4_5": {"use_bias": False},  # vLLM has no bias of the output projection
