@@ -1,4 +1,4 @@
-"""Sections of gpu.py: the decode kernel against the read bandwidth, the prefill kernel beside other attention.
+"""Sections of gpu.py: errors of kernels, decode against the read bandwidth, prefill beside other attention.
 
 One layer of Llama-3-8B's shape in bfloat16: 8 KV heads of 128, four query heads each.
 """
@@ -171,6 +171,22 @@ def check_streaming(past: int, device: str = "cuda") -> float:
             given[index] = whole
     exact = prefill_reference(query, *given, span, scoring, window)
     return ((out - exact).norm() / exact.norm()).item()
+
+
+def correctness_section(report: Report, device: str = "cuda") -> None:
+    """Errors of short caches and prompts in bfloat16 against torch in float32; 32 rows have a launch that plans."""
+    report.table("correctness", {"kernel": "<8", "bits": "4", "batch": "5", "past": "6,", "error": "7.0e"})
+    for bits in BITS:
+        for batch in (1, 8, 32):
+            with report.attempt(f"decode, {bits} bits, batch {batch}"):
+                row = report.add(
+                    kernel="decode", bits=bits, batch=batch, error=check_quantized(batch, HEADS // 2, bits, device)
+                )
+                assert row["error"] < TOLERANCE, f"wrong by {row['error']:.1e}"
+    for past in (0, 1000):
+        with report.attempt(f"prefill after {past:,} tokens"):
+            row = report.add(kernel="prefill", past=past, error=check_streaming(past, device))
+            assert row["error"] < TOLERANCE, f"wrong by {row['error']:.1e}"
 
 
 def visible_pairs(past: int, tokens: int, streaming: bool) -> int:

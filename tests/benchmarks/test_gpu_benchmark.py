@@ -72,9 +72,16 @@ def test_a_run_with_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert run(monkeypatch, "--device", "cpu", "--out", tmp_path) == 0
     [path] = tmp_path.glob("*.json")
     results = json.loads(path.read_text())
-    assert [skip["what"] for skip in results["skipped"]] == ["kernels", "prefill", "capacity"]
-    assert len(writes) == 4 + 2  # after every section, and twice for a model
+    assert [skip["what"] for skip in results["skipped"]] == ["correctness", "kernels", "capacity", "prefill", "lengths"]
+    assert len(writes) == 7 + 2  # after every section, and twice for a model
     assert writes[:2] == [0, 0]
+    rows = [row for row in results["rows"] if row["section"] == "generate"]
+    assert [(row["variant"], row["graph"]) for row in rows] == [
+        ("stock, SDPA", "no"),
+        ("50% full", "no"),
+        ("50% full", "no"),
+    ]
+    assert rows[2]["as eager"] == rows[2]["new"] == 64
     rows = [row for row in results["rows"] if row["section"] == "decode"]
     assert [row["variant"] for row in rows] == ["stock, SDPA", "all full", "50% full", "50% full, int4"]
     for row in rows[1:]:
@@ -83,7 +90,39 @@ def test_a_run_with_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     sums = [row for row in results["rows"] if row["section"] == "prefill in chunks"]
     assert [row["measured"] for row in sums] == [4, 4, 4]
     with open(path.with_suffix(".csv"), newline="") as file:
-        assert len([*csv.DictReader(file)]) == len(results["rows"]) == 4 + 12 + 3
+        assert len([*csv.DictReader(file)]) == len(results["rows"]) == 3 + 4 + 12 + 3
+
+
+def test_comparisons_fit_the_card() -> None:
+    """Stock's cache and weights beside each other; a target of more tokens says of how many."""
+    for case in gpu_models.CASES:
+        shape = synthetic.SHAPES[case.shape]
+        token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        assert 17e9 + token * max(case.decode) < 72e9
+    assert gpu_models.CASES[-1].decode[400_000] == gpu_models.Target(1.5, 500_000)
+
+
+def test_generate_without_time(report: Report) -> None:
+    report.deadline = 0
+    gpu_models.generate_section(report, "cpu")
+    assert report.rows == []
+    assert [skip["what"] for skip in report.skipped] == [
+        "generate of stock, SDPA, eager",
+        "generate of 50% full, eager",
+        "generate of 50% full, CUDA graph",
+    ]
+
+
+def test_wrong_kernels_are_noted(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def error(batch: int, full: int, bits: int, device: str) -> float:
+        return float("nan") if (batch, bits) == (32, 4) else 1e-3
+
+    monkeypatch.setattr(gpu_kernels, "check_quantized", error)
+    monkeypatch.setattr(gpu_kernels, "check_streaming", lambda past, device: 1e-3)
+    gpu_kernels.correctness_section(report)
+    assert len(report.rows) == 4 * 3 + 2
+    assert [skip["what"] for skip in report.skipped] == ["decode, 4 bits, batch 32"]
+    assert report.failed
 
 
 def test_caches_hold_what_they_say(parts: list[gpu_models.Variant]) -> None:
