@@ -23,15 +23,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import comparison
 import torch
 import torch.nn.functional as F
-import transformers
 from caches import ORIGINAL, contenders, converted, filled
 from peers.held import held_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.bench.caches import unusable
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, token_ids
@@ -121,36 +120,6 @@ def table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="folder of a stock instruct checkpoint")
-    parser.add_argument("texts", type=Path, nargs="*", metavar="TEXT", help="UTF-8 texts")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=512, help="tokens of an answer")
-    parser.add_argument("--pieces", type=int, default=4, help="of each text")
-    parser.add_argument("--json", type=Path, help="results; those there are not computed again")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print these results as a table, and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.show:
-        print("\n".join(table(json.loads(arguments.show.read_text()))))
-        return
-    if not (arguments.model and arguments.texts and arguments.json):
-        parser.error("give MODEL, TEXT and --json, or --show")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    wanted = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
-    wanted["texts"] = [text.name for text in arguments.texts]
-    if found.setdefault("settings", wanted) != wanted:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {
-        "kvsurgery": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    measure(arguments, found)
-
-
 def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     """Add what is missing to the results, and write them after each cache."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -190,6 +159,10 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         console.stderr.print(
             f"{len(results)}: {name}: KL {fmean(result['kl']):.5f}, {time.process_time() - begin:.0f} s"
         )
+
+
+def main() -> None:
+    comparison.run(__doc__.splitlines()[0], measure, table, new=512, pieces=4)
 
 
 if __name__ == "__main__":

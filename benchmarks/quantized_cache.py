@@ -23,15 +23,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import comparison
 import torch
 import torch.nn.functional as F
-import transformers
 from caches import ORIGINAL, contenders, converted, filled
 from peers.held import held_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.utils import logging
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.bench.caches import unusable
 from kvsurgery.text.haystack import Haystack
 
@@ -85,39 +84,9 @@ def table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="folder of a stock checkpoint")
-    parser.add_argument("texts", type=Path, nargs="*", metavar="TEXT", help="UTF-8 texts")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens that follow it")
-    parser.add_argument("--pieces", type=int, default=2, help="of each text")
-    parser.add_argument("--json", type=Path, help="results; those there are not computed again")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print these results as a table, and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.show:
-        print("\n".join(table(json.loads(arguments.show.read_text()))))
-        return
-    if not (arguments.model and arguments.texts and arguments.json):
-        parser.error("give MODEL, TEXT and --json, or --show")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    wanted = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
-    wanted["texts"] = [text.name for text in arguments.texts]
-    if found.setdefault("settings", wanted) != wanted:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {
-        "kvsurgery": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    measure(arguments, found)
-
-
 def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     """Add what is missing to the results, and write them after each cache."""
+    torch.set_num_threads(1)
     length = arguments.prompt + arguments.new + 1
     tokens = pieces(arguments.model, arguments.texts, length, arguments.pieces)
     stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
@@ -146,6 +115,10 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         results[name] = parts
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.stderr.print(f"{name}: KL {fmean(part['kl'] for part in parts):.5f}")
+
+
+def main() -> None:
+    comparison.run(__doc__.splitlines()[0], measure, table, new=64, pieces=2)
 
 
 if __name__ == "__main__":
