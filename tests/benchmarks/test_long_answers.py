@@ -198,7 +198,7 @@ def test_the_readme_says_what_was_measured() -> None:
     said = " ".join((ROOT / "README.md").read_text().split())
     assert f"with a cache of {console.size(held[name])}, the original with {console.size(held['original'])}" in said
     same = np.mean([case["same"] for case in found[name]])
-    assert f"The most likely next token is the same in {same:.0%} of all places" in said
+    assert f"The most likely next token is the original's at {same:.0%} of all positions" in said
 
 
 def test_the_docs_say_what_was_measured() -> None:
