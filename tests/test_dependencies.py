@@ -11,6 +11,7 @@ from kvsurgery.templates import kv_layout
 
 ROOT = Path(__file__).parent.parent
 WITH_OTHERS = {"markupsafe"}  # is jinja2's
+NAMES = {"pillow": "PIL"}  # of packages, where code imports them by another
 
 
 def imported(folder: str) -> dict[str, str]:
@@ -30,7 +31,8 @@ def test_the_tool_imports_its_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = project["dependencies"] + [line for name in extras.keys() - {"dev"} for line in extras[name]]
-    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    packages = [re.match(r"[\w-]+", line)[0] for line in lines]
+    declared = {NAMES.get(package, package.replace("-", "_")) for package in packages}
     found = imported("kvsurgery")
     assert {"torch", "click"} <= found.keys()
     assert {name: path for name, path in found.items() if name not in declared | WITH_OTHERS | {"kvsurgery"}} == {}
