@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from kvsurgery.templates import kv_decode  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 from tests.helpers.kernel_cases import FULL, Compact, Decode, Packed, Prefill, Quantization  # noqa: E402
 from tests.ptx.faults import Fault  # noqa: E402
@@ -77,6 +78,11 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
             and kernel.instructions[number - 2].opcode == "shfl.sync.bfly.b32"
         )
     ),
+    "between the two halves of planning: the largest of all ends takes a barrier after they were stored": (
+        lambda kernel, number: (
+            kernel.name == "_plan_kernel" and kernel.instructions[number].source.startswith("kv_decode.py")
+        )
+    ),
     "the wait after a loop whose last round starts no copy, and its barrier: what is written next lies elsewhere": (
         lambda kernel, number: (
             any(each.opcode == "cp.async.wait_group" for each in kernel.instructions[number - 1 : number + 1])
@@ -100,6 +106,7 @@ def without(kernel: Kernel, number: int) -> Kernel:
 )
 def test_every_barrier_and_wait_counts(target: int, check: str, cases: tuple, monkeypatch, tmp_path) -> None:
     torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(kv_decode, "PLANNED", 128)  # segments of a round: many rows take two
     emulator, kernels = install(monkeypatch, str(tmp_path), target), {}
 
     def run() -> None:
