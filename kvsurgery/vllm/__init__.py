@@ -17,6 +17,7 @@ ARCHITECTURES = (
     "Exaone4ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
@@ -45,7 +46,6 @@ ARCHITECTURES = (
 # the converter's other architectures, which are served with the original's cache and a warning
 DENSE = (
     "Gemma3nForCausalLM",
-    "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",

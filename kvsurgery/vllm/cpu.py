@@ -202,8 +202,8 @@ class StreamingImpl(CPUAttentionBackendImpl):
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Step | None,
         output: torch.Tensor,
@@ -211,12 +211,14 @@ class StreamingImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store new tokens, key and value [tokens, heads, head_dim], in a cache [blocks, heads, slots, 2 * head_dim],
-        and write their attention, query [tokens, query_heads, head_dim], to an output of that shape."""
+        and write their attention, query [tokens, query_heads, head_dim], to an output of that shape. A layer that
+        shares the cache of an earlier one has no keys and values to store."""
         if attn_metadata is None:  # a step without requests, to measure memory
             return output
         rows, count = rows_of(kv_cache), attn_metadata.tokens
-        states = torch.cat((key[:count], value[:count]), -1)
-        rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), states.flatten(0, 1))
+        if key is not None and value is not None:
+            states = torch.cat((key[:count], value[:count]), -1)
+            rows.index_copy_(0, attn_metadata.slots.rows(kv_cache), states.flatten(0, 1))
         heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
         for piece, keys in attn_metadata.pieces:
             requests, new = len(piece.rows), piece.new

@@ -35,15 +35,15 @@ class Forecast:
     @classmethod
     def of(cls, part: KVLayout, tokens: int, processes: int = 1, block: int = BLOCK, itemsize: int = 2) -> Forecast:
         """For the heads of one process, in blocks of `block` tokens, with elements of `itemsize` bytes."""
-        token = 2 * part.head_dim * itemsize
+        token = 2 * itemsize
         whole = -(-tokens // block) * block
         return cls(
             tokens,
             processes,
             Groups(part).sequence_bytes(tokens, block, itemsize),
             part.dense_bytes(1, whole, itemsize=itemsize),
-            sum(layer.full for layer in part.layers) * token,
-            sum(layer.heads for layer in part.layers if not layer.native) * token,
+            sum(layer.full * (layer.head_dim or part.head_dim) for layer in part.layers) * token,
+            sum(layer.heads * (layer.head_dim or part.head_dim) for layer in part.layers if not layer.native) * token,
         )
 
     def command(self, folder: str) -> str:

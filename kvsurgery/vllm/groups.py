@@ -11,19 +11,22 @@ from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 
 @dataclass
 class Bin:
-    """Layers whose streaming heads share a cache group: heads of the first layer, of all layers, and their number."""
+    """Layers whose streaming heads share a cache group: widths of the first layer and of all layers, and their number.
+
+    The width of heads is the number of elements that their keys have.
+    """
 
     first: int
-    heads: int = 0
+    width: int = 0
     layers: int = 0
 
-    def takes(self, heads: int, width: int) -> bool:
-        """Whether one more layer fits a block of `width` heads.
+    def takes(self, width: int, limit: int) -> bool:
+        """Whether one more layer fits a block of a width.
 
         vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ;
         so that many have to fit too.
         """
-        return self.heads + heads <= width and (self.layers + 1) * self.first <= width
+        return self.width + width <= limit and (self.layers + 1) * self.first <= limit
 
 
 @dataclass(frozen=True)
@@ -32,32 +35,36 @@ class Groups:
 
     layout: KVLayout
 
+    def _width(self, layer: LayerLayout, heads: int) -> int:
+        """The width of heads of a layer."""
+        return heads * (layer.head_dim or self.layout.head_dim)
+
     @cached_property
     def width(self) -> int:
-        """KV heads of a block: all full heads of the model, or the widest layer of streaming heads."""
-        full = sum(layer.full for layer in self.layout.layers if not layer.native)
-        return max(full, *(layer.heads - layer.full for layer in self.layout.layers))
+        """The width of a block: of all full heads of the model, or of the widest layer of other heads."""
+        full = sum(self._width(layer, layer.full) for layer in self.layout.layers if not layer.native)
+        return max(full, *(self._width(layer, layer.heads - layer.full) for layer in self.layout.layers))
 
     @cached_property
     def _filled(self) -> tuple[list[Bin], list[int]]:
         bins: list[Bin] = []
         chosen = []
         for layer in self.layout.layers:
-            heads = 0 if layer.native else layer.streaming
+            width = 0 if layer.native else self._width(layer, layer.streaming)
             index = 0
-            if heads:
-                fitting = (index for index, bin in enumerate(bins) if bin.takes(heads, self.width))
+            if width:
+                fitting = (index for index, bin in enumerate(bins) if bin.takes(width, self.width))
                 index = next(fitting, len(bins))
                 if index == len(bins):
-                    bins.append(Bin(heads))
-                bins[index].heads += heads
+                    bins.append(Bin(width))
+                bins[index].width += width
                 bins[index].layers += 1
             chosen.append(index)
         return bins, chosen
 
     @property
     def streaming(self) -> list[int]:
-        """The bin of each layer's streaming heads; no bin has more heads than a block."""
+        """The bin of each layer's streaming heads; no bin is wider than a block."""
         return self._filled[1]
 
     def window(self, layer: LayerLayout) -> int:
@@ -78,14 +85,14 @@ class Groups:
             blocks += len(self._filled[0]) * _window_blocks(tokens, size, layers[0].sink, window, in_flight)
         native = [layer for layer in self.layout.layers if layer.native]
         if native:
-            groups = -(-len(native) // (self.width // native[0].heads))
+            groups = -(-len(native) // (self.width // self._width(native[0], native[0].heads)))
             window = native[0].recent - size * native[0].chunked  # chunks begin with a block
             blocks += groups * _window_blocks(tokens, size, 0, window, in_flight)
         return blocks
 
     def block_bytes(self, size: int, itemsize: int = 2) -> int:
         """Bytes of a block: keys and values of `size` tokens."""
-        return self.width * size * 2 * self.layout.head_dim * itemsize
+        return self.width * size * 2 * itemsize
 
     def sequence_bytes(self, tokens: int, size: int = 16, itemsize: int = 2) -> int:
         """Bytes of the blocks that a sequence holds."""

@@ -67,12 +67,12 @@ class SplitAttention(nn.Module):
             self.register_buffer("order", order, persistent=False)
             self.register_buffer("original_order", order.argsort(), persistent=False)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """Attention of new tokens.
 
         Args:
             query: [tokens, query_heads * head_dim]
-            key, value: [tokens, kv_heads * head_dim]
+            key, value: [tokens, kv_heads * head_dim]; None in a layer that shares the KV cache of an earlier one
 
         Returns:
             [tokens, query_heads * head_dim]
@@ -81,15 +81,17 @@ class SplitAttention(nn.Module):
             only = self.full or self.streaming
             assert only is not None  # a layer has heads
             return only(query, key, value)
-        states = [self._full_first(part) for part in (query, key, value)]
-        cuts = [part.shape[-1] // self.heads * self.cut for part in states]
-        full = self.full(*(part[:, :cut] for part, cut in zip(states, cuts, strict=True)))
-        streaming = self.streaming(*(part[:, cut:] for part, cut in zip(states, cuts, strict=True)))
-        attended = torch.cat((full, streaming), -1)
+        full, streaming = zip(*(self._parts(states) for states in (query, key, value)), strict=True)
+        attended = torch.cat((self.full(*full), self.streaming(*streaming)), -1)
         return self._by_head(attended, self.original_order) if self.scattered else attended
 
-    def _full_first(self, states: torch.Tensor) -> torch.Tensor:
-        return self._by_head(states, self.order) if self.scattered else states.view(len(states), -1)
+    def _parts(self, states: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The states of full and of streaming heads."""
+        if states is None:
+            return None, None
+        states = self._by_head(states, self.order) if self.scattered else states.view(len(states), -1)
+        cut = states.shape[-1] // self.heads * self.cut
+        return states[:, :cut], states[:, cut:]
 
     def _by_head(self, states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         return states.view(len(states), self.heads, -1).index_select(1, order).flatten(1)
@@ -106,7 +108,7 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
     ]
     for parent, name, stock in attentions:
         index = extract_layer_index(stock.layer_name)
-        layer = layout.layers[index]
+        layer = layout.attended[index]
         window = stock.attention_chunk_size if isinstance(stock, ChunkedLocalAttention) else stock.sliding_window
         # vLLM lets those of Cohere 2 see a token more
         if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
@@ -165,6 +167,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
         "logits_soft_cap": stock.impl.logits_soft_cap or None,
     }
     full_sinks, streaming_sinks = learned_sinks(stock, layer)
+    source = stock.kv_sharing_target_layer_name
     del vllm_config.compilation_config.static_forward_context[stock.layer_name]
     full = streaming = None
     if layer.full:
@@ -173,6 +176,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
             num_kv_heads=layer.full,
             prefix=f"{stock.layer_name}.full",
             attn_backend=full_backend(stock),
+            kv_sharing_target_layer_name=source and f"{source}.full",
             **full_sinks,
             **settings,
         )
@@ -182,6 +186,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
             num_kv_heads=layer.streaming,
             prefix=f"{stock.layer_name}.streaming",
             attn_backend=streaming_backend(),
+            kv_sharing_target_layer_name=source and f"{source}.streaming",
             sink=layer.sink,
             recent=layer.recent,
             **cache,

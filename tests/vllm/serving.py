@@ -26,6 +26,10 @@ BLOCK = 32  # what the CPU's kernels take
 # the CPU's kernels have heads from 32
 LARGE_HEADS = {"hidden_size": 256, "head_dim": 32, "max_position_embeddings": 1024}
 
+# a tiny Gemma with tied embeddings repeats its last token with a probability of almost 1, whatever attention reads
+UNTIED = {"tie_word_embeddings": False}
+GEMMA_2 = {"final_logit_softcapping": 4.0}  # vLLM ties its embeddings always
+
 replace_kernels = cache(current_platform.register_triton_kernel_overrides)
 
 # of each prompt, the new tokens, and for each of them the log probabilities of the likeliest at its place

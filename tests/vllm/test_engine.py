@@ -15,7 +15,17 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.vllm.split import SplitAttention
 from tests.helpers.surgery import Converted, convert_folder
 from tests.helpers.tiny_recall import FOLDER
-from tests.vllm.serving import Generated, assert_equal, converted, engine, generate, preemptions, prompts, reference
+from tests.vllm.serving import (
+    GEMMA_2,
+    Generated,
+    assert_equal,
+    converted,
+    engine,
+    generate,
+    preemptions,
+    prompts,
+    reference,
+)
 
 ROWS = prompts()
 
@@ -145,7 +155,7 @@ def test_an_unconverted_checkpoint_keeps_the_stock_attention(llama: Converted) -
 
 
 def test_windows_as_long_as_the_models_own(tmp_path: Path) -> None:
-    checkpoint = converted("gemma2", tmp_path, model={"sliding_window": 40}, recent=40)
+    checkpoint = converted("gemma2", tmp_path, model={**GEMMA_2, "sliding_window": 40}, recent=40)
     with engine(checkpoint.folder) as llm:
         assert_equal(generate(llm, ROWS), reference(checkpoint.model, ROWS))
 

@@ -32,10 +32,11 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
     )
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
+    cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False}
     parts = {
         "model_config": SimpleNamespace(hf_config=config),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
-        "cache_config": SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        "cache_config": SimpleNamespace(**{**cache, **changes.pop("cache", {})}),
         "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         "kv_transfer_config": None,
         "lora_config": None,
@@ -55,7 +56,11 @@ REFUSED = {
     "eagle": (settings(speculative_config=SimpleNamespace(method="eagle")), "eagle is refused; use ngram"),
     "context": (settings(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
     "pipeline": (settings(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
-    "fp8": (settings(cache_dtype="fp8"), "no fp8 KV cache on a CPU"),
+    "fp8": (settings(cache={"cache_dtype": "fp8"}), "no fp8 KV cache on a CPU"),
+    "fast prefill": (
+        settings(cache={"kv_sharing_fast_prefill": True}),
+        "fast-prefill has not been tried; leave it out",
+    ),
     "processes": (settings(parallel={"tensor_parallel_size": 2}), "convert with --tp 2"),
     "uneven": (
         settings(

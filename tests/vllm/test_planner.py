@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,9 +57,9 @@ def model(layers: int, heads: int, share: float, native: int | None = None, seed
 def plan_of(layout: KVLayout) -> KVCacheConfig:
     """The cache groups that vLLM makes of a model, in 64 GiB."""
     groups = Groups(layout)
-    common = {"block_size": SIZE, "head_size": layout.head_dim, "dtype": torch.bfloat16}
     specs = {}
     for index, layer in enumerate(layout.layers):
+        common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
         name = f"model.layers.{index}.self_attn.attn"
         if layer.native:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
@@ -141,6 +142,25 @@ def test_windows_of_the_model_itself_keep_a_group_of_their_own(window: int) -> N
     plan = plan_of(layout)
     for group in plan.kv_cache_groups:
         assert len({name.rpartition(".")[2] for name in group.layer_names}) == 1
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    _, decoding = held(plan, LONG)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+
+
+@pytest.mark.parametrize(("heads", "native", "size"), [(2, 2, 256), (2, 8, 256), (4, 16, 256)])
+def test_windows_of_the_model_itself_may_have_heads_of_another_number_and_size(
+    heads: int, native: int, size: int
+) -> None:
+    layout = model(20, heads, 0.5, native=1024)
+    layout = KVLayout(
+        tuple(
+            replace(layer, blocks=((0, native),), head_dim=size) if layer.native else layer for layer in layout.layers
+        ),
+        head_dim=512,
+    )
+    plan = plan_of(layout)
     block = plan.kv_cache_tensors[0].size // plan.num_blocks
     _, decoding = held(plan, LONG)
     groups = Groups(layout)
