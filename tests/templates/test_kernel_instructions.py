@@ -120,7 +120,7 @@ def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> 
 
 
 # rows of a batch, and the most instructions before the loop over its units: of slots alone, and with tiles of 4 bits
-BEFORE = {8: (720, 760), 64: (770, 920), 128: (770, 920), 136: (650, 650), 512: (650, 650), 4096: (650, 650)}
+BEFORE = {8: (710, 770), 64: (760, 930), 128: (760, 930), 136: (640, 665), 512: (640, 665), 4096: (640, 665)}
 
 
 @pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
