@@ -36,6 +36,7 @@ OF_LM_EVAL = {"--apply_chat_template", "--confirm_run_unsafe_code", "--include_p
 OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
     "--kv-cache-dtype",
+    "--kv-sharing-fast-prefill",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--tensor-parallel-size",
