@@ -121,20 +121,11 @@ def attention(
     if layer is None:
         padding = None if attention_mask is None else attention_mask.flatten()
         output = _without_cache(query, key, value, padding, own, path, scoring)
+    elif reads:
+        output = reads[0](query.to(key.device), scoring).to(query.device)
     else:
-        heads, group = own.quantized_heads, query.shape[1] // key.shape[1]
-        rotate = own.quantization.rotate if own.quantization and heads else "none"
-        if rotate != "none":  # all that is stored is, so that nothing else has to know
-            value = rotated(value, heads)
-        if rotate == "both":
-            query, key = rotated(query, heads * group), rotated(key, heads)
-        if reads:
-            output = reads[0](query.to(key.device), scoring).to(query.device)
-        else:
-            output, read = _with_cache(query, key, value, layer, path, tracked, scoring)
-            reads += [read] * layer.shared
-        if rotate != "none":
-            output = rotated(output, heads * group, back=True)
+        output, read = _with_cache(query, key, value, layer, path, tracked, scoring)
+        reads += [read] * layer.shared
     if own.scattered:
         output = in_blocks(output, own)
     return output.transpose(1, 2).contiguous(), None
@@ -180,6 +171,9 @@ def _with_cache(
     if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
         output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring).transpose(1, 2)
+    # all that is stored is rotated, so that nothing else has to know
+    query = _rotated_queries(query, layout)
+    key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
     heads = [layout.full, layout.streaming, len(layout.budgets)]
     *parts, budgeted = _split(query, key, value, heads)
     *scorings, of_budgeted = scoring.split(_sizes(heads, query.shape[1]))
@@ -194,7 +188,22 @@ def _with_cache(
         outputs.append(output)
         reads.append((len(layout.budgets), read))
     layer.advance(query.shape[2])
-    return torch.cat(outputs, 1), _by_heads(reads)
+    return _rotated_back(torch.cat(outputs, 1), layout), _over_rotated(_by_heads(reads), layout)
+
+
+def _rotated_queries(query: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+    """Queries as the keys are that they meet."""
+    return rotated(query, layout.rotated_keys * query.shape[1] // layout.heads)
+
+
+def _rotated_back(output: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+    """What attention to values gives, whether they are stored rotated or not."""
+    return rotated(output, layout.rotated_values * output.shape[1] // layout.heads, back=True)
+
+
+def _over_rotated(read: Read, layout: LayerLayout) -> Read:
+    """Attention of queries as they come to what is stored rotated."""
+    return lambda query, scoring: _rotated_back(read(_rotated_queries(query, layout), scoring), layout)
 
 
 def _split(query, key, value, heads: list[int]):

@@ -41,13 +41,19 @@ class HeadTable(NamedTuple):
     packed: torch.Tensor | None = None
     counts: torch.Tensor | None = None  # int32 [heads], tiles that go round a ring; None: no head has a ring of tiles
     quantization: Quantization | None = None
+    rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
+    rotated_values: int = 0
 
     def last(self, heads: int) -> "HeadTable":
         """The table of the last `heads` heads, of which none has a ring of tiles."""
         of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
         parts = {name: getattr(self, name) for name in of_heads}
+        before = len(self.offsets) - heads
         return self._replace(
-            counts=None, **{name: part if part is None else part[..., -heads:] for name, part in parts.items()}
+            counts=None,
+            rotated_keys=max(self.rotated_keys - before, 0),
+            rotated_values=max(self.rotated_values - before, 0),
+            **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
         )
 
 
@@ -281,6 +287,8 @@ class KVLayerCache(HandingLayer):
                     packed=packed,
                     counts=counts if self.layout.quantized_window else None,
                     quantization=self.layout.quantization,
+                    rotated_keys=self.layout.rotated_keys,
+                    rotated_values=self.layout.rotated_values,
                 )
         return self.table
 

@@ -11,6 +11,7 @@ from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup
 from .kv_layout import LayerLayout
 from .kv_prefill import Span, Window, prefill, prefill_with_lse
+from .kv_tiles import rotated
 from .kv_torch import Scoring, first_positions
 
 try:
@@ -39,17 +40,19 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     pack(layer)
     table = layer.head_table()
     columns = layer.columns.on(query.device)
+    asking = kv_store.append(table, columns, query[:, :, 0], key, value)
     if layer.held:
         heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
-        layer.held.watch_step(columns, query[:, -heads:])
-    kv_store.append(table, columns, key, value)
+        layer.held.watch_step(columns, asking[:, -heads:, None])
     layer.advance(1)
-    return kv_decode.decode(query[:, :, 0], table, columns, scoring)[:, None]
+    return kv_decode.decode(asking, table, columns, scoring)[:, None]
 
 
 def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
-    return kv_decode.decode(query[:, :, 0], layer.head_table(), layer.columns.on(query.device), scoring)[:, None]
+    table = layer.head_table()
+    asking = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
+    return kv_decode.decode(asking[:, :, 0], table, layer.columns.on(query.device), scoring)[:, None]
 
 
 def pack(layer: KVLayerCache) -> None:

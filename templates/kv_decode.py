@@ -13,6 +13,7 @@ from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
     _accumulate,
+    _matrix,
     _padded,
     _score_factors,
     _scores,
@@ -20,6 +21,7 @@ from .kv_kernels import (
     _slots,
     _strides,
     _tiles,
+    _times_matrix,
     tl,
     triton,
 )
@@ -368,20 +370,23 @@ def _decode_kernel(
         segment += 1
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "programs"])
+@triton.jit(do_not_specialize=["rows", "heads", "programs", "rotated"])
 def _combine_kernel(
     partial_ptr,  # [programs + SEGMENTS * rows, G, D]
     lse_ptr,  # [programs + SEGMENTS * rows, G]
     end_ptr,  # [SEGMENTS * rows]
     logit_ptr,  # [heads * G] of learned sinks, or None
+    matrix_ptr,  # [D, D] in fp32, or None
     out_ptr,  # [rows, G, D]
     rows,
     heads,
     programs,
+    rotated,
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     PARTS: tl.constexpr,
+    MATRIX_N: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
     row, member = tl.program_id(0), tl.program_id(1)
@@ -415,7 +420,13 @@ def _combine_kernel(
             total = total * fade + tl.sum(weights, 0)
             top = higher
     out = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + (row.to(tl.int64) * G + member) * D + d, out.to(out_ptr.dtype.element_ty), d < D)
+    to = out_ptr + (row.to(tl.int64) * G + member) * D
+    if matrix_ptr is None:
+        tl.store(to + d, out.to(out_ptr.dtype.element_ty), d < D)
+    elif row % heads < rotated:  # back: a rotation's inverse is its transpose
+        _times_matrix(out, matrix_ptr, to, step=1, own_step=D, D=D, N=MATRIX_N)
+    else:
+        tl.store(to + d, out.to(out_ptr.dtype.element_ty), d < D)
 
 
 def decode(
@@ -433,13 +444,13 @@ def decode(
     `quantization.tile_bytes(head_dim)` for each packed tile, summed over rows and KV heads, over the read bandwidth.
 
     Args:
-        query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already; the
-            query heads of a KV head are adjacent.
+        query: [batch, query_heads, head_dim] of each row's newest token, whose keys and values are stored already, as
+            `append` returns them; the query heads of a KV head are adjacent.
         columns: int32 [1, 1], columns so far. Where a head skips them all, the result is zero.
         programs: how many share the units; default as many as the device runs at once.
 
     Returns:
-        [batch, query_heads, head_dim]
+        [batch, query_heads, head_dim], rotated back where values are stored rotated.
     """
     batch, query_heads, head_dim = query.shape
     slots, heads = _slots(table), len(table.offsets)
@@ -490,10 +501,12 @@ def decode(
         )
         _combine_kernel[(rows, group)](
             **parts,
+            **_matrix(table),
             logit_ptr=scoring.sinks,
             out_ptr=out,
             heads=heads,
             programs=programs,
+            rotated=table.rotated_values,
             D=head_dim,
             DP=padded,
             PARTS=16,

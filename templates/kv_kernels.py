@@ -24,8 +24,10 @@ except ImportError as error:  # transformers demands whatever is imported outsid
 
 from .kv_cache import HeadTable
 from .kv_layout import EVERY, TILE
+from .kv_tiles import rotation
 from .kv_torch import Scoring
 
+MATRIX_ELEMENTS = 4096  # of a matrix that a program multiplies by at once
 LOG2_E = math.log2(math.e)
 # a score lower than any real one: unlike -inf, its difference from a masked score is no NaN
 LOWEST = tl.constexpr(-1.0e30)
@@ -62,6 +64,27 @@ def _accumulate(scores, v, top, total, acc):
     fade = tl.exp2(top - higher)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return higher, total * fade + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def _times_matrix(x, matrix_ptr, to_ptr, step, own_step, D: tl.constexpr, N: tl.constexpr):
+    """Store x [DP] times a matrix [D, D] in fp32, N elements at once: at d, the sum of x[e] * matrix[d * step + e *
+    own_step]."""
+    e = tl.arange(0, x.shape[0])[:, None]
+    for first in range(0, D, N):
+        d = first + tl.arange(0, N)
+        at = matrix_ptr + d[None, :] * step + e * own_step
+        product = tl.sum(x[:, None] * tl.load(at, (e < D) & (d < D)[None, :], 0.0), 0)
+        tl.store(to_ptr + d, product.to(to_ptr.dtype.element_ty), d < D)
+
+
+def _matrix(table: HeadTable) -> dict:
+    """Arguments of kernels that rotate states of a head: the matrix, None where nothing is rotated."""
+    head_dim, device = table.keys.shape[2], table.keys.device
+    return {
+        "matrix_ptr": rotation(head_dim, torch.float32, device) if table.rotated_values else None,
+        "MATRIX_N": min(MATRIX_ELEMENTS // _padded(head_dim), _padded(head_dim)),
+    }
 
 
 def _padded(head_dim: int) -> int:

@@ -300,6 +300,16 @@ class LayerLayout:
         return self.heads if self.quantized_window or self.quantized_budgets else self.full
 
     @property
+    def rotated_values(self) -> int:
+        """How many heads store rotated values: the first ones."""
+        return self.quantized_heads if self.quantization and self.quantization.rotate != "none" else 0
+
+    @property
+    def rotated_keys(self) -> int:
+        """How many heads store rotated keys, and get rotated queries."""
+        return self.quantized_heads if self.quantization and self.quantization.rotate == "both" else 0
+
+    @property
     def holds(self) -> bool:
         """Whether budgets hold after the prompt."""
         return self.selection is not None and self.selection.hold is not None

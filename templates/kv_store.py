@@ -3,7 +3,7 @@
 import torch
 
 from .kv_cache import HeadTable
-from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
+from .kv_kernels import TILE_TOKENS, _matrix, _slots, _strides, _tiles, _times_matrix, tl, triton
 from .kv_layout import CLIPPED, TILE
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
@@ -13,12 +13,15 @@ PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself,
 PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP", "RANGES"
 
 
-@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads"])
+@triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads", "rotated_keys", "rotated_values"])
 def _append_kernel(
     k_ptr,
     v_ptr,
-    new_k_ptr,
+    q_ptr,  # [batch, heads * G, D]
+    new_k_ptr,  # [batch, heads, D]
     new_v_ptr,
+    asking_ptr,  # [batch, heads * G, D], or None
+    matrix_ptr,  # [D, D] in fp32, or None
     offset_ptr,
     columns_ptr,
     skipped_ptr,
@@ -26,6 +29,8 @@ def _append_kernel(
     ring_ptr,
     kv_batch,
     kv_slot,
+    q_batch,
+    q_head,
     new_k_batch,
     new_k_head,
     new_v_batch,
@@ -33,45 +38,79 @@ def _append_kernel(
     skipped_batch,
     skipped_head,
     heads,
+    rotated_keys,
+    rotated_values,
+    G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    MATRIX_N: tl.constexpr,
 ):
-    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    batch, head, state = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.program_id(1)
     position = tl.load(columns_ptr) - 1 - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    if position >= 0:
-        sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
-        slot = tl.where(position < sink, position, sink + (position - sink) % tl.maximum(ring, 1))
-        at = batch.to(tl.int64) * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + slot) * kv_slot
+    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    slot = tl.where(position < sink, position, sink + (position - sink) % tl.maximum(ring, 1))
+    at = batch * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + slot) * kv_slot
+    came, to, rotated = new_k_ptr + batch * new_k_batch + head * new_k_head, k_ptr + at, rotated_keys
+    if state == 1:
+        came, to, rotated = new_v_ptr + batch * new_v_batch + head * new_v_head, v_ptr + at, rotated_values
+    if asking_ptr is not None:  # noqa: SIM102  # which alone the compiler knows
+        if state > 1:
+            member = head * G + state - 2
+            came, to = q_ptr + batch * q_batch + member * q_head, asking_ptr + (batch * heads * G + member) * D
+    if (position >= 0) | (state > 1):
         d = tl.arange(0, DP)
-        new_k = tl.load(new_k_ptr + batch * new_k_batch + head * new_k_head + d, d < D)
-        new_v = tl.load(new_v_ptr + batch * new_v_batch + head * new_v_head + d, d < D)
-        tl.store(k_ptr + at + d, new_k, d < D)
-        tl.store(v_ptr + at + d, new_v, d < D)
+        x = tl.load(came + d, d < D, 0.0)
+        if matrix_ptr is None:
+            tl.store(to + d, x, d < D)
+        elif head < rotated:
+            _times_matrix(x.to(tl.float32), matrix_ptr, to, step=D, own_step=1, D=D, N=MATRIX_N)
+        else:
+            tl.store(to + d, x, d < D)
 
 
-def append(table: HeadTable, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def append(
+    table: HeadTable, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     """Store one token per row in its slot of every head, in place; nothing where a head skips its column.
 
-    Floor: a launch; what it moves is a few kilobytes per row.
+    Of rotated heads, states are rotated on the way, as `kv_tiles.rotated` does.
+
+    Floor: a launch; what it moves is a few kilobytes per row. A state that is rotated reads 4 * head_dim ** 2 bytes
+    of a matrix, which stays in the L2 cache; each has a program of its own.
 
     Args:
         columns: int32 [1, 1], columns so far, these tokens' included. There must be slots for them.
+        query: [batch, query_heads, head_dim], after RoPE; the query heads of a KV head are adjacent.
         keys, values: [batch, heads, 1, head_dim], after RoPE.
+
+    Returns:
+        The queries that attend to these keys: [batch, query_heads, head_dim], rotated where keys are.
     """
-    assert keys.stride(3) == values.stride(3) == 1
+    assert query.stride(2) == keys.stride(3) == values.stride(3) == 1
+    batch, heads = keys.shape[:2]
+    group = query.shape[1] // heads
+    asking = torch.empty_like(query, memory_format=torch.contiguous_format) if table.rotated_keys else None
     with torch.cuda.device_of(keys):
-        _append_kernel[(keys.shape[0] * keys.shape[1],)](
+        _append_kernel[(batch * heads, 2 if asking is None else 2 + group)](
             **_slots(table),
+            **_matrix(table),
+            q_ptr=query,
             new_k_ptr=keys,
             new_v_ptr=values,
+            asking_ptr=asking,
             columns_ptr=columns,
             skipped_ptr=table.skipped,
+            **_strides(query, "q_batch", "q_head"),
             **_strides(keys, "new_k_batch", "new_k_head"),
             **_strides(values, "new_v_batch", "new_v_head"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            num_warps=1,
+            rotated_keys=table.rotated_keys,
+            rotated_values=table.rotated_values,
+            G=group,
+            num_warps=4 if table.rotated_values else 1,
             enable_fp_fusion=False,
         )
+    return query if asking is None else asking
 
 
 @triton.jit

@@ -303,6 +303,8 @@ def rotated(states: torch.Tensor, heads: int, back: bool = False) -> torch.Tenso
 
     The product is in float32, so that states are rounded once.
     """
+    if not heads:
+        return states
     dtype = torch.promote_types(states.dtype, torch.float32)
     matrix = rotation(states.shape[-1], dtype, states.device)
     turned = (states[:, :heads].to(dtype) @ (matrix if back else matrix.mT)).to(states.dtype)

@@ -5,17 +5,21 @@ import torch
 from kvsurgery.templates.kv_cache import HeadTable
 from kvsurgery.templates.kv_layout import EVERY, TILE
 from kvsurgery.templates.kv_prefill import Span, Window
-from kvsurgery.templates.kv_tiles import Tiles, dequantize, quantize
+from kvsurgery.templates.kv_tiles import Tiles, dequantize, quantize, rotated
 from kvsurgery.templates.kv_torch import Scoring
 
 
-def append_reference(table: HeadTable, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def append_reference(
+    table: HeadTable, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     """What `append` does, token by token."""
+    keys, values = rotated(keys, table.rotated_keys), rotated(values, table.rotated_values)
     for row, of_heads in enumerate((columns - 1 - table.skipped).tolist()):
         for head, position in enumerate(of_heads):
             if position >= 0:
                 slot = table.offsets[head] + _slot(table, head, torch.tensor(position))
                 table.keys[row, slot], table.values[row, slot] = keys[row, head, 0], values[row, head, 0]
+    return rotated(query[:, :, None], table.rotated_keys * query.shape[1] // keys.shape[1])[:, :, 0]
 
 
 def flush_reference(table: HeadTable, confirmed: torch.Tensor) -> None:
@@ -45,7 +49,7 @@ def decode_reference(query: torch.Tensor, table: HeadTable, columns: torch.Tenso
                 allowed = torch.ones(len(states[0]), dtype=torch.bool, device=query.device)
                 sinks = None if scoring.sinks is None else scoring.sinks[here]
                 out[row, here] = softmax(query[row, here], *states, allowed, scoring._replace(sinks=sinks))
-    return out
+    return rotated(out[:, :, None], table.rotated_values * group, back=True)[:, :, 0]
 
 
 def _visible(table: HeadTable, row: int, head: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:

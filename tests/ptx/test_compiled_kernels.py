@@ -73,8 +73,10 @@ def test_kernels(emulator: Emulator, check: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("emulator", [80, 90], indirect=True)
-def test_append(emulator: Emulator) -> None:
-    kernel_cases.check_append("cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", kernel_cases.ROTATED)
+def test_append(rotated: tuple[int, int], dtype: torch.dtype, emulator: Emulator) -> None:
+    kernel_cases.check_append(*rotated, dtype, "cpu")
     assert {"_append_kernel", "_decode_kernel", "_combine_kernel"} <= set(emulator.launches)
 
 

@@ -90,9 +90,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     return turn_on
 
 
-def test_kernels_are_all_that_a_step_of_attention_launches(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", [None, LOSSLESS], ids=["16 bit", "quantized and rotated"])
+def test_kernels_are_all_that_a_step_of_attention_launches(
+    quantization: dict | None, graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One stores, and the other attends, which are two launches on a device; views are none."""
-    model, decode, launched = emitted("llama", 1), kv_cuda.decode, []
+    model = emitted("llama", 1, **({"quantization": quantization} if quantization else {}))
+    decode, launched = kv_cuda.decode, []
 
     def watched(*args):
         with Tape() as tape:

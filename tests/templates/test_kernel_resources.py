@@ -36,7 +36,7 @@ from tests.helpers import kernel_cases  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
 DECODE_BLOCKS = {80: 2, 90: 3}
-COMBINE_BLOCKS = 7
+COMBINE_BLOCKS, APPEND_BLOCKS = 7, 12
 LIMITS = {80: 99 * 1024, 90: 227 * 1024}  # of a block; RTX 30 and 40, which have the least, run the code that A100 does
 REGISTERS = 64 * 1024  # of a multiprocessor
 STACK = 32  # bytes: a few words that a decode program keeps from row to row; test_kernel_instructions.py has its loops
@@ -139,7 +139,7 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     table = HeadTable(states, states, each, each, each, each, row)
     learned = torch.zeros(heads * group, dtype=dtype) if head_dim == 64 else None
     columns = torch.zeros(1, 1, dtype=torch.int32)
-    kv_store.append(table, columns, token, token)
+    kv_store.append(table, columns, query, token, token)
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
@@ -176,9 +176,11 @@ def test_decode_of_tiles(
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states, packed = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros_like(row)
     query, tiles = torch.zeros(batch, heads * group, head_dim, dtype=dtype), empty_tiles(states, 64, quantization)
-    stored = tiles, each, packed, each if windows else None, quantization
+    stored = tiles, each, packed, each if windows else None, quantization, heads, heads
     table = HeadTable(states, states, each, each, each, each, row, *stored)
-    columns = torch.zeros(1, 1, dtype=torch.int32)
+    columns, token = torch.zeros(1, 1, dtype=torch.int32), states[:, :heads, None]
+    kv_store.append(table, columns, query, token, token)
+    check(compiled["_append_kernel"], tmp_path, APPEND_BLOCKS)
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
     three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1

@@ -70,8 +70,9 @@ def test_decode_of_rows(rows: int) -> None:
         check(case, torch.float32, DEVICE)
 
 
-def test_append() -> None:
-    cases.check_append(DEVICE)
+@pytest.mark.parametrize("rotated", cases.ROTATED)
+def test_append(rotated: tuple[int, int]) -> None:
+    cases.check_append(*rotated, torch.float32, DEVICE)
 
 
 @by_turns(cases.FLUSH, lambda case: case[0].bits)
