@@ -171,3 +171,14 @@ def exact_match(model: torch.nn.Module, questions: Prompts, batch: int = 8) -> f
         )
         right += (output[:, tokens.shape[1] :].cpu() == answers).all(dim=1).sum().item()
     return right / len(questions.tokens)
+
+
+def main() -> None:
+    """Print sequences as text, one a line."""
+    words = vocabulary()
+    for tokens in texts(np.random.default_rng(0), 16, 1200, 16, 32).tokens[:, 1:].tolist():
+        print(*(words[token] for token in tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,19 +12,29 @@ from collections.abc import Callable
 import numpy as np
 
 from . import tensor_cores, warpgroups, warps
-from .faults import Unknown
+from .faults import OutOfBounds, Unknown
+from .lanes import PARAMETER
 from .numbers import DTYPES, dtype
 from .parser import Instruction, address, listed
 
 
 def load_parameter(instruction: Instruction, match: re.Match):
-    """`ld.param.b32 %r1, [name];`"""
+    """`ld.param.b32 %r1, [name];`, or of a register that has the address of a parameter."""
     result, (name, offset) = instruction.operands[0], address(instruction.operands[1])
     if offset:
         raise Unknown(f"part of a parameter: {instruction.text}")
 
     def run(machine, lanes):
-        machine.registers.write(result, machine.arguments[name].view(dtype(match[1])), lanes)
+        arguments, kind = machine.arguments, dtype(match[1])
+        if name in arguments:
+            machine.registers.write(result, arguments[name].view(kind), lanes)
+            return
+        at, of_lanes = np.unique(machine.registers.read_low(name, np.dtype("u4"), lanes), return_inverse=True)
+        if (at % PARAMETER).any() or at[-1] >= PARAMETER * len(arguments):
+            raise OutOfBounds(f"no parameter is at {at.tolist()}")
+        values = [*arguments.values()]
+        found = np.stack([values[each].view(kind) for each in at // PARAMETER])
+        machine.registers.write(result, found[of_lanes], lanes)
 
     return run
 

@@ -9,6 +9,7 @@ from .numbers import UNSIGNED, dtype, literal
 
 WARP = 32
 SYMBOLS = {"global_smem": 0}  # addresses, in bytes, of the one array of shared memory that Triton declares
+PARAMETER = 8  # bytes from one parameter to the next, in a memory of their own
 
 
 class Grid:
@@ -40,8 +41,9 @@ class Grid:
 class Registers:
     """A row of all lanes' values for each register, in a bank for each width."""
 
-    def __init__(self, declared: dict[str, int], grid: Grid):
+    def __init__(self, declared: dict[str, int], parameters: list[tuple[str, str]], grid: Grid):
         special = grid.special()
+        self.symbols = SYMBOLS | {name: PARAMETER * number for number, (_, name) in enumerate(parameters)}
         widths = declared | dict.fromkeys(special, 4)
         self.place: dict[str, tuple[int, int]] = {}
         counts = dict.fromkeys((0, *UNSIGNED), 0)
@@ -63,7 +65,7 @@ class Registers:
             if (width or 1) != to.itemsize:
                 raise Unknown(f"operand {name} of {width} bytes as .{kind}")
             return self.banks[width].view(to), row
-        value = literal(str(SYMBOLS.get(name, name)), to)
+        value = literal(str(self.symbols.get(name, name)), to)
         if value is None:
             raise Unknown(f"operand {name}")
         return value

@@ -41,7 +41,7 @@ class Machine:
             name: np.array(value, dtype(kind)) if kind[0] == "f" else _bits(value, kind)
             for (kind, name), value in zip(kernel.parameters, arguments, strict=True)
         }
-        self.registers = Registers(kernel.registers, self.grid)
+        self.registers = Registers(kernel.registers, kernel.parameters, self.grid)
         self.barriers = Barriers(self.grid)
         self.memory = GlobalMemory(self.grid, tensors, smallest_access(kernel.instructions, "global"), self.barriers)
         self.shared = SharedMemory(self.grid, shared, smallest_access(kernel.instructions, "shared"), self.barriers)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ptx.arithmetic import COMPARISONS, OPERATIONS, WORDS
 from tests.ptx.effects import EFFECTS
-from tests.ptx.faults import Unknown
+from tests.ptx.faults import OutOfBounds, Unknown
 from tests.ptx.lanes import WARP
 from tests.ptx.small_kernels import execute, kernel, on_lanes
 
@@ -253,6 +253,23 @@ def test_loads_and_stores() -> None:
     st.global.b16 [%d1+24], {%h2};"""
     found = execute(kernel(body, 2), source, np.zeros(16, np.uint32))[1]
     assert found[:7].tolist() == [14, 10, 12, 8, 7, 8, 8]
+
+
+def test_lanes_choose_a_parameter_by_its_address() -> None:
+    body = """and.b32 %r1, %r0, 1;
+    setp.eq.b32 %p1, %r1, 0;
+    mov.b32 %r2, small_param_0;
+    mov.b32 %r3, small_param_1;
+    selp.b32 %r4, %r2, %r3, %p1;
+    ld.param.b64 %d5, [%r4];
+    mul.wide.u32 %d6, %r0, 4;
+    add.s64 %d7, %d5, %d6;
+    st.global.b32 [%d7], {%r0};"""
+    even, odd = execute(kernel(body, 2), *np.full((2, 32), 99, np.uint32))
+    assert even[:4].tolist() == [0, 99, 2, 99]
+    assert odd[:4].tolist() == [99, 1, 99, 3]
+    with pytest.raises(OutOfBounds, match="no parameter"):
+        execute(kernel(body.replace("%r3, small_param_1", "%r3, 16"), 2), *np.full((2, 32), 99, np.uint32))
 
 
 def test_a_copy_arrives_with_its_zeros() -> None:
