@@ -8,26 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import figures
 
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
-from kvsurgery.report.colours import DARK, LIGHT
 
 ORIGINAL = "original"
-OURS = "kvsurgery"
-# colours and marks of our series, and of the others', in turn
-INKS = {True: ("converted", "series-2", "series-3", "muted", "ink"), False: ("series-1", "series-4", "bad", "muted")}
-MARKS = {True: "oDs^PX", False: "x+1234v"}
 
 
 @dataclass(frozen=True)
@@ -81,53 +79,24 @@ def table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def draw(found: Mapping[str, Any], colours: Mapping[str, str], path: Path) -> None:
-    """Write divergence and recall against the bytes held as an SVG, in one set of colours; solid lines are ours."""
+def draw(found: Mapping[str, Any], colours: figures.Colours) -> Figure:
+    """Divergence and recall against the bytes held."""
     every = [row for row in rows(found) if row.name != ORIGINAL]
     [original] = (row for row in rows(found) if row.name == ORIGINAL)
-    figure = Figure(figsize=(9, 5), layout="constrained", facecolor=colours["paper"])
-    panels = figure.subplots(1, 2)
-    for axes, title in zip(panels, ("divergence of the next token, nats", "facts recalled"), strict=True):
-        axes.set_facecolor(colours["paper"])
-        axes.tick_params(colors=colours["muted"], which="both", length=0)
-        axes.spines[:].set_color(colours["line"])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color=colours["line"], linewidth=0.6)
-        axes.set_title(title, color=colours["ink"], fontsize=10, loc="left")
-        axes.set_xlabel("bytes of the KV cache, of the original's", color=colours["muted"])
-        axes.xaxis.set_major_formatter("{x:.0%}")
-    panels[0].set_yscale("log")
-    panels[1].yaxis.set_major_formatter("{x:.0%}")
-    panels[1].axhline(original.recall.mean, color=colours["original"], linestyle=":", label=ORIGINAL)
-    looks = {ours: zip(cycle(names), cycle(MARKS[ours]), strict=False) for ours, names in INKS.items()}
-    for series in dict.fromkeys(result["series"] for result in found["results"].values()):
-        own = sorted((row for row in every if row.series == series), key=lambda row: row.share)
-        if own:
-            ink, mark = next(looks[series.startswith(OURS)])
-            _line(panels, own, colours[ink], mark)
-    legend = figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    legend.get_frame().set(facecolor=colours["paper"], edgecolor="none")
-    for text in legend.get_texts():
-        text.set_color(colours["ink"])
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, metadata={"Date": None})
-
-
-def _line(panels: Sequence[Axes], own: Sequence[Row], colour: str, mark: str) -> None:
-    """A series in both panels."""
-    style, width = ("-", 1.8) if own[0].series.startswith(OURS) else ("--", 1.2)
-    shares = [row.share for row in own]
-    for axes, values in zip(panels, ([row.kl for row in own], [row.recall.mean for row in own]), strict=True):
-        axes.plot(
-            shares,
-            values,
-            color=colour,
-            marker=mark,
-            markersize=5,
-            linestyle=style,
-            linewidth=width,
-            label=own[0].series,
-        )
+    titles = "divergence of the next token, nats", "facts recalled"
+    figure, (of_loss, of_recall) = figures.panels(colours, titles, (9, 5))
+    of_loss.set_yscale("log")
+    of_recall.yaxis.set_major_formatter("{x:.0%}")
+    of_recall.axhline(original.recall.mean, color=colours["original"], linestyle=":", label=ORIGINAL)
+    names = dict.fromkeys(row["series"] for row in found["results"].values())
+    drawn = [name for name in names if any(row.series == name for row in every)]
+    for name, look in figures.looks(drawn, colours):
+        own = sorted((row for row in every if row.series == name), key=lambda row: row.share)
+        shares = [row.share for row in own]
+        of_loss.plot(shares, [row.kl for row in own], label=name, **look)
+        of_recall.plot(shares, [row.recall.mean for row in own], label=name, **look)
+    figures.legend(figure, of_recall, colours)
+    return figure
 
 
 def main() -> None:
@@ -138,8 +107,7 @@ def main() -> None:
     found = json.loads(arguments.results.read_text())
     print("\n".join(table(found)))
     if arguments.figure:
-        for name, colours in (("light", LIGHT), ("dark", DARK)):
-            draw(found, colours, Path(f"{arguments.figure}-{name}.svg"))
+        figures.save(partial(draw, found), arguments.figure)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import caches
+import figures
 import quantized_cache
+import quantized_report
 
+from kvsurgery.report.colours import LIGHT
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
@@ -76,7 +80,21 @@ def test_floats_of_eight_bits_are_the_nearest() -> None:
     assert not torch.equal(found, exact)
 
 
+def test_widths_of_a_cache_are_a_line(tmp_path: Path) -> None:
+    """Over the share of bytes, the smallest first; what is exact has no place on an axis of logarithms."""
+    sizes = {
+        "original": (100, 0.0),
+        "ours, 4 bits": (40, 0.25),
+        "ours, 2 bits, rotated": (30, 0.5),
+        "ours, 2 bits": (20, 1),
+    }
+    found = {"results": {name: [{"kv_bytes": size, "kl": loss}] for name, (size, loss) in sizes.items()}}
+    assert quantized_report.points(found) == {"ours": [(0.2, 1), (0.4, 0.25)], "ours, rotated": [(0.3, 0.5)]}
+    figures.save(partial(quantized_report.draw, {"one": found, "two": found}), str(tmp_path / "figure"))
+    assert all(LIGHT[ink] in (tmp_path / "figure-light.svg").read_text() for ink in ("paper", "series-1", "series-4"))
+
+
 def test_the_documented_tables_are_the_committed_results() -> None:
-    for name in ("quantized-cache-1024.json", "quantized-cache-4096.json"):
+    for name in ("quantized-cache-1024.json", "quantized-cache-4096.json", "quantized-cache-bundled.json"):
         found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
         assert "\n".join(quantized_cache.table(found)) in PAGE.read_text()

@@ -101,7 +101,7 @@ def test_the_table_and_the_figure(tmp_path: Path) -> None:
         "| kvsurgery, all heads full, 4 bits | 40% | 75% [50%, 100%] | × 1.105 [1.105, 1.105] | 0.5000 |",
         "| SnapKVPress, 35% | 35% | 0% [0%, 0%] | × 1.221 [1.221, 1.221] | 0.5000 |",
     ]
-    cache_report.draw(found, DARK, tmp_path / "cache.svg")
+    cache_report.draw(found, DARK).savefig(tmp_path / "cache.svg")
     assert DARK["converted"] in (tmp_path / "cache.svg").read_text()
 
 
