@@ -145,6 +145,25 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     assert "was measured with" in capsys.readouterr().err
 
 
+def test_budgets_that_hold_write_at_a_pace_in_constant_bytes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The facts of the answer come in between; the cache that wrote the beginning reads them and goes on."""
+    results = tmp_path / "found.json"
+    options = ["--cases", "2", "--writer", "held", "--first", "1", "--steps", "0", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    monkeypatch.setattr(long_answers, "SPAN", 40)
+    long_answers.main()
+    found = json.loads(results.read_text())
+    assert [len(answer) for answer in found["answers"]] == [NEW, NEW]
+    tokens, seconds, held = zip(*found["marks"], strict=True)
+    assert tokens[0] == 1
+    assert tokens[-1] == NEW
+    assert [*seconds] == sorted(seconds)
+    shape = HeadProfile.load(command[3]).model
+    assert {*held[1:]} == {2 * MOST * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4}
+
+
 def test_a_given_text_is_read_as_it_is(
     command: list[str],
     words: PreTrainedTokenizerFast,
@@ -157,7 +176,7 @@ def test_a_given_text_is_read_as_it_is(
     options = ["--cases", "1", "--given", "--first", "1", "--steps", "0", "--json", str(results)]
     monkeypatch.setattr(sys, "argv", [*command, *options])
     long_answers.main()
-    [case] = long_answers.cases(Path(command[1]), Path(command[5]), (PROMPT, NEW), 1, True, [])
+    [case] = long_answers.cases(Path(command[1]), Path(command[5]), (PROMPT, NEW), 1, None, [], [])
     tokens = torch.from_numpy(np.concatenate([case.prompt.text, case.prompt.following]))[None]
     with torch.no_grad():
         logs = model(tokens).logits[0, PROMPT - 1 : -1].log_softmax(-1)
