@@ -188,7 +188,7 @@ class HeldHeads(BudgetedHeads):
         importance = self._importance(keys, values, column, stops)
         order = self._order(importance, stops, counts)[..., : max(map(max, left))]
         if codes:
-            codes.keep(order, kept, of_heads, [*zip(*lengths, strict=True)])
+            codes.keep(keys, order, kept, of_heads, [*zip(*lengths, strict=True)])
         else:
             self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
         first = torch.arange(max(map(max, counts)), device=kept.device)
@@ -271,7 +271,7 @@ class HeldHeads(BudgetedHeads):
         """Keys or values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
         if codes:
             place = torch.arange(max(counts), device=self.groups[0].keys.device)[None, None]
-            return codes.states(place, kind)[0]
+            return codes.states(kind, place)
         every = zip(self.groups, counts, strict=True)
         parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in every]
         return torch.cat([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in parts], 1)
@@ -326,18 +326,16 @@ class TokenCodes:
         ]
         self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
 
-    def states(self, position: torch.Tensor, *kinds: int) -> list[torch.Tensor]:
-        """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim] of each."""
-        slot = (self.groups[0].slot(position) + self.first_slots).clamp(max=self.stored[0].shape[1] - 1)
-        found = [_at(self.stored[kind], slot) for kind in kinds]
+    def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
+        """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim]."""
+        stored = self.stored[kind]
+        slot = self.groups[0].slot(position) + self.first_slots
+        found = _at(stored, slot.clamp(max=stored.shape[1] - 1))
         if not any(map(any, self.packed)):
             return found
         in_tile, place = self._place(position)
-        for number, kind in enumerate(kinds):
-            codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
-            packed = token_states(codes, scales, self.how.bits)
-            found[number] = packed.where(in_tile[..., None], found[number])
-        return found
+        codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
+        return token_states(codes, scales, self.how.bits).where(in_tile[..., None], found)
 
     def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
@@ -345,12 +343,13 @@ class TokenCodes:
         in_tile = (place >= 0) & (place < self.packed_rows)
         return in_tile, (place + self.first_places).where(in_tile, 0)
 
-    def keep(self, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
+    def keep(self, keys: torch.Tensor, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
         """Let each head's tokens be some of them, those in tiles by the codes that they have.
 
         Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
 
         Args:
+            keys: of all tokens, [batch, heads, >= n, head_dim].
             source: int64 [batch, heads, n], where the token at each place is, ascending.
             kept: int64 [batch, heads, 1], how many tokens each head keeps.
             counts, lengths: of each head, how many tokens each row keeps, and has.
@@ -370,7 +369,7 @@ class TokenCodes:
         in_slots = self.groups[0].positions(kept.flatten(0, 1), slots, self.groups[0].ring).unflatten(0, kept.shape[:2])
         late = (sink + first + torch.arange(fresh, device=device)).expand(len(source), -1, -1)
         ends = source.gather(2, torch.cat([in_slots, late], 2).clamp(0, last))
-        states = self.states(ends, KEYS, VALUES)
+        states = _taken(keys, ends), self.states(VALUES, ends)
         if any(any(group.packed) for group in self.groups):
             place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
             in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])

@@ -169,18 +169,16 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     Both are rounded as they are stored, so that codes fit what dequantizing will see.
     """
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
-    scale, least = ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
     if count == 1:
-        return scale, least
-    errors = _squared_error(grouped, scale, least, bits)
-    for step in range(1, count):
-        span = (high - low) * ((20 - step) / 20)
-        narrow = (span / (2**bits - 1)).to(dtype).float()
-        start = ((low + high) * 0.5 - span * 0.5).to(dtype).float()
-        error = _squared_error(grouped, narrow, start, bits)
-        better = error < errors
-        scale, least, errors = narrow.where(better, scale), start.where(better, least), error.where(better, errors)
-    return scale, least
+        return ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
+    parts = (20 - torch.arange(count, device=low.device)) / 20
+    spans = (high - low) * parts.view(-1, *[1] * low.dim())
+    scales = (spans / (2**bits - 1)).to(dtype).float()
+    starts = ((low + high) * 0.5 - spans * 0.5).to(dtype).float()
+    starts[0] = low
+    errors = [_squared_error(grouped, *of_range, bits) for of_range in zip(scales, starts, strict=True)]
+    best = torch.stack(errors).argmin(0, keepdim=True)  # the first of equal ones
+    return scales.gather(0, best)[0], starts.gather(0, best)[0]
 
 
 def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
