@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,21 @@ def table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def pace_table(found: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table of how an answer was written: over the first `SPAN` tokens, and the last of each
+    quarter."""
+    quarter, every = found["settings"]["new"] // QUARTERS, [*pairwise(found["marks"])]
+    ends = (SPAN, *(quarter * number for number in range(1, QUARTERS + 1) if quarter * number > SPAN))
+    spans = [max(span for span in every if span[1][0] <= end) for end in ends]
+    steps = [1e3 * (after[1] - before[1]) / (after[0] - before[0]) for before, after in spans]
+    return [
+        f"| tokens written | {' | '.join(f'{after[0]:,}' for _, after in spans)} |",
+        "|---" * (len(spans) + 1) + "|",
+        f"| ms a token | {' | '.join(f'{step:.0f}' for step in steps)} |",
+        f"| KV bytes | {' | '.join(console.size(after[2]) for _, after in spans)} |",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
@@ -317,7 +332,7 @@ def main() -> None:
             found["results"] = {each.name: results[each.name] for each in every if each.name in results}
             arguments.json.write_text(json.dumps(found) + "\n")
             console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")
-    print("\n".join(table(found)))
+    print("\n".join([*table(found), "", *(pace_table(found) if arguments.writer == "held" else [])]))
 
 
 if __name__ == "__main__":
