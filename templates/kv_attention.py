@@ -326,9 +326,11 @@ def _of_budgeted(
             path.compact(*whole, kept, layer)
     one, settled = [1] * len(heads.groups), layer.columns.settled
     while cut < tokens:
-        if heads.due == past + cut:
+        due = heads.due
+        if due == past + cut:
             heads.renew(past + cut, layer, kernels=path is not kv_torch)
-        stop = min(heads.due - past, tokens)
+            due = heads.due
+        stop = min(due - past, tokens)
         for group in heads.groups:
             group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
         states = [part[:, :, cut:stop] for part in (query, key, value)]

@@ -13,6 +13,7 @@ token is quantized twice while it stays in tiles. Filling a tile between selecti
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout
-from .kv_tiles import QuantizedGroup, encoded_tokens, repacked, token_states, unpacked
+from .kv_tiles import QuantizedGroup, Tiles, by_tile, by_token, encoded_tokens, token_states
 from .kv_torch import Scoring, attention_received
 
 try:
@@ -121,20 +122,16 @@ class HeldHeads(BudgetedHeads):
     def _ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
         if self.asked is None:
-            self.asked = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
+            with torch.inference_mode(False):  # it is written again later, maybe outside of an inference mode
+                self.asked = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
         return self.asked
 
     def watch(self, column: int, query: torch.Tensor) -> None:
         first = max(self.next - self.selection.window - column, 0)
-        if first < query.shape[2]:  # seldom, and what follows takes longer than this
-            self._watch(column + first, query[:, :, first:])
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _watch(self, column: int, query: torch.Tensor) -> None:
-        ring = self._ring(query)
-        for place, states in enumerate(query.unbind(2), column):
-            ring[:, :, place % ring.shape[2]] = states
+        if first < query.shape[2]:
+            ring = self._ring(query)  # to detach takes less long than to enter `no_grad`
+            for place, states in enumerate(query.detach()[:, :, first:].unbind(2), column + first):
+                ring.select(2, place % ring.shape[2]).copy_(states)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -183,7 +180,7 @@ class HeldHeads(BudgetedHeads):
             self._align(dropped, layer)
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
-        codes = [TokenCodes(group) for group in self.quantized]
+        codes = TokenCodes(self.quantized, layer) if self.quantized else None
         keys = self._stored(KEYS, used, codes)
         needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
@@ -191,9 +188,7 @@ class HeldHeads(BudgetedHeads):
         importance = self._importance(keys, values, column, stops)
         order = self._order(importance, stops, counts)[..., : max(map(max, left))]
         if codes:
-            every = zip(codes, order.unbind(1), of_heads, zip(*lengths, strict=True), strict=True)
-            for own, slots, remaining, had in every:
-                own.keep(slots[:, : max(remaining)], remaining, had)
+            codes.keep(keys, order, kept, of_heads, [*zip(*lengths, strict=True)])
         else:
             self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
         first = torch.arange(max(map(max, counts)), device=kept.device)
@@ -272,14 +267,13 @@ class HeldHeads(BudgetedHeads):
         """What groups know of their rows, row by row."""
         return list(zip(*(getattr(group, name) for group in self.groups), strict=True))
 
-    def _stored(self, kind: int, counts: list[int], codes: Sequence["TokenCodes"] = ()) -> torch.Tensor:
+    def _stored(self, kind: int, counts: list[int], codes: "TokenCodes | None") -> torch.Tensor:
         """Keys or values of the first tokens of each head, so many of it, as [batch, heads, n, head_dim]."""
-        place = torch.arange(max(counts), device=self.groups[0].keys.device)[None]
         if codes:
-            parts = [own.states(kind, place[:, :count]) for own, count in zip(codes, counts, strict=True)]
-        else:
-            every = zip(self.groups, counts, strict=True)
-            parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in every]
+            place = torch.arange(max(counts), device=self.groups[0].keys.device)[None, None]
+            return codes.states(kind, place)
+        every = zip(self.groups, counts, strict=True)
+        parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in every]
         return torch.cat([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in parts], 1)
 
     def _write(self, counts: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -316,68 +310,88 @@ def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:
 
 
 class TokenCodes:
-    """The tokens of a quantized head, as they are before a selection: those in tiles by codes of their own."""
+    """The tokens of quantized heads, as they are before a selection: those in tiles by codes of their own."""
 
-    def __init__(self, group: QuantizedGroup):
-        self.group, self.packed = group, group.packed
-        self.tokens = unpacked(group.tiles, group.quantization.bits)
+    def __init__(self, groups: Sequence[QuantizedGroup], layer):
+        """Of the last groups of a layer, each of one head. They are told apart by where they begin in its buffers."""
+        self.groups, self.how, self.sink = groups, groups[0].quantization, groups[0].sink
+        self.packed = [group.packed for group in groups]
+        slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
+        self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
+        self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
+        self.tokens = by_token(self.tiles, self.how.bits)
+        rows, begins = [*zip(*self.packed, strict=True)], (accumulate(each[:-1], initial=0) for each in (slots, tiles))
+        known = on_device([*map(tuple, begins), *(rows[:1] if len({*rows}) == 1 else rows)], layer.keys.device)[
+            ..., None
+        ]
+        self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
 
     def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
-        """Keys or values at positions: int64 [1 or batch, n] -> [batch, 1, n, head_dim]."""
-        found = _at((self.group.keys, self.group.values)[kind], self.group.slot(position))
-        if not any(self.packed):
+        """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim]."""
+        stored = self.stored[kind]
+        slot = self.groups[0].slot(position) + self.first_slots
+        found = _at(stored, slot.clamp(max=stored.shape[1] - 1))
+        if not any(map(any, self.packed)):
             return found
         in_tile, place = self._place(position)
         codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
-        return token_states(codes, scales).where(in_tile, found)
+        return token_states(codes, scales, self.how.bits).where(in_tile[..., None], found)
 
     def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether tokens are in tiles, bool [batch, 1, n, 1], and where there."""
-        place = position - self.group.sink
-        in_tile = (place >= 0) & (place < on_device(self.packed, place.device)[:, None])
-        return in_tile[:, None, :, None], place.clamp(0, max(self.group.count * TILE - 1, 0))
+        """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
+        place = position - self.sink
+        in_tile = (place >= 0) & (place < self.packed_rows)
+        return in_tile, (place + self.first_places).where(in_tile, 0)
 
-    def keep(self, source: torch.Tensor, counts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let the head's tokens be some of them, those in tiles by the codes that they have.
+    def keep(self, keys: torch.Tensor, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
+        """Let each head's tokens be some of them, those in tiles by the codes that they have.
 
         Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
 
         Args:
-            source: int64 [batch, n], where the token at each place is, ascending.
-            counts, lengths: how many tokens each row keeps, and has.
+            keys: of all tokens, [batch, heads, >= n, head_dim].
+            source: int64 [batch, heads, n], where the token at each place is, ascending.
+            kept: int64 [batch, heads, 1], how many tokens each head keeps.
+            counts, lengths: of each head, how many tokens each row keeps, and has.
         """
-        group, how, sink = self.group, self.group.quantization, self.group.sink
-        group.packed = [
-            max(TILE * how.tiles(count + 1 - sink), min(packed, (count - sink) // TILE * TILE))
-            for count, packed in zip(counts, self.packed, strict=True)
-        ]
-        # up to here all are from tiles: those from slots come last, and are no more than there were
-        every = zip(counts, lengths, self.packed, strict=True)
-        first = max(min(*group.packed, *(count - length + packed for count, length, packed in every)), 0)
-        begin, tokens = sink + first, max(group.packed)
-        ends = torch.cat([source[:, :sink], source[:, begin:]], 1)
-        states = [self.states(kind, ends) for kind in (KEYS, VALUES)]
-        sinks, late = ([part[:, :, of] for part in states] for of in (slice(sink), slice(sink, None)))
-        if tokens:
-            in_tile, place = self._place(source[:, sink : sink + tokens])
-            moved = self.tokens.map(lambda part: _at(part, place))
-            if first < tokens:
-                fresh = encoded_tokens(torch.stack([part[:, :, : tokens - first] for part in late]), how)
-                for kind in (KEYS, VALUES):
-                    for codes, new in zip(moved[2 * kind : 2 * kind + 2], fresh, strict=True):
-                        last = codes[:, :, first:]
-                        last.copy_(last.where(in_tile[:, :, first:], new[kind]))
-            for stored, part in zip(group.tiles, repacked(moved, how.bits), strict=True):
-                stored[:, :, : tokens // TILE] = part
-        alike = len({*counts}) == 1
-        for row, count in enumerate(counts[:1] if alike else counts):
-            rows = slice(None) if alike else slice(row, row + 1)
-            for start, parts in ((0, sinks), (begin, late)):
-                HeadGroup.write(group, rows, start, *(part[rows, :, : max(count - start, 0)] for part in parts))
+        how, sink, device, firsts, fresh = self.how, self.sink, source.device, [], 1
+        for group, of_rows, had, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
+            every = [*zip(of_rows, had, packed, strict=True)]
+            group.packed = [
+                max(TILE * how.tiles(count + 1 - sink), min(before, (count - sink) // TILE * TILE))
+                for count, _, before in every
+            ]
+            # up to here all are from tiles: those from slots come last, and are no more than there were
+            firsts.append(max(min(*group.packed, *(count - length + before for count, length, before in every)), 0))
+            fresh = max(fresh, max(group.packed) - firsts[-1])
+        last, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
+        first = on_device(firsts, device)[:, None]
+        in_slots = self.groups[0].positions(kept.flatten(0, 1), slots, self.groups[0].ring).unflatten(0, kept.shape[:2])
+        late = (sink + first + torch.arange(fresh, device=device)).expand(len(source), -1, -1)
+        ends = source.gather(2, torch.cat([in_slots, late], 2).clamp(0, last))
+        states = _taken(keys, ends), self.states(VALUES, ends)
+        if any(any(group.packed) for group in self.groups):
+            place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
+            in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])
+            head = torch.arange(len(first), device=device)[:, None]
+            added = self.tokens.key_codes.shape[1] + fresh * head + (place - first).clamp(0, fresh - 1)
+            parts = zip(index.where(in_tile, added).unbind(1), self.groups, strict=True)
+            every = torch.cat([of_head[:, : TILE * group.count] for of_head, group in parts], 1)[:, None]
+            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), how)
+            new = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
+            pools = (torch.cat(pair, 1) for pair in zip(self.tokens, new, strict=True))
+            moved = Tiles(*(_at(pool, every)[:, 0] for pool in pools))
+            for stored, part in zip(self.tiles, by_tile(moved, how.bits), strict=True):
+                stored.copy_(part)
+        for head, group in enumerate(self.groups):
+            for stored, part in zip((group.keys, group.values), states, strict=True):
+                stored.copy_(part[:, head, None, : group.slots])
 
 
 def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Places of a head: [batch, 1, n, width], int64 [1 or batch, m] -> [batch, 1, m, width]."""
+    """Places of a buffer: [batch, N, width], int64 [1 or batch, heads, n] -> [batch, heads, n, width]."""
     if len(place) == 1:  # the same of every row: whole tokens at a time
-        return states.index_select(2, place[0])
-    return states.gather(2, place[:, None, :, None].expand(len(states), -1, -1, states.shape[3]))
+        found = states.index_select(1, place.flatten())
+    else:
+        found = states.gather(1, place.flatten(1)[..., None].expand(-1, -1, states.shape[2]))
+    return found.unflatten(1, place.shape[1:])

@@ -169,18 +169,16 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     Both are rounded as they are stored, so that codes fit what dequantizing will see.
     """
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
-    scale, least = ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
     if count == 1:
-        return scale, least
-    errors = _squared_error(grouped, scale, least, bits)
-    for step in range(1, count):
-        span = (high - low) * ((20 - step) / 20)
-        narrow = (span / (2**bits - 1)).to(dtype).float()
-        start = ((low + high) * 0.5 - span * 0.5).to(dtype).float()
-        error = _squared_error(grouped, narrow, start, bits)
-        better = error < errors
-        scale, least, errors = narrow.where(better, scale), start.where(better, least), error.where(better, errors)
-    return scale, least
+        return ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
+    parts = (20 - torch.arange(count, device=low.device)) / 20
+    spans = (high - low) * parts.view(-1, *[1] * low.dim())
+    scales = (spans / (2**bits - 1)).to(dtype).float()
+    starts = ((low + high) * 0.5 - spans * 0.5).to(dtype).float()
+    starts[0] = low
+    errors = [_squared_error(grouped, *of_range, bits) for of_range in zip(scales, starts, strict=True)]
+    best = torch.stack(errors).argmin(0, keepdim=True)  # the first of equal ones
+    return scales.gather(0, best)[0], starts.gather(0, best)[0]
 
 
 def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
@@ -251,32 +249,45 @@ def _scaled(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torc
     return torch.addcmul(low, codes, scale)  # rounds once
 
 
-def unpacked(tiles: Tiles, bits: int) -> Tiles:
-    """Codes [..., tiles * TILE, head_dim], scales and minima [..., tiles * TILE, n] of tokens that have their own."""
-    codes = (_unpack(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
+def by_token(tiles: Tiles, bits: int) -> Tiles:
+    """Bytes of codes, scales and minima [..., tiles * TILE, n] of tokens that have their own."""
+    codes = (_token_bytes(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
     scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
     return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
 
 
-def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, scales and minima that `unpacked` would have of tokens [..., n, head_dim] with scales of their own."""
-    *_, tokens, head_dim = states.shape
-    codes, scales = _encoded(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
-    return codes, scales.transpose(-3, -2).flatten(-2)
-
-
-def token_states(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """States [..., n, head_dim] of tokens that have these codes, scales and minima in `unpacked` tiles."""
-    scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
-    return _scaled(codes.to(scales.dtype).unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
-
-
-def repacked(tokens: Tiles, bits: int) -> Tiles:
+def by_tile(tokens: Tiles, bits: int) -> Tiles:
     """The reverse: [..., tiles, *] as tiles have them."""
     key_codes, key_scales, value_codes, value_scales = tokens.map(lambda part: part.unflatten(-2, (-1, TILE)))
     scales = (part.unflatten(-1, (2, -1)).transpose(-3, -2) for part in (key_scales, value_scales))
-    codes = (_pack(part, bits) for part in (key_codes, value_codes))
+    codes = (_token_bytes(part, bits, back=True) for part in (key_codes, value_codes))
     return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
+def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.Tensor:
+    """Packed codes [..., tokens, width] with all bytes of a token in its row, or the reverse."""
+    if bits != 3:  # they are there
+        return packed
+    tokens, width = packed.shape[-2:]
+    if back:
+        parts = packed.split([width * 2 // 3, width // 3], -1)
+        return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (tokens, -1))
+    parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
+    return torch.cat([part.unflatten(-1, (tokens, -1)) for part in parts], -1)
+
+
+def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of codes, scales and minima, as `by_token` has them, of tokens [..., n, head_dim]."""
+    *_, tokens, head_dim = states.shape
+    codes, scales = _quantize(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
+    return _token_bytes(codes, quantization.bits), scales.transpose(-3, -2).flatten(-2)
+
+
+def token_states(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """States [..., n, head_dim] that these bytes, scales and minima stand for."""
+    scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
+    states = _unpack(_token_bytes(codes, bits, back=True), bits).to(scales.dtype)
+    return _scaled(states.unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
 
 
 @functools.cache

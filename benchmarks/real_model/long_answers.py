@@ -8,7 +8,8 @@ the first quarter, in each answer. Every cache then reads the same answers: how 
 of the original, and are the facts recalled, right after each quarter? Only facts that the original recalls there count.
 The small caches hold as many bytes at most; quantized ones hold as many as the others would in 16 bit. The last
 `--steps` tokens of each quarter take so much CPU time. With `--given` the text itself goes on, and no fact is stated in
-it. A run continues from its JSON file.
+it. With `--writer held`, budgets that hold write the answers, and the results say how long a token took then, and what
+the cache held. A run continues from its JSON file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 import transformers
 from models import converted, stock
 from selections import recalls
-from sessions import H2O, TOVA, PressSession, Session
+from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
@@ -48,6 +49,7 @@ from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 
 ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
+SPAN = 1024  # tokens of an answer whose time is taken together while it is written
 SNAPKV = "SnapKVPress"  # with our observation window
 PRESSES = (SNAPKV, "KeyDiffPress", "KnormPress")
 
@@ -67,6 +69,24 @@ class Contender:
     name: str
     load: Callable[[], PreTrainedModel]
     session: Callable[[PreTrainedModel, torch.Tensor, int], Session] = field(default=Session)
+
+
+@dataclass
+class Pace:
+    """Marks along an answer that is written, [tokens, seconds of CPU time so far, bytes of the cache], each `SPAN`.
+
+    It is a hook after each forward of the model, which writes a token.
+    """
+
+    prompt: int
+    marks: list[list[float]] = field(default_factory=list)
+
+    def __call__(self, model: PreTrainedModel, _: Any, output: Any) -> None:
+        cache = output.past_key_values
+        written = cache.get_seq_length() - self.prompt + 1
+        if written // SPAN >= len(self.marks):
+            held = checked_bytes(model, cache, self.prompt, len(output.logits))
+            self.marks.append([written, time.process_time(), held])
 
 
 def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> list[Contender]:
@@ -121,57 +141,68 @@ def _bytes(source: Path, profile: HeadProfile, recipe: Recipe) -> int:
 
 @torch.inference_mode()
 def cases(
-    model: Path, text: Path, size: tuple[int, int], count: int, given: bool, answers: list[list[int]]
+    model: Path,
+    text: Path,
+    size: tuple[int, int],
+    count: int,
+    writer: Callable[[], PreTrainedModel] | None,
+    answers: list[list[int]],
+    marks: list[list[float]],
 ) -> Iterator[Case]:
     """Pieces of a text at even distances, with facts between their sentences, and answers.
 
     Args:
         size: tokens of a prompt, and of an answer.
-        given: whether the text itself goes on.
-        answers: tokens that the model has written, by case; those that are missing are added.
+        writer: loads what writes the answers; without one, the text itself goes on.
+        answers: tokens that it has written, by case; those that are missing are added.
+        marks: the pace at which they are written is added.
     """
     tokenizer, prompt, new = AutoTokenizer.from_pretrained(model), *size
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     haystack = Haystack.read(str(text), tokenizer, prompt + new + 1)
     rng, needles = np.random.default_rng(0), read_set("word")
     pieces = windows(haystack, prompt, new, count)
-    facts = [needles_of(rng, needles, FACTS if given else 2 * FACTS) for _ in pieces]
+    facts = [needles_of(rng, needles, 2 * FACTS if writer else FACTS) for _ in pieces]
     hidden = []
     for piece, own in zip(pieces, facts, strict=True):
         taken = sum(map(len, stated(tokenizer, own[:FACTS])))
         hidden.append(hide(tokenizer, piece.tokens[taken:prompt], piece.tokens[prompt:-1], own[:FACTS], rng))
-    if not given and not answers:
-        writer = stock(model)
+    if writer and not answers:
         sentences = [[*chain(*stated(tokenizer, own[FACTS:]))] for own in facts]
-        answers += written(writer, np.stack([prompt.text for prompt in hidden]), sentences, new)
+        pace = Pace(prompt, marks)
+        answers += written(writer(), np.stack([prompt.text for prompt in hidden]), sentences, new, pace)
     for number, prompt in enumerate(hidden):
-        if given:
-            yield Case(prompt, ())
-        else:
+        if writer:
             following = np.array(answers[number])
             yield Case(Prompt(prompt.text, prompt.questions, following), questions(tokenizer, facts[number][FACTS:]))
+        else:
+            yield Case(prompt, ())
 
 
-def written(model: PreTrainedModel, prompts: np.ndarray, sentences: list[list[int]], new: int) -> list[list[int]]:
+def written(
+    model: PreTrainedModel, prompts: np.ndarray, sentences: list[list[int]], new: int, pace: Pace
+) -> list[list[int]]:
     """Answers of `new` tokens to prompts, int64 [cases, tokens], with sentences after the first quarter."""
     torch.manual_seed(0)
     longest = max(map(len, sentences))  # in one batch, so that the shorter ones begin again
     middle = torch.tensor([[*words, *words[: longest - len(words)]] for words in sentences])
-    first = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
-    whole = sampled(model, torch.cat([first, middle], 1), new - new // QUARTERS - longest)
+    hook = model.register_forward_hook(pace)
+    first, cache = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
+    whole, _ = sampled(model, torch.cat([first, middle], 1), new - new // QUARTERS - longest, cache)
+    hook.remove()
     return whole[:, prompts.shape[1] :].tolist()
 
 
-def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int) -> torch.Tensor:
-    """Texts, int64 [cases, tokens], with so many tokens more."""
+def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int, cache: Any = None) -> tuple[torch.Tensor, Any]:
+    """Texts, int64 [cases, tokens], with so many tokens more, and the cache, which may be that of their beginnings."""
     assert isinstance(model, GenerationMixin)  # for the checker
     ends = model.generation_config.eos_token_id  # which never come
     how = GenerationConfig(
         do_sample=True, top_p=TOP_P, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, eos_token_id=ends
     )
-    written = model.generate(tokens, generation_config=how)
-    assert isinstance(written, torch.Tensor)
-    return written
+    output = model.generate(tokens, generation_config=how, past_key_values=cache, return_dict_in_generate=True)
+    assert not isinstance(output, torch.Tensor)
+    return output.sequences, output.past_key_values
 
 
 @torch.inference_mode()
@@ -233,6 +264,21 @@ def table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def pace_table(found: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table of how an answer was written: over the first `SPAN` tokens, and the last of each
+    quarter."""
+    quarter, every = found["settings"]["new"] // QUARTERS, [*pairwise(found["marks"])]
+    ends = (SPAN, *(quarter * number for number in range(1, QUARTERS + 1) if quarter * number > SPAN))
+    spans = [max(span for span in every if span[1][0] <= end) for end in ends]
+    steps = [1e3 * (after[1] - before[1]) / (after[0] - before[0]) for before, after in spans]
+    return [
+        f"| tokens written | {' | '.join(f'{after[0]:,}' for _, after in spans)} |",
+        "|---" * (len(spans) + 1) + "|",
+        f"| ms a token | {' | '.join(f'{step:.0f}' for step in steps)} |",
+        f"| KV bytes | {' | '.join(console.size(after[2]) for _, after in spans)} |",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
@@ -245,22 +291,30 @@ def main() -> None:
     parser.add_argument("--hold", type=int, default=128)
     parser.add_argument("--steps", type=int, default=32, help="tokens at the end of each quarter that are timed")
     parser.add_argument("--given", action="store_true", help="the text itself goes on")
+    parser.add_argument(
+        "--writer",
+        choices=(ORIGINAL, "held"),
+        default=ORIGINAL,
+        help="who writes answers: held, budgets in small blocks",
+    )
     parser.add_argument("--first", type=int, help="measure only so many of the contenders")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    names = ("prompt", "new", "cases", "budget", "hold", "steps", "given")
+    names = ("prompt", "new", "cases", "budget", "hold", "steps", "given", "writer")
     settings = {name: getattr(arguments, name) for name in names} | {"text": arguments.text.name}
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
     found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    results, answers = found.setdefault("results", {}), found.setdefault("answers", [])
+    results, answers, marks = (found.setdefault(*part) for part in (("results", {}), ("answers", []), ("marks", [])))
     every = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
     size, models = (arguments.prompt, arguments.new), {}
-    read = cases(arguments.model, arguments.text, size, arguments.cases, arguments.given, answers)
+    writer = None if arguments.given else every[0 if arguments.writer == ORIGINAL else 2].load
+    read = cases(arguments.model, arguments.text, size, arguments.cases, writer, answers, marks)
     for number, case in enumerate(read):
+        arguments.json.write_text(json.dumps(found) + "\n")
         original: list[torch.Tensor] = []
         for contender in islice(every, arguments.first):
             own = results.setdefault(contender.name, [])
@@ -278,7 +332,7 @@ def main() -> None:
             found["results"] = {each.name: results[each.name] for each in every if each.name in results}
             arguments.json.write_text(json.dumps(found) + "\n")
             console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")
-    print("\n".join(table(found)))
+    print("\n".join([*table(found), "", *(pace_table(found) if arguments.writer == "held" else [])]))
 
 
 if __name__ == "__main__":

@@ -48,13 +48,18 @@ class Session:
         return output
 
     def held(self) -> int:
-        """Bytes of keys and values. Those that a converted model has allocated are what its config says."""
-        if self.cache is None or not hasattr(self.cache, "allocated_bytes"):
-            return held_bytes(self.cache)
-        allocated, new = self.cache.allocated_bytes(), self.cache.layers[0].capacity - self.prompt
-        layout, itemsize = KVLayout.from_config(self.model.config), self.model.dtype.itemsize
-        assert allocated == layout.kv_bytes(1, self.prompt, new, itemsize=itemsize)
-        return allocated
+        """Bytes of keys and values."""
+        return checked_bytes(self.model, self.cache, self.prompt)
+
+
+def checked_bytes(model: PreTrainedModel, cache: Any, prompt: int, rows: int = 1) -> int:
+    """Bytes of keys and values of a cache. Those that a converted model has allocated are what its config says."""
+    if cache is None or not hasattr(cache, "allocated_bytes"):
+        return held_bytes(cache)
+    allocated, new = cache.allocated_bytes(), cache.layers[0].capacity - prompt
+    layout = KVLayout.from_config(model.config)
+    assert allocated == layout.kv_bytes(rows, prompt, new, itemsize=model.dtype.itemsize)
+    return allocated
 
 
 class StepSession(Session):

@@ -145,6 +145,25 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     assert "was measured with" in capsys.readouterr().err
 
 
+def test_budgets_that_hold_write_at_a_pace_in_constant_bytes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The facts of the answer come in between; the cache that wrote the beginning reads them and goes on."""
+    results = tmp_path / "found.json"
+    options = ["--cases", "2", "--writer", "held", "--first", "1", "--steps", "0", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    monkeypatch.setattr(long_answers, "SPAN", 40)
+    long_answers.main()
+    found = json.loads(results.read_text())
+    assert [len(answer) for answer in found["answers"]] == [NEW, NEW]
+    tokens, seconds, held = zip(*found["marks"], strict=True)
+    assert tokens[0] == 1
+    assert tokens[-1] == NEW
+    assert [*seconds] == sorted(seconds)
+    shape = HeadProfile.load(command[3]).model
+    assert {*held[1:]} == {2 * MOST * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4}
+
+
 def test_a_given_text_is_read_as_it_is(
     command: list[str],
     words: PreTrainedTokenizerFast,
@@ -157,7 +176,7 @@ def test_a_given_text_is_read_as_it_is(
     options = ["--cases", "1", "--given", "--first", "1", "--steps", "0", "--json", str(results)]
     monkeypatch.setattr(sys, "argv", [*command, *options])
     long_answers.main()
-    [case] = long_answers.cases(Path(command[1]), Path(command[5]), (PROMPT, NEW), 1, True, [])
+    [case] = long_answers.cases(Path(command[1]), Path(command[5]), (PROMPT, NEW), 1, None, [], [])
     tokens = torch.from_numpy(np.concatenate([case.prompt.text, case.prompt.following]))[None]
     with torch.no_grad():
         logs = model(tokens).logits[0, PROMPT - 1 : -1].log_softmax(-1)
@@ -182,7 +201,17 @@ def test_the_table_counts_what_the_original_recalls() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["long-answers", "long-text"])
+def test_the_pace_is_that_of_the_tokens_before_each_mark() -> None:
+    marks = [[1, 0.5, 900], [1024, 102.8, 1024], [2048, 205.2, 1024], [3072, 307.6, 1024], [4096, 512.4, 2048]]
+    assert long_answers.pace_table({"settings": {"new": 4096}, "marks": marks}) == [
+        "| tokens written | 1,024 | 2,048 | 3,072 | 4,096 |",
+        "|---|---|---|---|---|",
+        "| ms a token | 100 | 100 | 100 | 200 |",
+        "| KV bytes | 1.00 KiB | 1.00 KiB | 1.00 KiB | 2.00 KiB |",
+    ]
+
+
+@pytest.mark.parametrize("name", ["long-answers", "long-text", "held-answers"])
 def test_the_documented_tables_are_the_committed_results(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert "\n".join(long_answers.table(found)) in (ROOT / "docs" / "results.md").read_text()
@@ -214,3 +243,18 @@ def test_the_docs_say_what_was_measured() -> None:
     for name, [case] in json.loads((results / "long-text.json").read_text())["results"].items():
         growth = case["step_ms"][-1] / case["step_ms"][0]
         assert growth > 2 if name == "original" else growth < 1.1
+
+
+def test_the_docs_say_how_budgets_that_hold_write() -> None:
+    """In constant bytes, at a constant pace; caches are compared in the context of the model."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "held-answers.json").read_text())
+    said = (ROOT / "docs" / "results.md").read_text()
+    _, step, _ = lines = long_answers.pace_table(found)[1:]
+    assert "\n".join(lines) in said
+    paces = [int(cell) for cell in step.split("|")[2:-1]]
+    assert abs(paces[-1] / paces[0] - 1) < 0.1
+    [case] = found["results"]["budgets of 216 that hold, blocks of 32"]
+    assert {mark[2] for mark in found["marks"][1:]} == {case["kv_bytes"]}
+    for name, [case] in found["results"].items():
+        same, kl = (np.mean(case[part][:2]) for part in ("same", "kl"))
+        assert f"| {name} | {same:.1%} | {kl:.4f} |" in said

@@ -41,7 +41,7 @@ OF_VLLM = {
     "--max-num-batched-tokens",
     "--tensor-parallel-size",
 }
-OF_SCRIPTS = {"--wheel", "--new", "--cases", "--given", "--first"}
+OF_SCRIPTS = {"--wheel", "--new", "--cases", "--given", "--first", "--writer"}
 OF_OTHERS = OF_LM_EVAL | OF_VLLM | OF_SCRIPTS
 RUNNING = [page for page in PAGES if blocks(page, "console")]
 README_LINES = 160
