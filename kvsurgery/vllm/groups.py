@@ -86,7 +86,7 @@ def _common_size(lengths: Sequence[int], least: int) -> int:
 
 
 def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
-    """The bin of each layer's streaming heads, none of them wider than a limit.
+    """The bin of each layer's heads, none of them wider than a limit.
 
     vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ; so
     that many have to fit too.
@@ -113,6 +113,15 @@ def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
     return chosen
 
 
+def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[Bucket]:
+    """The layers of each bin, without those of width 0."""
+    held: dict[int, list[int]] = {}
+    for width, index in zip(widths, bins, strict=True):
+        if width:
+            held.setdefault(index, []).append(width)
+    return [Bucket(tuple(layers), sliding) for layers in held.values()]
+
+
 @dataclass(frozen=True)
 class Groups:
     """The cache groups of a model: those of all full heads, bins of streaming heads, and the model's own windows."""
@@ -126,6 +135,12 @@ class Groups:
             for layer in self.layout.layers
         ]
 
+    @property
+    def _limit(self) -> int:
+        """The width of a block that all full heads of the model fit, and the other heads of each layer."""
+        full, streaming = self._widths("full", native=False), self._widths("streaming", native=False)
+        return max(sum(full), *streaming, *self._widths("heads", native=True))
+
     @cached_property
     def streaming(self) -> list[int]:
         """The bin of each layer's streaming heads.
@@ -133,33 +148,33 @@ class Groups:
         Of two choices the one with the smaller cache: bins that are patterns can make vLLM split the full heads, and
         bins that are none can be more.
         """
-        widths, native = self._widths("streaming", native=False), self._widths("heads", native=True)
-        limit = max(sum(self._widths("full", native=False)), *widths, *native)
-        return min((_bins(widths, limit, patterns) for patterns in (True, False)), key=self._cost)
+        widths = self._widths("streaming", native=False)
+        return min((_bins(widths, self._limit, patterns) for patterns in (True, False)), key=self._cost)
+
+    @cached_property
+    def native(self) -> list[int]:
+        """The bin of each layer with a window of the model's own. vLLM splits windows by itself, and no chunks."""
+        widths = self._widths("heads", native=True)
+        if any(layer.chunked for layer in self.layout.layers):
+            return _bins(widths, self._limit, patterns=True)
+        return [0] * len(widths)
 
     def _cost(self, bins: list[int]) -> tuple[int, int]:
-        """What a token and what a window take with these bins."""
+        """What a token and what a window take with these bins of streaming heads."""
         plan, full, windows, _ = self._planned(bins)
         return full * plan.width, windows * plan.width
 
     def _planned(self, bins: list[int]) -> tuple[Plan, int, int, int]:
-        """vLLM's plan for bins, and its numbers of groups of full heads, streaming heads and windows of the model."""
-        binned: dict[int, list[int]] = {}
-        for index, width in zip(bins, self._widths("streaming", native=False), strict=True):
-            binned.setdefault(index, []).append(width)
+        """vLLM's plan for bins of streaming heads, and its numbers of groups of full heads, streaming heads and windows
+        of the model."""
         chunked = any(layer.chunked for layer in self.layout.layers)
-        buckets = [
-            Bucket(tuple(filter(None, widths)), sliding)
-            for widths, sliding in (
-                (self._widths("full", native=False), False),
-                *((widths, True) for widths in binned.values()),
-                (self._widths("heads", native=True), not chunked),
-            )
-        ]
-        plan = Plan.of([bucket for bucket in buckets if bucket.widths])
+        full = _by_bin(self._widths("full", native=False), [0] * len(bins), sliding=False)
+        streaming = _by_bin(self._widths("streaming", native=False), bins, sliding=True)
+        native = _by_bin(self._widths("heads", native=True), self.native, sliding=not chunked)
+        plan = Plan.of([*full, *streaming, *native])
         numbers = iter(plan.groups)
-        full, *streaming, native = [next(numbers) if bucket.widths else 0 for bucket in buckets]
-        return plan, full, sum(streaming), native
+        counts = [sum(next(numbers) for _ in buckets) for buckets in (full, streaming, native)]
+        return plan, counts[0], counts[1], counts[2]
 
     @property
     def width(self) -> int:

@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.spec import SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning
@@ -62,9 +62,8 @@ def plan_of(layout: KVLayout) -> KVCacheConfig:
         common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
         name = f"model.layers.{index}.self_attn.attn"
         if layer.chunked:
-            specs[name] = ChunkedLocalAttentionSpec(
-                num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common
-            )
+            chunks = ChunkedLocalAttentionSpec(num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common)
+            specs[name] = ChunkSpec.of(chunks, groups.native[index])
             continue
         if layer.native:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
@@ -190,6 +189,21 @@ def test_as_many_layers_of_two_widths_do_not_split_the_full_heads(full: tuple[in
     assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
     ideal = layout.kv_bytes(1, LONG + NEW)
     assert decoding * block == pytest.approx(ideal, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_chunks_of_the_model_itself_take_no_wider_blocks_than_full_heads(share: float) -> None:
+    chunks = LayerLayout(((0, 8),), 0, 8192, native=True, chunked=True)
+    full = LayerLayout(((int(8 * share), 8 - int(8 * share)),), SINK, RECENT)
+    layout = KVLayout(tuple(full if index % 4 == 3 else chunks for index in range(48)), head_dim=128)
+    plan = plan_of(layout)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    _, decoding = held(plan, LONG)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    blocks = groups.blocks(LONG + NEW, SIZE)  # a whole chunk; here the last one has just begun
+    assert decoding <= blocks
+    assert blocks * block == pytest.approx(layout.kv_bytes(1, LONG + NEW), rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(60))
