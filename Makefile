@@ -127,9 +127,11 @@ INSTALL = $(@D)/bin/python -m pip install -q
 	$(INSTALL) -c constraints.txt -e '.[dev,eval,quant]'
 	touch $@
 
-.venv-vllm/ready: .venv/ready requirements-vllm.txt tests/vllm/distribution/pyproject.toml
+VLLM = tests/vllm/distribution
+.venv-vllm/ready: .venv/ready requirements-vllm.txt $(VLLM)/pyproject.toml $(VLLM)/torchvision_operators.py
 	$(COPY)
-	$(INSTALL) --no-deps -r requirements-vllm.txt -e . tests/vllm/distribution
+	$(INSTALL) --no-deps -r requirements-vllm.txt -e . $(VLLM)
+	tee -a $(@D)/lib/python*/site-packages/torchvision/extension.py < $(VLLM)/torchvision_operators.py > /dev/null
 	touch $@
 
 .PRECIOUS: .venv-%/ready .venv-triton-%/ready

@@ -18,16 +18,19 @@ ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
     "LlamaForCausalLM",
     "LlavaForConditionalGeneration",
     "MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Olmo2ForCausalLM",
@@ -39,19 +42,14 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
 # the converter's other architectures, which are served with the original's cache and a warning
-DENSE = (
-    "Gemma3nForCausalLM",
-    "Gemma4ForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+DENSE = ("Gemma3nForCausalLM",)
 
 # architecture -> module and class that vLLM has registered for it
 stock: dict[str, tuple[str, str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsurgery.lengths import lengths_of
@@ -23,6 +23,7 @@ class Forecast:
         processes: of tensor parallelism.
         kv_bytes, dense_bytes: of the converted and of the original model.
         token_bytes, dense_token_bytes: what each more token takes.
+        text_only: whether images and video are refused.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Forecast:
     dense_bytes: int
     token_bytes: int
     dense_token_bytes: int
+    text_only: bool = False
 
     @classmethod
     def of(cls, part: KVLayout, tokens: int, processes: int = 1, block: int = BLOCK, itemsize: int = 2) -> Forecast:
@@ -49,7 +51,8 @@ class Forecast:
     def command(self, folder: str) -> str:
         """The command that serves a folder."""
         parallel = f" --tensor-parallel-size {self.processes}" if self.processes > 1 else ""
-        return f"vllm serve {shlex.quote(folder)}{parallel}"
+        text = " --language-model-only" if self.text_only else ""
+        return f"vllm serve {shlex.quote(folder)}{parallel}{text}"
 
 
 def forecast(config: Any) -> Forecast:
@@ -63,8 +66,14 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            return Forecast.of(first, lengths_of(config)[-1], processes)
+            expected = Forecast.of(first, lengths_of(config)[-1], processes)
+            return replace(expected, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
+
+
+def has_bidirectional_images(config: Any) -> bool:
+    """Whether tokens of an image see each other in both directions, as in the larger models of Gemma 4."""
+    return setting(setting(config, "text_config"), "use_bidirectional_attention") == "vision"
 
 
 def servable_layout(config: Any) -> KVLayout:

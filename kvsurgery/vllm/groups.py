@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -9,63 +11,175 @@ from itertools import count
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 
 
-@dataclass
-class Bin:
-    """Layers whose streaming heads share a cache group: widths of the first layer and of all layers, and their number.
+@dataclass(frozen=True)
+class Bucket:
+    """Layers that vLLM may put into one cache group: the widths of their heads, and whether these see a sliding window.
 
     The width of heads is the number of elements that their keys have.
     """
 
-    first: int
-    width: int = 0
-    layers: int = 0
+    widths: tuple[int, ...]
+    sliding: bool
 
-    def takes(self, width: int, limit: int) -> bool:
-        """Whether one more layer fits a block of a width.
+    @property
+    def counts(self) -> Counter[int]:
+        """How many layers have each width."""
+        return Counter(self.widths)
 
-        vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ;
-        so that many have to fit too.
-        """
-        return self.width + width <= limit and (self.layers + 1) * self.first <= limit
+    @property
+    def repeats(self) -> int:
+        """The number of layers of the most frequent width."""
+        return max(self.counts.values())
+
+    @property
+    def balanced(self) -> bool:
+        """Whether all widths have equally many layers, which vLLM takes for a repeating pattern and may split."""
+        return len({*self.counts.values()}) == 1
+
+    @property
+    def mixed_pattern(self) -> bool:
+        """Whether this is a pattern of several widths, whose repeats vLLM splits other buckets to."""
+        return self.balanced and len(self.counts) > 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What vLLM's planner makes of buckets: the width of a block, and the number of cache groups of each bucket."""
+
+    width: int
+    groups: tuple[int, ...]
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Plan:
+        """The plan that `get_kv_cache_groups` in vllm/v1/core/kv_cache_utils.py makes."""
+        if len(buckets) == 1:
+            return cls(sum(buckets[0].widths), (1,))
+        if len({width for bucket in buckets for width in bucket.widths}) == 1:
+            return cls._of_one_width(buckets)
+        patterns = [bucket.repeats for bucket in buckets if bucket.mixed_pattern]
+        if patterns:
+            repeats = _common_size([bucket.repeats for bucket in buckets if bucket.balanced], max(patterns))
+            groups = [-(-bucket.repeats // repeats) if bucket.balanced else 1 for bucket in buckets]
+        else:
+            # sliding windows are split to fit a block that others need, as if all layers were as wide as the first
+            needed = max(sum(bucket.counts if bucket.sliding else bucket.widths) for bucket in buckets)
+            groups = [
+                -(-len(bucket.widths) // (needed // bucket.widths[0])) if bucket.sliding else 1 for bucket in buckets
+            ]
+        width = max(
+            sum(-(-layers // number) * width for width, layers in bucket.counts.items())
+            for bucket, number in zip(buckets, groups, strict=True)
+        )
+        return cls(width, tuple(groups))
+
+    @classmethod
+    def _of_one_width(cls, buckets: Sequence[Bucket]) -> Plan:
+        """The plan where all layers have one width: groups have equally many layers, and some are padded."""
+        lengths = [len(bucket.widths) for bucket in buckets]
+        size = max(lengths) if max(lengths) < 1.5 * min(lengths) else min(lengths)
+        return cls(size * buckets[0].widths[0], tuple(-(-length // size) for length in lengths))
+
+
+def _common_size(lengths: Sequence[int], least: int) -> int:
+    """The size of groups, at least `least`, that pads these lengths least; of several, the largest."""
+    return min(range(least, max(lengths) + 1), key=lambda size: (sum(-length % size for length in lengths), -size))
+
+
+def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
+    """The bin of each layer's heads, none of them wider than a limit.
+
+    vLLM splits a group of windows as if all layers had as many heads as the first, and loses layers if they differ; so
+    that many have to fit too.
+
+    Args:
+        widths: of the layers; those of width 0 get bin 0.
+        patterns: whether a bin may end as a pattern of several widths.
+    """
+    bins: list[tuple[int, ...]] = []
+
+    def fits(held: tuple[int, ...], width: int) -> bool:
+        grown = (*held, width)
+        small = sum(grown) <= limit and len(grown) * grown[0] <= limit
+        return small and (patterns or not Bucket(grown, sliding=True).mixed_pattern)
+
+    chosen = []
+    for width in widths:
+        if not width:
+            chosen.append(0)
+            continue
+        index = next((index for index, held in enumerate(bins) if fits(held, width)), len(bins))
+        bins[index : index + 1] = [(*bins[index], width) if index < len(bins) else (width,)]
+        chosen.append(index)
+    return chosen
+
+
+def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[Bucket]:
+    """The layers of each bin, without those of width 0."""
+    held: dict[int, list[int]] = {}
+    for width, index in zip(widths, bins, strict=True):
+        if width:
+            held.setdefault(index, []).append(width)
+    return [Bucket(tuple(layers), sliding) for layers in held.values()]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The cache groups of a model: one of all full heads, bins of streaming heads, and the model's own windows."""
+    """The cache groups of a model: those of all full heads, bins of streaming heads, and the model's own windows."""
 
     layout: KVLayout
 
-    def _width(self, layer: LayerLayout, heads: int) -> int:
-        """The width of heads of a layer."""
-        return heads * (layer.head_dim or self.layout.head_dim)
-
-    @cached_property
-    def width(self) -> int:
-        """The width of a block: of all full heads of the model, or of the widest layer of other heads."""
-        full = sum(self._width(layer, layer.full) for layer in self.layout.layers if not layer.native)
-        return max(full, *(self._width(layer, layer.heads - layer.full) for layer in self.layout.layers))
-
-    @cached_property
-    def _filled(self) -> tuple[list[Bin], list[int]]:
-        bins: list[Bin] = []
-        chosen = []
-        for layer in self.layout.layers:
-            width = 0 if layer.native else self._width(layer, layer.streaming)
-            index = 0
-            if width:
-                fitting = (index for index, bin in enumerate(bins) if bin.takes(width, self.width))
-                index = next(fitting, len(bins))
-                if index == len(bins):
-                    bins.append(Bin(width))
-                bins[index].width += width
-                bins[index].layers += 1
-            chosen.append(index)
-        return bins, chosen
+    def _widths(self, heads: str, native: bool) -> list[int]:
+        """The width of the full, streaming or all heads of each layer that has a window of the model's own, or none."""
+        return [
+            getattr(layer, heads) * (layer.head_dim or self.layout.head_dim) if layer.native == native else 0
+            for layer in self.layout.layers
+        ]
 
     @property
+    def _limit(self) -> int:
+        """The width of a block that all full heads of the model fit, and the other heads of each layer."""
+        full, streaming = self._widths("full", native=False), self._widths("streaming", native=False)
+        return max(sum(full), *streaming, *self._widths("heads", native=True))
+
+    @cached_property
     def streaming(self) -> list[int]:
-        """The bin of each layer's streaming heads; no bin is wider than a block."""
-        return self._filled[1]
+        """The bin of each layer's streaming heads.
+
+        Of two choices the one with the smaller cache: bins that are patterns can make vLLM split the full heads, and
+        bins that are none can be more.
+        """
+        widths = self._widths("streaming", native=False)
+        return min((_bins(widths, self._limit, patterns) for patterns in (True, False)), key=self._cost)
+
+    @cached_property
+    def native(self) -> list[int]:
+        """The bin of each layer with a window of the model's own. vLLM splits windows by itself, and no chunks."""
+        widths = self._widths("heads", native=True)
+        if any(layer.chunked for layer in self.layout.layers):
+            return _bins(widths, self._limit, patterns=True)
+        return [0] * len(widths)
+
+    def _cost(self, bins: list[int]) -> tuple[int, int]:
+        """What a token and what a window take with these bins of streaming heads."""
+        plan, full, windows, _ = self._planned(bins)
+        return full * plan.width, windows * plan.width
+
+    def _planned(self, bins: list[int]) -> tuple[Plan, int, int, int]:
+        """vLLM's plan for bins of streaming heads, and its numbers of groups of full heads, streaming heads and windows
+        of the model."""
+        chunked = any(layer.chunked for layer in self.layout.layers)
+        full = _by_bin(self._widths("full", native=False), [0] * len(bins), sliding=False)
+        streaming = _by_bin(self._widths("streaming", native=False), bins, sliding=True)
+        native = _by_bin(self._widths("heads", native=True), self.native, sliding=not chunked)
+        plan = Plan.of([*full, *streaming, *native])
+        numbers = iter(plan.groups)
+        counts = [sum(next(numbers) for _ in buckets) for buckets in (full, streaming, native)]
+        return plan, counts[0], counts[1], counts[2]
+
+    @property
+    def width(self) -> int:
+        """The width of a block."""
+        return self._planned(self.streaming)[0].width
 
     def window(self, layer: LayerLayout) -> int:
         """Tokens of the window that vLLM keeps for a layer's streaming heads: `recent`, or one or two more.
@@ -78,16 +192,13 @@ class Groups:
 
     def blocks(self, tokens: int, size: int, in_flight: int = 1) -> int:
         """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""
-        blocks = -(-tokens // size) if any(layer.full for layer in self.layout.layers) else 0
-        layers = [layer for layer in self.layout.layers if not layer.native and layer.streaming]
-        if layers:
-            window = self.window(layers[0])
-            blocks += len(self._filled[0]) * _window_blocks(tokens, size, layers[0].sink, window, in_flight)
-        native = [layer for layer in self.layout.layers if layer.native]
-        if native:
-            groups = -(-len(native) // (self.width // self._width(native[0], native[0].heads)))
-            window = native[0].recent - size * native[0].chunked  # chunks begin with a block
-            blocks += groups * _window_blocks(tokens, size, 0, window, in_flight)
+        _, full, streaming, native = self._planned(self.streaming)
+        blocks = full * -(-tokens // size)
+        for layer in [layer for layer in self.layout.layers if not layer.native and layer.streaming][:1]:
+            blocks += streaming * _window_blocks(tokens, size, layer.sink, self.window(layer), in_flight)
+        for layer in [layer for layer in self.layout.layers if layer.native][:1]:
+            window = layer.recent - size * layer.chunked  # chunks begin with a block
+            blocks += native * _window_blocks(tokens, size, 0, window, in_flight)
         return blocks
 
     def block_bytes(self, size: int, itemsize: int = 2) -> int:

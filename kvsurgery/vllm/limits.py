@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvsurgery.templates.kv_layout import KVLayout
-from kvsurgery.vllm.forecast import servable_layout
+from kvsurgery.vllm.forecast import has_bidirectional_images, servable_layout
 
 logger = init_logger("vllm.kvsurgery")
 
@@ -49,6 +49,12 @@ def _check_settings(vllm_config: Any) -> None:
         raise ValueError(
             "kvsurgery: LoRA is refused: adapters made for the original model expect its order of heads; merge the "
             "adapter into the original and convert the result"
+        )
+    model = vllm_config.model_config
+    if has_bidirectional_images(model.hf_config) and not model.multimodal_config.language_model_only:
+        raise ValueError(
+            "kvsurgery: tokens of an image see each other in both directions in this model, and the KV cache of a "
+            "converted checkpoint cannot do that; serve text with --language-model-only"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":

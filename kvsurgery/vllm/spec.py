@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvsurgery.vllm.manager import SinkWindowManager
@@ -42,6 +43,30 @@ class SinkWindowSpec(SlidingWindowSpec):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkSpec(ChunkedLocalAttentionSpec):
+    """Chunks of the model's own, which vLLM would put into one group: its blocks would be wider than the full heads.
+
+    Layers of one `bin` share a cache group; see `Groups`.
+    """
+
+    bin: int
+
+    @classmethod
+    def of(cls, spec: ChunkedLocalAttentionSpec, bin: int) -> ChunkSpec:
+        """A stock spec with a bin."""
+        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init}, bin=bin)
+
+    def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
+        """Whether these may share a cache group: chunks of one bin."""
+        return all(
+            isinstance(spec, ChunkSpec)
+            and (spec.attention_chunk_size, spec.bin) == (self.attention_chunk_size, self.bin)
+            for spec in kv_cache_specs.values()
+        )
+
+
 # the first registration of a spec keeps vLLM from registering its own
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec)
+KVCacheSpecRegistry.register(ChunkSpec, ChunkedLocalAttentionManager, uniform_type_base_spec=ChunkSpec)

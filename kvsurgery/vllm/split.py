@@ -14,7 +14,7 @@ from kvsurgery.vllm.backends import full_backend, streaming_backend
 from kvsurgery.vllm.forecast import BLOCK, Forecast
 from kvsurgery.vllm.groups import Groups
 from kvsurgery.vllm.limits import logger
-from kvsurgery.vllm.spec import SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 
 LARGE_CHUNK = 2048  # tokens of a step, beyond which a chunk takes much more than windows do
 
@@ -118,12 +118,25 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
             )
         if layer.native:
             stock.attn_backend = full_backend(stock)
+            if isinstance(stock, ChunkedLocalAttention):
+                _give_bin(stock, groups.native[index])
             continue
         cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
         setattr(parent, name, _split(stock, layer, cache, vllm_config))
     split = [module for module in model.modules() if isinstance(module, SplitAttention)]
     if split:
         _announce(split, layout, vllm_config)
+
+
+def _give_bin(chunked: ChunkedLocalAttention, bin: int) -> None:
+    """Let vLLM put chunks of the model's own only into a cache group with those of the same bin."""
+    stock_spec = chunked.get_kv_cache_spec
+
+    def get_kv_cache_spec(vllm_config: Any) -> Any:
+        spec = stock_spec(vllm_config)
+        return spec if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager else ChunkSpec.of(spec, bin)
+
+    chunked.get_kv_cache_spec = get_kv_cache_spec
 
 
 def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:

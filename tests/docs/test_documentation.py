@@ -37,6 +37,7 @@ OF_VLLM = {
     "--disable-hybrid-kv-cache-manager",
     "--kv-cache-dtype",
     "--kv-sharing-fast-prefill",
+    "--language-model-only",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--tensor-parallel-size",

@@ -27,6 +27,6 @@ def test_rows(name: str) -> None:
     _, _, parallel, reform, vllm = ROWS[name]
     family = load_family(name)
     assert parallel == ("not split" if family.replicated else "yes" if name in SHARED else "not tested")
-    assert (vllm == "yes") == (not family.text and not {*family.classes.values()}.isdisjoint(ARCHITECTURES))
+    assert (vllm == "yes") == (not {*family.classes.values()}.isdisjoint(ARCHITECTURES))
     if not family.text:
         assert reform == ("no" if family.no_reform else "yes")

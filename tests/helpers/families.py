@@ -195,7 +195,7 @@ QWEN = {
     "temporal_patch_size": 1,
     "spatial_merge_size": 1,
     "num_position_embeddings": 16,
-    "out_hidden_size": SMALL["hidden_size"],
+    "out_hidden_size": None,  # that of the text model
 }
 LLAMA_4_TOWER = {
     **{**TOWER, "intermediate_size": 16},  # as wide as what the pixel shuffle makes
@@ -215,7 +215,8 @@ GEMMA_4_TOWER = {
     "head_dim": 8,
     "patch_size": 4,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 8,
+    "position_embedding_size": 32,
+    "default_output_length": 70,  # as published; vLLM reads it
 }
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral": (
@@ -251,6 +252,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model_type": "gemma4",
             "image_token_id": IMAGE,
+            "boi_token_id": IMAGE - 1,
+            "eoi_token_id": IMAGE - 2,
             "vision_config": GEMMA_4_TOWER,
             "audio_config": None,
             "tie_word_embeddings": True,
@@ -288,8 +291,12 @@ def config_of(name: str, **overrides: Any) -> Any:
     settings = {**SMALL, **FAMILIES[text], **overrides}
     if beside is None:
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    settings["tie_word_embeddings"] = beside.get("tie_word_embeddings", False)
-    beside = {"model_type": "llava", **beside, "tie_word_embeddings": settings["tie_word_embeddings"]}
+    if "out_hidden_size" in beside["vision_config"]:
+        vision = {**beside["vision_config"], "out_hidden_size": settings["hidden_size"]}
+        beside = {**beside, "vision_config": vision}
+    tied = overrides.get("tie_word_embeddings", beside.get("tie_word_embeddings", False))
+    settings["tie_word_embeddings"] = tied
+    beside = {"model_type": "llava", **beside, "tie_word_embeddings": tied}
     return AutoConfig.for_model(beside.pop("model_type"), text_config=settings, image_token_index=IMAGE, **beside)
 
 

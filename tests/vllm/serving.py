@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -13,22 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from tests.helpers.families import make
+from tests.helpers.families import WITH_IMAGES, make
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 
 SINK, RECENT = 20, 40
 BLOCK = 32  # what the CPU's kernels take
 # the CPU's kernels have heads from 32
 LARGE_HEADS = {"hidden_size": 256, "head_dim": 32, "max_position_embeddings": 1024}
-
-# a tiny Gemma with tied embeddings repeats its last token with a probability of almost 1, whatever attention reads
-UNTIED = {"tie_word_embeddings": False}
-GEMMA_2 = {"final_logit_softcapping": 4.0}  # vLLM ties its embeddings always
 
 replace_kernels = cache(current_platform.register_triton_kernel_overrides)
 
@@ -41,11 +38,25 @@ def converted(family: str, folder: Path, model: dict[str, Any] | None = None, **
     """A tiny checkpoint of a family with half of its heads streaming, by default: where no window of the model's own is
     in the way, all of the first layer's and none of the third's. `model` overrides its config."""
     source = make(family, folder / "stock", **{**LARGE_HEADS, **(model or {})})
+    if family in WITH_IMAGES:
+        rename_as_published(source)
     profile = random_profile(source)
     scores = profile.scores.copy()
     scores[0], scores[2] = 0, 1
     options = {"sink": SINK, "recent": RECENT, "sparsity": 0.5, **options}
     return convert_folder(source, folder / "converted", replace(profile, scores=scores), **options)
+
+
+def rename_as_published(folder: Path) -> None:
+    """Give the tensors of a CLIP or SigLIP tower their published names; vLLM does not know those of transformers 5."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    if "vision_tower.embeddings.patch_embedding.weight" in weights:
+        save_file(
+            {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()},
+            path,
+            {"format": "pt"},
+        )
 
 
 def prompts(vocabulary: int = 101, lengths: tuple[int, ...] = (5, 45, 130, 300), seed: int = 0) -> list[list[int]]:
@@ -83,11 +94,12 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: LLM, rows: list[list[int]], new: int = 24, **sampling: Any) -> Generated:
-    """New tokens of each prompt, greedily by default."""
+def generate(llm: LLM, rows: Sequence[list[int] | dict[str, Any]], new: int = 24, **sampling: Any) -> Generated:
+    """New tokens of each prompt, greedily by default; a prompt is its tokens, or what vLLM takes instead."""
     defaults = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": NEAR}
     parameters = SamplingParams(**{**defaults, **sampling})
-    results = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
+    asked = [row if isinstance(row, dict) else {"prompt_token_ids": row} for row in rows]
+    results = llm.generate(asked, parameters, use_tqdm=False)
     outputs = [result.outputs[0] for result in results]
     return [
         ([*output.token_ids], [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs])
@@ -95,21 +107,25 @@ def generate(llm: LLM, rows: list[list[int]], new: int = 24, **sampling: Any) ->
     ]
 
 
-def reference(model: torch.nn.Module, rows: list[list[int]], new: int = 24) -> Generated:
-    """What a model of transformers generates greedily."""
+def reference(
+    model: torch.nn.Module, rows: Sequence[list[int] | Mapping[str, Any]], new: int = 24, **options: Any
+) -> Generated:
+    """What a model of transformers generates greedily; a prompt is its tokens, or the inputs of the model."""
     generated = []
     for row in rows:
+        inputs = row if isinstance(row, Mapping) else {"input_ids": torch.tensor([row])}
+        ids = inputs["input_ids"]
         result = model.generate(
-            torch.tensor([row]),
-            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            **{**inputs, "attention_mask": torch.ones_like(ids)},
             max_new_tokens=new,
             min_new_tokens=new,
             eos_token_id=None,
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
+            **options,
         )
-        tokens = result.sequences[0, len(row) :]
+        tokens = result.sequences[0, ids.shape[1] :]
         likeliest = torch.cat(result.logits).float().log_softmax(-1).topk(NEAR)
         places = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
         generated.append((tokens.tolist(), [dict(zip(*place, strict=True)) for place in places]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu, softplus
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
 from vllm.model_executor.models import minimax_m2
 from vllm.model_executor.models.gpt_oss import TransformerBlock
+from vllm.model_executor.models.mllama4 import Llama4UnfoldConvolution
 from vllm.utils.torch_utils import _resolve_layer_name
 
 
@@ -91,6 +90,14 @@ class Experts(torch.nn.Module):
         return torch.einsum("te,teh->th", weights, outer)
 
 
+def patches_of(layer: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The patches of images [images, channels, height, width] for Llama 4's tower: [images, patches, hidden].
+
+    The CPU build's product of matrices takes rows that lie together only.
+    """
+    return layer.linear(layer.unfold(pixels).permute(0, 2, 1).contiguous())[0]
+
+
 def substitute(patch: pytest.MonkeyPatch) -> None:
     """Let engines that start from now on use these."""
     register_cpu_gdn_attention_ops()
@@ -99,7 +106,4 @@ def substitute(patch: pytest.MonkeyPatch) -> None:
     # experts chosen by sigmoids: in groups only, and one group of all is the same
     one_group = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
     patch.setattr(minimax_m2, "FusedMoEFactory", partial(minimax_m2.FusedMoEFactory, **one_group))
-    # vLLM's module of Qwen3.5 imports the size of images from a file that needs torchvision; text does not use it, and
-    # the same function is in the file that transformers falls back to
-    resizing = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-    patch.setitem(sys.modules, resizing, image_processing_pil_qwen2_vl)
+    patch.setattr(Llama4UnfoldConvolution, "forward", patches_of)

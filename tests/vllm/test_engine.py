@@ -15,8 +15,8 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.vllm.split import SplitAttention
 from tests.helpers.surgery import Converted, convert_folder
 from tests.helpers.tiny_recall import FOLDER
+from tests.vllm.models import GEMMA_2
 from tests.vllm.serving import (
-    GEMMA_2,
     Generated,
     assert_equal,
     converted,

@@ -9,11 +9,10 @@ import pytest
 
 from kvsurgery.checkpoint.family import load_family, supported
 from kvsurgery.vllm import ARCHITECTURES, DENSE
-from tests.helpers.families import FAMILIES, LLAMA_4, MROPE, WITH_STATES
+from tests.helpers.families import FAMILIES, WITH_STATES
+from tests.vllm.models import MODELS, TOLERANCES
 from tests.vllm.serving import (
     BLOCK,
-    GEMMA_2,
-    UNTIED,
     assert_equal,
     cached_tokens,
     converted,
@@ -24,36 +23,6 @@ from tests.vllm.serving import (
     reference,
 )
 from tests.vllm.substitutes import substitute
-
-# a layer of streaming heads, one of full heads, and one of both, between two with linear attention
-WITH_LINEAR_LAYERS = {
-    "num_hidden_layers": 5,
-    "layer_types": [kind + "_attention" for kind in ("full", "linear", "full", "full", "linear")],
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
-# as many frequencies as larger heads have
-WITH_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}}
-GEMMA_4 = {**UNTIED, "global_head_dim": 64}
-MODELS = {
-    **dict.fromkeys(WITH_STATES, WITH_LINEAR_LAYERS),
-    # vLLM leaves out biases of the attention
-    "qwen3_5": {**WITH_LINEAR_LAYERS, **WITH_MROPE, "attention_bias": False},
-    "qwen3_5_moe": {**WITH_LINEAR_LAYERS, **WITH_MROPE},
-    "cohere2": {"sliding_window": 512},  # which nothing reaches: vLLM's own has a token more
-    "qwen2": {"use_sliding_window": False},  # vLLM itself refuses one of which only some layers have windows
-    "ernie4_5": {"use_bias": False},  # vLLM has no bias of the output projection
-    "gemma2": GEMMA_2,
-    "gemma3": UNTIED,
-    **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"), GEMMA_4),
-    "gpt_oss": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
-    "llama4": {"attention_chunk_size": 64},  # whole blocks
-    # as published; the config class of transformers has no such fields
-    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
-    # transformers scales queries from this position on, vLLM does not
-    "ministral3": {"rope_parameters": {**LLAMA_4, "original_max_position_embeddings": 2048}},
-}
-TOLERANCES = {"apertus": 1e-2}  # vLLM rounds the parameters of its activation to bfloat16
 
 
 def architectures(model_type: str) -> set[str]:

@@ -50,6 +50,12 @@ def test_heads_in_blocks_are_served_over_as_many_processes() -> None:
     assert forecast(config(uneven)).command("DIR") == "vllm serve DIR"
 
 
+def test_the_command_leaves_out_images_that_are_refused() -> None:
+    text = {**config(), "use_bidirectional_attention": "vision"}
+    assert forecast({**config(), "text_config": text}).command("DIR") == "vllm serve DIR --language-model-only"
+    assert forecast(text).command("DIR") == "vllm serve DIR"
+
+
 def test_what_vllm_cannot_serve() -> None:
     with pytest.raises(ValueError, match="REFORM"):
         forecast(config(reform={}))

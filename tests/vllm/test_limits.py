@@ -19,6 +19,7 @@ from kvsurgery.vllm.limits import checked_layout
 
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "max"}
 TILES = asdict(Quantization(4))
+BIDIRECTIONAL = {"use_bidirectional_attention": "vision"}
 
 
 def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -30,11 +31,14 @@ def settings(section: dict[str, Any] | None = None, **changes: Any) -> Any:
         num_key_value_heads=4,
         num_attention_heads=8,
     )
+    if text := changes.pop("text", None):
+        config.text_config = SimpleNamespace(**vars(config), **text)
+    images = SimpleNamespace(language_model_only=changes.pop("language_model_only", False))
     sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
     parallel = {f"{kind}_parallel_size": 1 for kind in sizes}
     cache = {"cache_dtype": "auto", "kv_sharing_fast_prefill": False}
     parts = {
-        "model_config": SimpleNamespace(hf_config=config),
+        "model_config": SimpleNamespace(hf_config=config, multimodal_config=images),
         "parallel_config": SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
         "cache_config": SimpleNamespace(**{**cache, **changes.pop("cache", {})}),
         "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -69,6 +73,7 @@ REFUSED = {
         ),
         "without --tp-uneven",
     ),
+    "bidirectional images": (settings(text=BIDIRECTIONAL), "in both directions .* --language-model-only"),
     "version": (settings({"version": 99}), "version 99 is unknown"),
 }
 
@@ -85,6 +90,10 @@ def test_each_process_has_its_part_of_the_heads() -> None:
     layers = [{"blocks": [[1, 1], [1, 1]], "sink": 4, "recent": 8}] * 2
     layout = checked_layout(settings({"layers": layers}, parallel={"tensor_parallel_size": 2}))
     assert [layer.blocks for layer in layout.layers] == [((1, 1),)] * 2
+
+
+def test_text_is_served_where_images_are_refused() -> None:
+    assert checked_layout(settings(text=BIDIRECTIONAL, language_model_only=True))
 
 
 def test_learned_sinks_are_served_where_full_heads_lie_together() -> None:

@@ -12,13 +12,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
 from kvsurgery.templates.kv_layout import KVLayout, LayerLayout
 from kvsurgery.vllm.groups import Groups
-from kvsurgery.vllm.spec import SinkWindowSpec
+from kvsurgery.vllm.spec import ChunkSpec, SinkWindowSpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning
@@ -61,6 +61,10 @@ def plan_of(layout: KVLayout) -> KVCacheConfig:
     for index, layer in enumerate(layout.layers):
         common = {"block_size": SIZE, "head_size": layer.head_dim or layout.head_dim, "dtype": torch.bfloat16}
         name = f"model.layers.{index}.self_attn.attn"
+        if layer.chunked:
+            chunks = ChunkedLocalAttentionSpec(num_kv_heads=layer.heads, attention_chunk_size=layer.recent, **common)
+            specs[name] = ChunkSpec.of(chunks, groups.native[index])
+            continue
         if layer.native:
             specs[name] = SlidingWindowSpec(num_kv_heads=layer.heads, sliding_window=layer.recent, **common)
             continue
@@ -166,6 +170,56 @@ def test_windows_of_the_model_itself_may_have_heads_of_another_number_and_size(
     groups = Groups(layout)
     assert groups.block_bytes(SIZE) == block
     assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+
+
+def alternating(layers: int, heads: int, full: tuple[int, int]) -> KVLayout:
+    """A model in which every other layer has another number of full heads."""
+    blocks = [((full[index % 2], heads - full[index % 2]),) for index in range(layers)]
+    return KVLayout(tuple(LayerLayout(block, SINK, RECENT) for block in blocks), head_dim=128)
+
+
+@pytest.mark.parametrize("full", [(0, 2), (1, 3), (2, 2), (7, 8)])
+def test_as_many_layers_of_two_widths_do_not_split_the_full_heads(full: tuple[int, int]) -> None:
+    layout = alternating(36, 8, full)
+    plan = plan_of(layout)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    _, decoding = held(plan, LONG)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    assert decoding <= groups.blocks(LONG + NEW, SIZE) <= decoding + len(plan.kv_cache_groups)
+    ideal = layout.kv_bytes(1, LONG + NEW)
+    assert decoding * block == pytest.approx(ideal, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_chunks_of_the_model_itself_take_no_wider_blocks_than_full_heads(share: float) -> None:
+    chunks = LayerLayout(((0, 8),), 0, 8192, native=True, chunked=True)
+    full = LayerLayout(((int(8 * share), 8 - int(8 * share)),), SINK, RECENT)
+    layout = KVLayout(tuple(full if index % 4 == 3 else chunks for index in range(48)), head_dim=128)
+    plan = plan_of(layout)
+    block = plan.kv_cache_tensors[0].size // plan.num_blocks
+    _, decoding = held(plan, LONG)
+    groups = Groups(layout)
+    assert groups.block_bytes(SIZE) == block
+    blocks = groups.blocks(LONG + NEW, SIZE)  # a whole chunk; here the last one has just begun
+    assert decoding <= blocks
+    assert blocks * block == pytest.approx(layout.kv_bytes(1, LONG + NEW), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_planned_groups_are_those_of_vllm(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, heads = draw.choice((2, 6, 8, 24, 36, 48, 60, 80)), draw.choice((1, 2, 3, 8))
+    native = draw.choice((None, None, RECENT, 8192))
+    layout = model(layers, heads, draw.choice((0.05, 0.25, 0.5, 0.75, 0.95)), native, seed)
+    if native is None and draw.random() < 0.7:
+        layout = alternating(layers, heads, (draw.randrange(heads + 1), draw.randrange(heads + 1)))
+    if native == 8192:
+        layout = replace(layout, layers=tuple(replace(layer, chunked=layer.native) for layer in layout.layers))
+    plan, (planned, *numbers) = plan_of(layout), Groups(layout)._planned(Groups(layout).streaming)
+    assert planned.width * SIZE * 2 * 2 == plan.kv_cache_tensors[0].size // plan.num_blocks
+    kinds = [group.layer_names[0].rpartition(".")[2] for group in plan.kv_cache_groups]
+    assert numbers == [kinds.count(kind) for kind in ("full", "streaming", "attn")]
 
 
 @pytest.mark.parametrize("seed", range(20))
