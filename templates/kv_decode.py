@@ -453,7 +453,7 @@ def decode(
         [batch, query_heads, head_dim], rotated back where values are stored rotated.
     """
     batch, query_heads, head_dim = query.shape
-    slots, heads = _slots(table), len(table.offsets)
+    slots, tiles, heads = _slots(table), _tiles(table, torch.int16), len(table.offsets)
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
     padded, members = slots["DP"], max(16, triton.next_power_of_2(group))
@@ -466,8 +466,6 @@ def decode(
     ends = torch.empty(segments * rows, dtype=torch.int32, device=query.device)
     out = torch.empty(batch, query_heads, head_dim, dtype=query.dtype, device=query.device)
     starts = torch.empty(programs, dtype=torch.int32, device=query.device) if rows > ALONE else None
-    lanes = WARP if segments * rows <= WARP else ALONE * segments
-    tiles = _tiles(table, torch.int16)
     line = {"end_ptr": ends, "rows": rows, "SEGMENTS": segments}
     parts = {"partial_ptr": partial, "lse_ptr": lse, "G": group, **line}
     plan = {
@@ -492,7 +490,7 @@ def decode(
             recent_ptr=table.recents,
             **_strides(query, "q_batch", "q_head"),
             M=members,
-            LANES=lanes,
+            LANES=WARP if segments * rows <= WARP else ALONE * segments,
             ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
             num_stages=walk.stages,

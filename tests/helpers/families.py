@@ -215,7 +215,7 @@ GEMMA_4_TOWER = {
     "head_dim": 8,
     "patch_size": 4,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 32,
+    "position_embedding_size": 48,
     "default_output_length": 70,  # as published; vLLM reads it
 }
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
