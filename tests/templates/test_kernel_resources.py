@@ -354,10 +354,11 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     )
     tiles = empty_tiles(states[0], 1, quantization)
     packed = table._replace(tiles=tiles, first_tiles=one, packed=row, quantization=quantization)
+    packed = packed._replace(rotated_keys=1, rotated_values=1)
     prompt = states[:, :, 1:]
-    kv_store.append(table, row, query, query)
     kv_store.flush(packed, row)
     for each in (table, packed):
+        kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
         kv_store.compact(each, prompt, prompt, row[None])
     kept = kv_reselect.select(table, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
