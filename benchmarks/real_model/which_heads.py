@@ -32,7 +32,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
 
-SHARES = (0.5, 0.25, 0.75, 0.33)
+SHARES = "0.5,0.25,0.75,0.33"
 RANDOM = 5  # draws
 ORIGINAL = "original"
 
@@ -71,7 +71,9 @@ def of_scores(profile: HeadProfile, scores: np.ndarray) -> HeadProfile:
     return replace(profile, scores=scores.astype(np.float32), granularity="kv", method="ablation", provenance={})
 
 
-def choices(profiles: dict[str, HeadProfile], sizes: list[tuple[int, int]], draws: int) -> list[Choice]:
+def choices(
+    profiles: dict[str, HeadProfile], shares: list[float], sizes: list[tuple[int, int]], draws: int
+) -> list[Choice]:
     """All that are compared: shares outermost, the profiles' own choices before those that know nothing."""
     any_profile = next(iter(profiles.values()))
     shape = any_profile.model.layers, any_profile.model.kv_heads
@@ -80,7 +82,7 @@ def choices(profiles: dict[str, HeadProfile], sizes: list[tuple[int, int]], draw
     for seed in range(draws):
         named[f"random {seed}"] = of_scores(any_profile, np.random.default_rng(seed).random(shape))
     return [
-        Choice(name, profile, share, *size) for size in sizes for share in SHARES for name, profile in named.items()
+        Choice(name, profile, share, *size) for size in sizes for share in shares for name, profile in named.items()
     ]
 
 
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--size", default="16+64", help="sinks and recent tokens of a streaming head; several: 16+64,.."
     )
+    parser.add_argument("--shares", default=SHARES, help="of heads that are full")
     parser.add_argument("--draws", type=int, default=RANDOM, help="choices of random heads")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
@@ -125,7 +128,7 @@ def main() -> None:
 
     profiles = {path.stem: HeadProfile.load(path) for path in arguments.profile}
     sizes = [(int(sink), int(recent)) for sink, recent in (size.split("+") for size in arguments.size.split(","))]
-    wanted = choices(profiles, sizes, arguments.draws)
+    wanted = choices(profiles, [*map(float, arguments.shares.split(","))], sizes, arguments.draws)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     hidden_in = Haystack.read(str(arguments.facts_in), tokenizer, arguments.length)

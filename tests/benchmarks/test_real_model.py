@@ -106,9 +106,8 @@ def test_a_run_goes_on_from_its_file(
     command = ["which_heads.py", source, "--profile", tmp_path / "gates.safetensors", "--facts-in", text]
     command += ["--text", text, "--length", LENGTH, "--prompts", 2, "--prompt", 60, "--new", 20, "--windows", 2]
     (tmp_path / "answers.jsonl").write_text(json.dumps({"prompt": [*range(5, 45)], "answer": [*range(9, 30)]}))
-    command += ["--answers", tmp_path / "answers.jsonl", "--size", "2+4", "--draws", 1, "--json", results]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
-    monkeypatch.setattr(which_heads, "SHARES", (0.5,))
+    command += ["--answers", tmp_path / "answers.jsonl", "--size", "2+4", "--shares", "0.5", "--draws", 1]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in [*command, "--json", results]])
     which_heads.main()
     found = json.loads(results.read_text())
     names = ["original", *(f"{heads}, 50% full, 2+4" for heads in ("gates", "first layers", "random 0"))]
