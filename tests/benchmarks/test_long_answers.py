@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
 import long_answers
+import selection_cost
 from sessions import H2O, TOVA, Session
 
 from kvsurgery import console
@@ -258,3 +259,26 @@ def test_the_docs_say_how_budgets_that_hold_write() -> None:
     for name, [case] in found["results"].items():
         same, kl = (np.mean(case[part][:2]) for part in ("same", "kl"))
         assert f"| {name} | {same:.1%} | {kl:.4f} |" in said
+
+
+def test_selection_has_its_share_of_a_step(
+    command: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "cost.json"
+    [model, profile] = command[1], command[3]
+    words = ["selection_cost.py", model, "--profile", profile, "--steps", "40", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(selection_cost, "BLOCKS", (32,))
+    selection_cost.main()
+    found = json.loads(results.read_text())["results"]
+    assert [*found] == ["unquantized, blocks of 32", "4 bits, blocks of 32"]
+    assert all(each["watch"] > 0 and 0 < each["renew"] < each["step"] for each in found.values())
+    assert "| heads | ms a step |" in capsys.readouterr().out
+
+
+def test_the_docs_say_what_selection_costs() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "selection-cost.json").read_text())
+    said = (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(selection_cost.table(found)) in said
+    shares = {name: (each["watch"] + each["renew"]) / each["step"] for name, each in found["results"].items()}
+    assert max(share for name, share in shares.items() if not name.endswith(" 32")) < 0.02

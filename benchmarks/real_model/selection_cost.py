@@ -1,0 +1,105 @@
+"""What selecting again costs while budgets hold, as a share of the CPU time of a decode step.
+
+    python benchmarks/real_model/selection_cost.py MODEL --profile er.safetensors --json selection_cost.json
+
+Heads that keep as many tokens at most, with blocks of several sizes, unquantized and in 4 bits, decode `--steps` tokens
+on one thread after a prompt of random tokens. Two parts are timed: to remember the queries that will choose (`watch`), and
+to choose and move what a head keeps (`renew`), which happens once a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from models import converted
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from kvsurgery import __version__, console
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.recipe import Recipe
+
+BLOCKS, MOST, PARTS = (32, 64, 128), 256, ("watch", "renew")
+PROMPT = 300  # tokens, more than a head may keep
+
+
+def recipes() -> dict[str, Recipe]:
+    """By name, budgets of `MOST` tokens with window and block, all in one dtype or in 4 bits."""
+    found = {}
+    for block in BLOCKS:
+        plain = Recipe(rest="budgeted", budget=MOST - Recipe().window - block, hold=block)
+        found[f"unquantized, blocks of {block}"] = plain
+        quantized = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=block)
+        found[f"4 bits, blocks of {block}"] = quantized
+    return found
+
+
+def timed(spent: dict[str, float], part: str, call: Callable) -> Callable:
+    """A function that adds its CPU time to what is spent on a part."""
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        begin = time.process_time()
+        result = call(*arguments, **options)
+        spent[part] += time.process_time() - begin
+        return result
+
+    return measured
+
+
+@torch.inference_mode()
+def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
+    """Milliseconds of CPU time of a decode step, and those of both parts in it."""
+    torch.manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (1, PROMPT))
+    output, spent = model(tokens, use_cache=True), dict.fromkeys(PARTS, 0.0)
+    for layer in output.past_key_values.layers:
+        for part in PARTS:
+            setattr(layer.budgeted, part, timed(spent, part, getattr(layer.budgeted, part)))
+    begin = time.process_time()
+    for _ in range(steps):
+        token = output.logits[:, -1:].argmax(-1)
+        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+    found = {"step": time.process_time() - begin, **spent}
+    return {part: 1e3 * seconds / steps for part, seconds in found.items()}
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| heads | ms a step | to remember queries | to select | both |", "|---|---|---|---|---|"]
+    for name, result in found["results"].items():
+        shares = [result[part] / result["step"] for part in PARTS]
+        cells = [name, f"{result['step']:.0f}", *(f"{share:.2%}" for share in (*shares, sum(shares)))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint")
+    parser.add_argument("--profile", type=Path, required=True, help="head scores that budgets follow")
+    parser.add_argument("--steps", type=int, default=256, help="tokens that are decoded")
+    parser.add_argument("--json", type=Path, required=True, help="results")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    profile = HeadProfile.load(arguments.profile)
+    versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    found = {"settings": {"steps": arguments.steps}, "versions": versions, "results": {}}
+    for name, recipe in recipes().items():
+        found["results"][name] = measure(converted(arguments.model, profile, recipe), arguments.steps)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        console.stderr.print(f"{name}: {found['results'][name]}")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()
