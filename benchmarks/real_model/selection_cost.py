@@ -3,8 +3,8 @@
     python benchmarks/real_model/selection_cost.py MODEL --profile er.safetensors --json selection_cost.json
 
 Heads that keep as many tokens at most, with blocks of several sizes, unquantized and in 4 bits, decode `--steps` tokens
-on one thread after a prompt of random tokens. Two parts are timed: to remember the queries that will choose (`watch`), and
-to choose and move what a head keeps (`renew`), which happens once a block.
+on one thread after a prompt of random tokens. Two parts are timed: to remember the queries that will choose (`watch`),
+and to choose and move what a head keeps (`renew`), which happens once a block.
 """
 
 from __future__ import annotations
