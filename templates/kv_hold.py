@@ -320,10 +320,10 @@ class TokenCodes:
         self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
         self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
         self.tokens = by_token(self.tiles, self.how.bits)
-        rows, begins = [*zip(*self.packed, strict=True)], (accumulate(each[:-1], initial=0) for each in (slots, tiles))
-        known = on_device([*map(tuple, begins), *(rows[:1] if len({*rows}) == 1 else rows)], layer.keys.device)[
-            ..., None
-        ]
+        begins = [[*accumulate(each[:-1], initial=0)] for each in (slots, tiles)]
+        rows = [*zip(*self.packed, strict=True)]
+        of_rows = rows[:1] if len({*rows}) == 1 else rows
+        known = on_device([*begins, *of_rows], layer.keys.device)[..., None]
         self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
 
     def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:

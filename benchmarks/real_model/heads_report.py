@@ -81,20 +81,30 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Lines of a Markdown table: shares from the largest, in each the best recall first."""
+    """Lines of a Markdown table: shares from the largest, in each the best recall first; and by window, if several."""
     every = rows(found)
-    ordered = sorted(every, key=lambda row: (row.size or "", -(row.share or 100), -row.recall.mean))
-    lines = ["| full heads | chosen by | facts recalled | perplexity | KL |", "|---|---|---|---|---|"]
+    ordered = sorted(every, key=lambda row: (_window(row), -(row.share or 100), -row.recall.mean))
+    heads = ["full heads", "chosen by", "facts recalled", "perplexity", "KL"]
+    several = len({row.size for row in every if row.size}) > 1
+    if several:
+        heads.insert(2, "window of the others")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in ordered:
         share = "all" if row.share is None else f"{row.share}%"
         draws = f" ({row.draws[0]:.0%} to {row.draws[-1]:.0%} in {len(row.draws)} draws)" if row.draws else ""
-        recall = f"{row.recall.mean:.0%} [{row.recall.low:.0%}, {row.recall.high:.0%}]{draws}"
-        ratio = f"× {row.ratio.mean:.3f} [{row.ratio.low:.3f}, {row.ratio.high:.3f}]"
+        cells = [share, row.heads, *([(row.size or "").replace("+", " + ")] if several else [])]
+        cells.append(f"{row.recall.mean:.0%} [{row.recall.low:.0%}, {row.recall.high:.0%}]{draws}")
         if row.share is None:
-            lines.append(f"| {share} | {row.heads} | {recall} | × 1 | 0 |")
+            cells += ["× 1", "0"]
         else:
-            lines.append(f"| {share} | {row.heads} | {recall} | {ratio} | {row.kl:.4f} |")
+            cells += [f"× {row.ratio.mean:.3f} [{row.ratio.low:.3f}, {row.ratio.high:.3f}]", f"{row.kl:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _window(row: Row) -> tuple[int, ...]:
+    """Sinks and recent tokens of its streaming heads, none of the original."""
+    return tuple(map(int, row.size.split("+"))) if row.size else ()
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
