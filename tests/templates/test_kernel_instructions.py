@@ -1,6 +1,7 @@
-"""Instructions of the decode kernel's loops, counted in the machine code: ceilings, and what they predict.
+"""Instructions of the kernels' loops, counted in the machine code: ceilings, and what they predict.
 
-The kernel reads packed tiles so fast that the instructions of a warp bound it, rather than the memory.
+The decode kernel reads packed tiles so fast that the instructions of a warp bound it, rather than the memory. In the
+prefill kernel the matrix units do, as long as other instructions issue meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_decode import ALONE, decode  # noqa: E402
 from kvsurgery.templates.kv_layout import TILE, Quantization  # noqa: E402
+from kvsurgery.templates.kv_prefill import Span, Window, prefill  # noqa: E402
 from kvsurgery.templates.kv_tiles import empty_tiles  # noqa: E402
 from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
 from tests.templates.test_kernel_resources import CUOBJDUMP, OLDEST, check, compiled  # noqa: E402, F401
@@ -72,23 +74,42 @@ def test_documented_predictions() -> None:
         assert line in page
 
 
-def loops(binary: Path) -> tuple[list[list[str]], int]:
-    """Instructions of each innermost loop over units, in the order of the machine code, and how many come before."""
+def machine_code(binary: Path) -> list[tuple[int, str]]:
+    """Addresses and instructions of a kernel."""
     code = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-    number = {at: place for place, (at, _) in enumerate(lines)}
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+
+
+def target_of(text: str) -> int | None:
+    """The address that an instruction may go to."""
+    target = re.search(r"\bBRA\S*\s.*?0x([0-9a-f]+)", text)
+    return int(target[1], 16) if target else None
+
+
+def loops(code: list[tuple[int, str]]) -> list[slice]:
+    """Where the innermost loops over units are, in their order."""
+    number = {at: place for place, (at, _) in enumerate(code)}
     ranges = []
-    for place, (at, text) in enumerate(lines):
-        target = re.search(r"\bBRA\S*\s.*?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            ranges.append((number[int(target[1], 16)], place))
+    for place, (at, text) in enumerate(code):
+        target = target_of(text)
+        if target is not None and target < at:
+            ranges.append((number[target], place))
     inner = [own for own in ranges if not any(own[0] <= of[0] and of[1] <= own[1] for of in ranges if of != own)]
-    inner = sorted(own for own in inner if own[1] - own[0] > LONGER)
-    return [[text for _, text in lines[first : last + 1]] for first, last in inner], inner[0][0]
+    return [slice(first, last + 1) for first, last in sorted(inner) if last - first > LONGER]
+
+
+def without_longest_skip(body: list[tuple[int, str]]) -> list[str]:
+    """The instructions of a loop, less those that its longest branch forward passes over."""
+    number = {at: place for place, (at, _) in enumerate(body)}
+    skips = [(place, number.get(target_of(text), 0)) for place, (_, text) in enumerate(body)]
+    first, last = max(skips, key=lambda skip: skip[1] - skip[0])
+    return [text for _, text in [*body[: first + 1], *body[last:]]]
 
 
 def launched(compiled: dict, batch: int, quantization: Quantization | None, binary: Path):  # noqa: F811
-    """The decode kernel of a batch of 8 KV heads with 4 query heads each, head_dim 128, bfloat16; and its `loops`."""
+    """The decode kernel of a batch of 8 KV heads with 4 query heads each, head_dim 128, bfloat16; the instructions of
+    its first loop, which is over tiles, if there are any; and how many come before.
+    """
     heads = 8
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states = torch.zeros(2, batch, 64, HEAD_DIM, dtype=torch.bfloat16)
@@ -99,7 +120,9 @@ def launched(compiled: dict, batch: int, quantization: Quantization | None, bina
     query = torch.zeros(batch, heads * 4, HEAD_DIM, dtype=torch.bfloat16)
     decode(query, table, torch.zeros(1, 1, dtype=torch.int32), Scoring(0.1), programs=8)
     binary.write_bytes(compiled["_decode_kernel"].asm["cubin"])
-    return compiled["_decode_kernel"], *loops(binary)
+    code = machine_code(binary)
+    first = loops(code)[0]
+    return compiled["_decode_kernel"], [text for _, text in code[first]], first.start
 
 
 @pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
@@ -109,9 +132,7 @@ def test_instructions_of_a_unit(compiled: dict, target: int, tmp_path: Path) -> 
     found = []
     print(f"\n{f'decode kernel, sm_{target}':<24}{'tokens':>8}{'instructions':>14}{'per token':>11}{'ceiling':>9}")
     for quantization, tokens, ceilings in CEILINGS:
-        _, (body, *_), _ = launched(
-            compiled, 1, quantization, tmp_path / "kernel.cubin"
-        )  # over tiles, if there are any
+        _, body, _ = launched(compiled, 1, quantization, tmp_path / "kernel.cubin")
         name = named(quantization)
         print(f"{name:<24}{tokens:>8}{len(body):>14}{len(body) / tokens:>11.1f}{ceilings[target]:>9}")
         assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)], name
@@ -131,7 +152,7 @@ def test_instructions_before_the_first_unit(compiled: dict, target: int, tmp_pat
         kernels = set()
         for rows, most in BEFORE.items():
             compiled.pop("_plan_kernel", None)
-            kernel, (body, *_), before = launched(compiled, rows // 8, quantization, tmp_path / "kernel.cubin")
+            kernel, body, before = launched(compiled, rows // 8, quantization, tmp_path / "kernel.cubin")
             print(
                 f"sm_{target}, {named(quantization)}, {rows} rows: {before} instructions before {len(body)} of a unit"
             )
@@ -140,3 +161,45 @@ def test_instructions_before_the_first_unit(compiled: dict, target: int, tmp_pat
             kernels.add(kernel.hash)
         assert len(kernels) == 3
         check(compiled["_plan_kernel"], tmp_path, 1)
+
+
+# of the prefill kernel, for full and for streaming heads: the most instructions that one of its 8 warps may execute for
+# a tile of 64 keys and 128 queries that sees all of them
+PREFILL = {None: {80: 622, 90: 405}, Window(16, 64): {80: 626, 90: 411}}
+# by their data sheets, 312 and 989 TFLOPS: operations of a multiprocessor's matrix units in a cycle
+MATRIX_OPERATIONS = {80: 2048, 90: 4096}
+
+
+def predicted_prefill(target: int, instructions: int) -> tuple[float, float]:
+    """Shares of the matrix units' rate if they wait while a tile's instructions issue, or work meanwhile."""
+    multiplying = 4 * 128 * 64 * HEAD_DIM / MATRIX_OPERATIONS[target]
+    issuing = 2 * instructions  # 8 warps on four schedulers
+    return multiplying / (multiplying + issuing), min(multiplying / issuing, 1.0)
+
+
+def test_documented_predictions_of_prefill() -> None:
+    page = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    for window, ceilings in PREFILL.items():
+        line = f"| {'streaming' if window else 'full'} |"
+        for target in (90, 80):
+            apart, meanwhile = predicted_prefill(target, ceilings[target])
+            line += f" {ceilings[target]} | {apart:.0%} | {meanwhile:.0%} |"
+        assert line in page
+
+
+@pytest.mark.skipif(not OLDEST, reason="the ceilings are those of the oldest Triton's code")
+@pytest.mark.parametrize(("compiled", "target"), [(80, 80), (90, 90)], indirect=["compiled"])
+def test_instructions_of_a_tile_of_prefill(compiled: dict, target: int, tmp_path: Path) -> None:  # noqa: F811
+    """Of tiles that nothing masks, which most are in a long prompt; nothing spills there."""
+    query, keys = (torch.zeros(1, heads, 512, HEAD_DIM, dtype=torch.bfloat16) for heads in (32, 8))
+    for window, ceilings in PREFILL.items():
+        prefill(query, keys, keys, Span(0), Scoring(0.1), window)
+        binary = tmp_path / "kernel.cubin"
+        binary.write_bytes(compiled["_prefill_kernel"].asm["cubin"])
+        code = machine_code(binary)
+        [loop] = loops(code)
+        body = without_longest_skip(code[loop])
+        print(f"\nprefill kernel, sm_{target}, {'streaming' if window else 'full'}: {len(body)} of {len(code[loop])}")
+        assert [text for text in body if re.search(r"\bH(G?)MMA\b", text)]
+        assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)]
+        assert len(body) <= ceilings[target]

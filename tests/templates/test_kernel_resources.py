@@ -361,10 +361,13 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
         kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
         kv_store.compact(each, prompt, prompt, row[None])
+    many = states[0].expand(kv_decode.ALONE + 1, -1, -1)  # so many rows are planned first
+    of_many = table._replace(keys=many, values=many, skipped=row.expand(len(many), 1))
+    kv_decode.decode(query[0].expand(len(many), -1, -1), of_many, row, scoring, programs=1)
     kept = kv_reselect.select(table, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
     kv_reselect.move(table, kept, 1)
     prefill(query, prompt, prompt, Span(1, first=1), scoring, Window(1, 1, (states, states)))
-    assert len(compiled) == 8
+    assert len(compiled) == 9
 
 
 # H100 has instructions of its own only where 64 rows and more of 16 bits are multiplied, in prefill
