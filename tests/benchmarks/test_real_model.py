@@ -199,7 +199,8 @@ def test_selections_count_what_the_original_recalls() -> None:
 def test_the_documented_tables_are_the_committed_results() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "which-heads.json").read_text())
     answers = json.loads((ROOT / "benchmarks" / "results" / "which-heads-answers.json").read_text())
-    for heads in (found, answers):
+    windows = json.loads((ROOT / "benchmarks" / "results" / "which-heads-windows.json").read_text())
+    for heads in (found, answers, windows):
         assert "\n".join(heads_report.table(heads)) in (ROOT / "docs" / "results.md").read_text()
     for name in ("smollm2", "bundled"):
         found_selections = json.loads((ROOT / "benchmarks" / "results" / f"selections-{name}.json").read_text())
@@ -208,3 +209,16 @@ def test_the_documented_tables_are_the_committed_results() -> None:
         profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
         assert any(key.startswith(f"{name}, ") for key in found["results"])
         assert (profile.model.layers, profile.model.kv_heads) == (30, 3)
+
+
+def test_longer_windows_keep_what_the_docs_say() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "which-heads-windows.json").read_text())
+    rows = {(row.heads, row.size): row for row in heads_report.rows(found)}
+    original, gates = rows["original", None], rows["gates", "64+256"]
+    said = (ROOT / "docs" / "results.md").read_text()
+    kept, more = gates.recall.mean / original.recall.mean, gates.ratio.mean - 1
+    assert f"gates keep {kept:.0%} of the facts that the original recalls, and perplexity rises by {more:.1%}" in said
+    assert kept > 0.95
+    assert more < 0.02
+    assert rows["er", "64+256"].recall.mean >= original.recall.mean
+    assert max(row.ratio.mean for (_, size), row in rows.items() if size == "64+1024") < 1.0045
