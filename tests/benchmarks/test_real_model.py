@@ -218,6 +218,8 @@ def test_longer_windows_keep_what_the_docs_say() -> None:
     said = (ROOT / "docs" / "results.md").read_text()
     kept, more = gates.recall.mean / original.recall.mean, gates.ratio.mean - 1
     assert f"gates keep {kept:.0%} of the facts that the original recalls, and perplexity rises by {more:.1%}" in said
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"64 + 256 keep {kept:.0%} of the facts, and perplexity rises by {more:.1%}" in readme
     assert kept > 0.95
     assert more < 0.02
     assert rows["er", "64+256"].recall.mean >= original.recall.mean
