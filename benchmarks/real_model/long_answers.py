@@ -274,7 +274,7 @@ def pace_table(found: dict[str, Any]) -> list[str]:
     return [
         f"| tokens written | {' | '.join(f'{after[0]:,}' for _, after in spans)} |",
         "|---" * (len(spans) + 1) + "|",
-        f"| ms a token | {' | '.join(f'{step:.0f}' for step in steps)} |",
+        f"| ms a token | {' | '.join(f'{step:.{0 if step > 10 else 2}f}' for step in steps)} |",
         f"| KV bytes | {' | '.join(console.size(after[2]) for _, after in spans)} |",
     ]
 

@@ -21,6 +21,7 @@ import which_heads
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
@@ -223,4 +224,18 @@ def test_longer_windows_keep_what_the_docs_say() -> None:
     assert kept > 0.95
     assert more < 0.02
     assert rows["er", "64+256"].recall.mean >= original.recall.mean
+    assert rows["gates of 20 minutes", "64+256"].recall.low <= original.recall.mean
+    assert f"Perplexity rises least with them, by {rows['gates of 20 minutes', '64+256'].ratio.mean - 1:.1%}" in said
     assert max(row.ratio.mean for (_, size), row in rows.items() if size == "64+1024") < 1.0045
+
+
+def test_gates_of_20_minutes_are_what_their_readme_says() -> None:
+    folder = ROOT / "examples" / "smollm2"
+    minutes, gates = (HeadProfile.load(folder / f"{name}.safetensors") for name in ("minutes", "gates"))
+    said = " ".join((folder / "README.md").read_text().split())
+    made = minutes.provenance
+    assert f"it chose {made['steps']} steps" in said
+    assert f"stopped after {made['steps_done']} steps" in said
+    assert f"prompts of {made['data']['shortest']} to {made['data']['longest']} tokens" in said
+    [half] = (overlap for overlap in compare(minutes, gates).overlaps if overlap.sparsity == 0.5)
+    assert f"Of the {half.full} heads that are full at 50%, {half.shared} are the same" in said
