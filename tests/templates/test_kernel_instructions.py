@@ -166,6 +166,9 @@ def test_instructions_before_the_first_unit(compiled: dict, target: int, tmp_pat
 # of the prefill kernel, for full and for streaming heads: the most instructions that one of its 8 warps may execute for
 # a tile of 64 keys and 128 queries that sees all of them
 PREFILL = {None: {80: 622, 90: 405}, Window(16, 64): {80: 626, 90: 411}}
+# of these instructions, those for the matrix units: of a warp, products of 16 x 8 x 16; of four warps together, 8
+# products of 64 x 64 x 16 and 4 of 64 x 128 x 16. Both come to the 4 * 128 * 64 * 128 operations of a tile
+PRODUCTS = {80: 128, 90: 12}
 # by their data sheets, 312 and 989 TFLOPS: operations of a multiprocessor's matrix units in a cycle
 MATRIX_OPERATIONS = {80: 2048, 90: 4096}
 
@@ -199,7 +202,9 @@ def test_instructions_of_a_tile_of_prefill(compiled: dict, target: int, tmp_path
         code = machine_code(binary)
         [loop] = loops(code)
         body = without_longest_skip(code[loop])
-        print(f"\nprefill kernel, sm_{target}, {'streaming' if window else 'full'}: {len(body)} of {len(code[loop])}")
-        assert [text for text in body if re.search(r"\bH(G?)MMA\b", text)]
+        products = [text for text in body if re.search(r"\bHG?MMA\b", text)]
+        heads = "streaming" if window else "full"
+        print(f"\nprefill kernel, sm_{target}, {heads}: {len(body)} instructions, {len(products)} for the matrix units")
+        assert len(products) == PRODUCTS[target]
         assert not [text for text in body if re.search(r"\b(LDL|STL)\b", text)]
         assert len(body) <= ceilings[target]

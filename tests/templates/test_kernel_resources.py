@@ -361,13 +361,27 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
         kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
         kv_store.compact(each, prompt, prompt, row[None])
-    many = states[0].expand(kv_decode.ALONE + 1, -1, -1)  # so many rows are planned first
+    many = states[0].expand(kv_decode.ALONE + 1, -1, -1)  # more rows than are launched without a plan
     of_many = table._replace(keys=many, values=many, skipped=row.expand(len(many), 1))
     kv_decode.decode(query[0].expand(len(many), -1, -1), of_many, row, scoring, programs=1)
     kept = kv_reselect.select(table, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
     kv_reselect.move(table, kept, 1)
     prefill(query, prompt, prompt, Span(1, first=1), scoring, Window(1, 1, (states, states)))
     assert len(compiled) == 9
+
+
+@pytest.mark.parametrize("rows", [1, kv_decode.ALONE, kv_decode.ALONE + 1])
+def test_launches_of_a_decode_step(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three per layer: append, decode and combine. Batches of more than `ALONE` rows add a launch that plans."""
+    launched = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: launched.append(kernel.__name__))
+    one, row = torch.ones(1, dtype=torch.int32), torch.ones(rows, 1, dtype=torch.int32)
+    states, query = torch.zeros(rows, 2, 8, dtype=torch.bfloat16), torch.zeros(rows, 1, 1, 8, dtype=torch.bfloat16)
+    table = HeadTable(states, states, one, one, one, one, row)
+    asking = kv_store.append(table, row[:1], query[:, 0], query, query)
+    kv_decode.decode(asking, table, row[:1], Scoring(1.0), programs=1)
+    planned = ["_plan_kernel"] if rows > kv_decode.ALONE else []
+    assert launched == ["_append_kernel", *planned, "_decode_kernel", "_combine_kernel"]
 
 
 # H100 has instructions of its own only where 64 rows and more of 16 bits are multiplied, in prefill
