@@ -37,8 +37,7 @@ def recipes() -> dict[str, Recipe]:
     for block in BLOCKS:
         plain = Recipe(rest="budgeted", budget=MOST - Recipe().window - block, hold=block)
         found[f"unquantized, blocks of {block}"] = plain
-        quantized = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=block)
-        found[f"4 bits, blocks of {block}"] = quantized
+        found[f"4 bits, blocks of {block}"] = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=block)
     return found
 
 
