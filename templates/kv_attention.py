@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
-from .kv_cache import Handle, KVLayerCache
+from .kv_cache import HandingLayer, Handle, KVLayerCache
 from .kv_heads import HeadGroup, SelectingHeads, check_padding, leading_padding
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup, rotated
@@ -97,6 +97,9 @@ def attention(
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
         layer, key, value, reads = key
+        usual = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
+        if usual and isinstance(layer, KVLayerCache) and layer.plain and query.shape[2] == 1:
+            return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
@@ -106,9 +109,7 @@ def attention(
     if layer is not None and own is not layout:
         layer.hold(own, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    # layers that share a cache may want gradients where this one wants none
-    tracked = _tracked(query, key, value, *(() if s_aux is None else (s_aux,)))
-    tracked |= torch.is_grad_enabled() and isinstance(layer, KVLayerCache) and layer.shared
+    tracked = torch.is_grad_enabled() and _tracked(layer, query, key, value, s_aux)
     path = kv_torch if tracked or own.chunked else _path(query, dropout)  # kernels know no chunks
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
@@ -144,9 +145,10 @@ def _path(query: torch.Tensor, dropout: float) -> ModuleType:
     return kv_cuda if fits and kv_cuda.has_tensor_cores(query.device) else kv_torch
 
 
-def _tracked(*states: torch.Tensor) -> bool:
-    """Whether gradients are wanted of what these states become."""
-    return torch.is_grad_enabled() and any(part.requires_grad for part in states)
+def _tracked(layer: HandingLayer | None, *states: torch.Tensor | None) -> bool:
+    """Whether gradients are wanted of what these states become, by this layer or by those that share its cache."""
+    shared = isinstance(layer, KVLayerCache) and layer.shared
+    return shared or any(part.requires_grad for part in states if part is not None)
 
 
 def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, scoring: Scoring) -> torch.Tensor:
@@ -168,9 +170,9 @@ def _with_cache(
     """Store the input and attend from it, head group by head group."""
     layout = layer.layout
     layer.make_room(query.shape[2])
-    if query.shape[2] == 1 and layer.ready and path is not kv_torch and path.has_room(layer):
-        output = path.decode(query, key, value, layer, scoring).transpose(1, 2)
-        return output, lambda query, scoring: path.decode_stored(query, layer, scoring).transpose(1, 2)
+    if query.shape[2] == 1 and layer.ready and not tracked and path.has_room(layer):
+        output = path.decode(query, key, value, layer, scoring)
+        return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     # all that is stored is rotated, so that nothing else has to know
     query = _rotated_queries(query, layout)
     key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
@@ -246,7 +248,7 @@ def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path
     layout, stop, skipped = layer.layout, past + key.shape[2], group.skipped
     if key.shape[2] == 1 and not lasting and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
-        return lambda query, scoring: kv_torch.decode(query, group, stop, layout, scoring)
+        return lambda query, scoring: kv_torch.decode_group(query, group, stop, layout, scoring)
     if group is layer.streaming:
         window = group.window(past, min(layout.recent - 1, past)) if past else None
         layer.store(group, past, key, value)

@@ -126,6 +126,8 @@ class KVLayerCache(HandingLayer):
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.groups: list[HeadGroup] = []
+        self.present: list[HeadGroup] = []  # those of them that have heads
+        self.plain = False  # whether a decode step only stores a token and attends to what is stored
         self.budgeted: SelectingHeads | None = None
         self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
         self.slots: list[int] = []  # of a head of each group
@@ -145,6 +147,7 @@ class KVLayerCache(HandingLayer):
         if selecting := selecting_heads(layout):
             self.budgeted = selecting(key_states, layout, self.columns.prompt)
             self.groups += self.budgeted.groups
+        self.present = [group for group in self.groups if group.heads]
         self.is_initialized = True
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
@@ -222,6 +225,14 @@ class KVLayerCache(HandingLayer):
         if counts != self.counts:
             self.tiles = allocate_tiles(quantized, counts)
             self.counts, self.table = counts, None
+        self.plain = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether nothing but a token's states has to be stored, each group has its window, and rows begin alike."""
+        layout = self.layout
+        if self.shared or self.budgeted or self.quantized or self.margin or self.device.type == "cuda":
+            return False
+        return not (layout.chunked or layout.scattered or any(skip for group in self.groups for skip in group.skips))
 
     def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""

@@ -32,7 +32,7 @@ def has_room(layer: KVLayerCache) -> bool:
 
 
 def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
-    """Store one token per row and attend from it, heads of all kinds together: [batch, 1, query_heads, head_dim].
+    """Store one token per row and attend from it, heads of all kinds together: [batch, query_heads, 1, head_dim].
 
     Nothing here waits for the device. What changes from step to step is in tensors that stay, but for the launch that
     packs tiles: it comes only in steps where some are due.
@@ -45,14 +45,14 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
         heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
         layer.held.watch_step(columns, asking[:, -heads:, None])
     layer.advance(1)
-    return kv_decode.decode(asking, table, columns, scoring)[:, None]
+    return kv_decode.decode(asking, table, columns, scoring)[:, :, None]
 
 
 def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
     table = layer.head_table()
     asking = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
-    return kv_decode.decode(asking[:, :, 0], table, layer.columns.on(query.device), scoring)[:, None]
+    return kv_decode.decode(asking[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
 
 
 def pack(layer: KVLayerCache) -> None:

@@ -147,6 +147,10 @@ class HeadGroup:
     def write(self, rows: slice, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store positions start, start + 1, ... of some rows: [rows, heads, tokens, head_dim]. Older ones may go."""
         tokens = keys.shape[2]
+        if tokens == 1:
+            slot = self.slot(start)
+            self.keys[rows, :, slot : slot + 1], self.values[rows, :, slot : slot + 1] = keys, values
+            return
         stop = start + tokens
         if self.sink is None or stop <= self.sink:
             spans = [(start, stop)]

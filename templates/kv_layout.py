@@ -292,29 +292,29 @@ class LayerLayout:
         how = self.quantization
         return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
 
-    @property
+    @cached_property
     def quantized_heads(self) -> int:
         """How many heads are quantized: the first ones in the order of storage."""
         if self.quantization is None:
             return 0
         return self.heads if self.quantized_window or self.quantized_budgets else self.full
 
-    @property
+    @cached_property
     def rotated_values(self) -> int:
         """How many heads store rotated values: the first ones."""
         return self.quantized_heads if self.quantization and self.quantization.rotate != "none" else 0
 
-    @property
+    @cached_property
     def rotated_keys(self) -> int:
         """How many heads store rotated keys, and get rotated queries."""
         return self.quantized_heads if self.quantization and self.quantization.rotate == "both" else 0
 
-    @property
+    @cached_property
     def holds(self) -> bool:
         """Whether budgets hold after the prompt."""
         return self.selection is not None and self.selection.hold is not None
 
-    @property
+    @cached_property
     def quantized_budgets(self) -> bool:
         """Whether budgeted heads are quantized."""
         how, selection = self.quantization, self.selection

@@ -3,14 +3,16 @@
 Long inputs go through in blocks of queries, so that no mask is larger than one block.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .kv_cache import KVLayerCache
 from .kv_heads import HeadGroup, block_elements, on_device
 from .kv_layout import TILE, LayerLayout
-from .kv_tiles import QuantizedGroup, key_products, weighted_values
+from .kv_tiles import QuantizedGroup, key_products, rotated, weighted_values
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
@@ -73,11 +75,12 @@ def attend(
     """
     if scoring.explicit:
         return scoring.sunk(*attend_with_lse(query, keys, values, allowed, scoring))
+    batch, query_heads, tokens, head_dim = query.shape
     folded, mask = _folded(query, keys, allowed)
     if mask is not None:
         mask = mask.expand(-1, -1, folded.shape[2], -1)
     output = F.scaled_dot_product_attention(folded, keys, values, mask, scoring.dropout, scale=scoring.scale)
-    return output.view(query.shape)
+    return output.view(batch, query_heads, tokens, head_dim)  # sizes one by one are read faster than a shape
 
 
 def attend_with_lse(
@@ -158,9 +161,87 @@ def merge(
     return first + second, lse
 
 
-def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+def step(query, key, value, layer: KVLayerCache, scale: float | None) -> torch.Tensor:
+    """Store one token per row of a plain layer and attend from it: [batch, 1, query_heads, head_dim].
+
+    `decode` does the same for any layer. Here the host has little to do, of which a small model's step consists: the
+    weights of a layer take the place of its code and data in the processor's caches.
+    """
+    layer.make_room(1)
+    column, (batch, query_heads, _, head_dim) = layer.seen, query.shape
+    stop, heads, first, outputs = column + 1, key.shape[1], 0, []
+    share = query_heads // heads
+    for group in layer.present:
+        keys, values, asking = group.keys, group.values, query
+        own, slots, slot = keys.shape[1], keys.shape[2], group.slot(column)
+        if own == heads:
+            keys.narrow(2, slot, 1).copy_(key)
+            values.narrow(2, slot, 1).copy_(value)
+        else:
+            asking = query.narrow(1, first * share, own * share)
+            keys.narrow(2, slot, 1).copy_(key.narrow(1, first, own))
+            values.narrow(2, slot, 1).copy_(value.narrow(1, first, own))
+            first += own
+        if stop < slots:
+            keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+        folded = asking.reshape(batch, own, share, head_dim)
+        output = F.scaled_dot_product_attention(folded, keys, values, scale=scale)
+        outputs.append(output.reshape(batch, 1, own * share, head_dim))
+    layer.advance(1)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def has_room(layer: KVLayerCache) -> bool:
+    """Whether `decode` runs over a layer: where windows are in tiles, a token attends as several do."""
+    return not layer.layout.quantized_window
+
+
+def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+    """Store one token per row and attend from it, head group by head group: [batch, query_heads, 1, head_dim]."""
+    layout, column = layer.layout, layer.seen
+    if layout.rotated_keys or layout.rotated_values:  # all that is stored is
+        query = rotated(query, layout.rotated_keys * query.shape[1] // layout.heads)
+        key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
+    if held := layer.held:
+        if held.due == column:
+            held.renew(column, layer)
+        for group in held.groups:
+            group.settled = column
+        held.watch(column, query[:, -len(held.groups) * query.shape[1] // layout.heads :])
+    heads = [group.heads for group in layer.present]
+    for group, keys, values in zip(layer.present, _split(key, heads), _split(value, heads), strict=True):
+        group.store(column, keys, values)
+    layer.advance(1)
+    return _decode_groups(query, layer, scoring)
+
+
+def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+    """The same for a token per row that `decode` has stored."""
+    layout = layer.layout
+    return _decode_groups(rotated(query, layout.rotated_keys * query.shape[1] // layout.heads), layer, scoring)
+
+
+def _decode_groups(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+    """Attention of the newest token of each row, whose query is as keys are stored, to all groups."""
+    layout, share = layer.layout, query.shape[1] // layer.layout.heads
+    sizes = [share * group.heads for group in layer.present]
+    every = zip(layer.present, _split(query, sizes), scoring.split(sizes), strict=True)
+    outputs = [decode_group(asking, group, layer.seen, layout, own) for group, asking, own in every]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return rotated(output, layout.rotated_values * share, back=True) if layout.rotated_values else output
+
+
+def _split(states: torch.Tensor, heads: list[int]) -> Sequence[torch.Tensor]:
+    """Runs of so many heads of [batch, heads, ...]; where there is one, that takes no time."""
+    return (states,) if len(heads) == 1 else states.split_with_sizes(heads, 1)
+
+
+def decode_group(
+    query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout, scoring: Scoring
+) -> torch.Tensor:
     """One query per row, of column seen - 1, over everything that is stored; its own token is stored already."""
-    slots, allowed = max(1, min(seen - min(group.skips), group.slots)), None
+    keys, values, allowed = group.keys, group.values, None
+    slots = max(1, min(seen - min(group.skips), keys.shape[2]))
     if isinstance(group, QuantizedGroup) and max(group.packed):
         return _decode_tiles(query, group, seen, slots, scoring)
     if torch.is_tensor(group.skipped) or group.margin or layout.chunked:
@@ -170,7 +251,7 @@ def decode(query: torch.Tensor, group: HeadGroup, seen: int, layout: LayerLayout
         if group.sink is not None and not isinstance(group, QuantizedGroup):
             allowed = allowed & ((position < group.sink) | layout.in_window(newest, position))
         allowed = allowed[:, None]
-    return attend(query, group.keys[:, :, :slots], group.values[:, :, :slots], allowed, scoring)
+    return attend(query, keys.narrow(2, 0, slots), values.narrow(2, 0, slots), allowed, scoring)
 
 
 def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: int, scoring: Scoring) -> torch.Tensor:
