@@ -62,6 +62,7 @@ class HeldHeads(BudgetedHeads):
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
         self.scores = states.new_zeros(states.shape[0], 0, dtype=torch.float32)  # of all heads, one after the other
+        self.firsts = self.scores[0]  # int32 [heads + 1], where those of each head begin, once there are some
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +96,7 @@ class HeldHeads(BudgetedHeads):
         counts = [self.selection.scores(budget, columns) for budget in self.budgets]
         if counts != self.counts:
             before = self._scores(max(self.counts))
-            self.counts = counts
+            self.counts, self.firsts = counts, on_device([0, *accumulate(counts)], self.scores.device, torch.int32)
             self._score(before)
 
     def _scores(self, slots: int) -> torch.Tensor:
@@ -170,12 +171,15 @@ class HeldHeads(BudgetedHeads):
         of_heads = [*zip(*left, strict=True)]
         dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
         self.start, self.next = column - window, column + self.hold
-        if kernels and not self.quantized and not self.scores.shape[1]:
+        if kernels and not self.quantized:
             assert kv_reselect is not None  # as there are kernels
             assert self.asked is not None
             assert self.scoring is not None
             table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
-            kept = kv_reselect.select(table, self.limits, self.asked, column, most, self.selection, self.scoring)
+            scores = (self.scores, self.firsts) if self.scores.shape[1] else ()
+            kept = kv_reselect.select(
+                table, self.limits, self.asked, column, most, self.selection, self.scoring, *scores
+            )
             kv_reselect.move(table, kept, column)
             self._align(dropped, layer)
             return

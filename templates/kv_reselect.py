@@ -1,7 +1,7 @@
 """Kernels that select again where budgets hold: one chooses the tokens that each head keeps, and the other moves them.
 
 They are for heads in the model's dtype, whose token at position p lies in slot p. `HeldHeads` (kv_hold.py) has the same
-in plain torch, which is the reference, and what quantized heads and accumulated scores take on a GPU too.
+in plain torch, which is the reference, and what quantized heads take on a GPU too.
 """
 
 import torch
@@ -16,7 +16,9 @@ ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those 
 
 
 @triton.jit(
-    do_not_specialize=["column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place"]
+    do_not_specialize=[
+        *("column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place", "score_batch")
+    ]
 )
 def _select_kernel(
     k_ptr,  # [batch, slots of all heads, D]
@@ -28,6 +30,8 @@ def _select_kernel(
     ring_ptr,
     budget_ptr,  # [heads]
     skipped_ptr,  # [batch, heads]
+    score_ptr,  # [batch, scores of all heads], or None
+    first_ptr,  # [heads + 1], each head's first score
     received_ptr,  # [batch, heads, places]
     pooled_ptr,  # [batch, heads, places]
     kept_ptr,  # [batch, heads, places]
@@ -38,6 +42,7 @@ def _select_kernel(
     asked_place,
     skipped_batch,
     skipped_head,
+    score_batch,
     heads,
     column,
     places,
@@ -105,6 +110,17 @@ def _select_kernel(
             own = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
             tl.store(received + slot, own, slot < stop)
+    if score_ptr is not None:
+        first_score = tl.load(first_ptr + head)
+        scored = tl.load(first_ptr + head + 1) - first_score
+        score = score_ptr + batch * score_batch + first_score
+        tl.debug_barrier()
+        for begin in range(0, tl.minimum(scored, stop), N):
+            slot = begin + n
+            there = slot < tl.minimum(scored, stop)
+            own = tl.load(received + slot, there, 0.0) + tl.load(score + slot, there, 0.0)
+            tl.debug_barrier()
+            tl.store(received + slot, own, there)
     tl.debug_barrier()  # other threads read what these have stored
 
     # floats that are not negative are in the order of their bits
@@ -139,6 +155,11 @@ def _select_kernel(
         slot = begin + n
         tl.store(kept + count + slot - stop, slot, slot < length)
     tl.debug_barrier()
+    if score_ptr is not None:
+        for begin in range(0, scored, N):
+            slot = begin + n
+            source = tl.load(kept + slot, slot < count, 0)
+            tl.store(score + slot, tl.load(received + source, slot < count, 0.0), slot < scored)
     tl.store(skipped, column - count - (length - stop))
 
 
@@ -160,6 +181,8 @@ def select(
     places: int,
     selection: Selection,
     scoring: Scoring,
+    scores: torch.Tensor | None = None,
+    firsts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the slots that each head keeps before a column, and let `table.skipped` count the others.
 
@@ -173,6 +196,9 @@ def select(
         budgets: int32 [heads].
         asked: queries [batch, heads * group, n, head_dim], column c at c % n.
         places: the most tokens that a head has.
+        scores: what tokens have received in earlier selections, which heads add to what they receive now, and keep of
+            the tokens that they choose: float32 [batch, n], of all heads one after the other.
+        firsts: int32 [heads + 1], where the scores of each head begin, and where the last ones end.
 
     Returns:
         int32 [batch, heads, places], ascending; arbitrary beyond the columns that a head does not skip now.
@@ -193,6 +219,9 @@ def select(
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
+            score_ptr=scores,
+            first_ptr=firsts,
+            score_batch=0 if scores is None else scores.stride(0),
             received_ptr=received,
             pooled_ptr=pooled,
             kept_ptr=kept,

@@ -11,7 +11,7 @@ from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import Columns
 from kvsurgery.templates.kv_kernels import EVERY
-from kvsurgery.templates.kv_layout import TILE, VALUE_NORM, LayerLayout, Quantization, Selection
+from kvsurgery.templates.kv_layout import ACCUMULATED, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_store import append, flush
 from kvsurgery.templates.kv_tiles import empty_tiles, quantize, rotated
@@ -398,6 +398,8 @@ RENEW = [
     Renew((300,), 345, 7, 128, [0, 17], Selection(13, 1, "max", 32, VALUE_NORM)),
     Renew((40, 8), 129, 2, 256, [0], Selection(20, 5, "avg", 20, VALUE_NORM), softcap=20.0),
     Renew((60,), 150, 8, 16, [0, 100], Selection(32, 7, "max", 32), learned=True),
+    Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32, ACCUMULATED)),
+    Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40, ACCUMULATED), learned=True),
 ]
 
 
@@ -433,6 +435,9 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         layers.append(layer)
     expected, found = (layer.budgeted.groups for layer in layers)
     assert layers[1].table.skipped.equal(layers[0].table.skipped)
+    sums = [layer.budgeted.scores for layer in layers]
+    if dtype == torch.float32:
+        torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-6)
     for one, other, old in zip(found, expected, before, strict=True):
         assert one.skips == other.skips
         for row, skip in enumerate(one.skips):

@@ -244,6 +244,7 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
     *((torch.bfloat16, 64, group, "attention") for group in (1, 7)),
     (torch.float16, 80, 4, "value-norm"),
     (torch.float32, 256, 1, "value-norm"),
+    (torch.bfloat16, 128, 4, "accumulated"),
 )
 def test_renew(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, select: str, tmp_path: Path) -> None:
     batch, heads = 1, 8
@@ -251,7 +252,8 @@ def test_renew(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, se
     states, asked = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads * group, 8, head_dim)
     table, selection = HeadTable(states, states, each, each, each, each, row), Selection(8, 7, "max", 32, select)
     scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
-    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring)
+    scores = (torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32)) if select == "accumulated" else ()
+    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, *scores)
     kv_reselect.move(table, kept, 1000)
     # without matrix units, dot products in float32 spill; heads select once for many tokens
     spilled = 0 if dtype != torch.float32 else 192 if head_dim == 128 else 1280
