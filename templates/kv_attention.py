@@ -98,7 +98,8 @@ def attention(
     if isinstance(key, Handle):
         layer, key, value, reads = key
         usual = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
-        if usual and isinstance(layer, KVLayerCache) and layer.plain and query.shape[2] == 1:
+        one = usual and query.shape[2] == 1 and _path(query, dropout) is kv_torch
+        if one and isinstance(layer, KVLayerCache) and layer.plain:
             return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
