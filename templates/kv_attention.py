@@ -97,9 +97,9 @@ def attention(
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
         layer, key, value, reads = key
-        usual = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
-        one = usual and query.shape[2] == 1 and _path(query, dropout) is kv_torch
-        if one and isinstance(layer, KVLayerCache) and layer.plain:
+        fused = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
+        plain = isinstance(layer, KVLayerCache) and layer.plain
+        if fused and plain and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
             return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):

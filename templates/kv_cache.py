@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .kv_heads import Columns, HeadGroup, Rows, SelectingHeads, allocate, bind, on_device, selecting_heads
 from .kv_layout import EVERY, KVLayout, LayerLayout, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, allocate_tiles, bind_tiles, head_group
 
+# what transformers calls a cache among arguments and outputs, since version 5.24 and before
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 GROWTH = 4  # a cache of unstated length grows by a quarter, so that copies stay rare
 
 
@@ -230,7 +233,7 @@ class KVLayerCache(HandingLayer):
     def _is_plain(self) -> bool:
         """Whether nothing but a token's states has to be stored, each group has its window, and rows begin alike."""
         layout = self.layout
-        if self.shared or self.budgeted or self.quantized or self.margin or self.device.type == "cuda":
+        if self.shared or self.budgeted or self.quantized or self.margin:
             return False
         return not (layout.chunked or layout.scattered or any(skip for group in self.groups for skip in group.skips))
 

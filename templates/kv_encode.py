@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache
 
-from .kv_cache import HandingLayer
+from .kv_cache import CACHE, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_reform import Reform
 from .kv_torch import Scoring, attention_received
@@ -154,13 +154,13 @@ class ChunkEncoder:
             for layer in self.model.get_submodule("layers").children():
                 attention = layer.get_submodule("self_attn")
                 hooks.callback(attention.register_forward_pre_hook(self.position, with_kwargs=True).remove)
-            output = self.model(**inputs, position_ids=positions, past_key_values=self.cache, use_cache=True)
+            output = self.model(**inputs, position_ids=positions, use_cache=True, **{CACHE: self.cache})
         self.past = min(positions.shape[1], self.reform.encode_budget)
         return output
 
     def position(self, attention: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
         """The model makes RoPE for all positions, since what is kept needs it too; a layer gets that of its input."""
-        if options["past_key_values"] is not self.cache:  # another thread's forward
+        if options[CACHE] is not self.cache:  # another thread's forward
             return None
         rotation = options["position_embeddings"]
         self.rotation = Rotation(*(part[:, None].float() for part in rotation))

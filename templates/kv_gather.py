@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import tqdm
 
+from .kv_cache import CACHE
 from .kv_encode import Encoder, Exit
 from .kv_heads import check_padding, leading_padding
 from .kv_layout import KVLayout
@@ -140,7 +141,8 @@ class LongPrompts:
         if max(map(len, rows)) <= reform.recompute_budget:
             output = super().generate(inputs, generation_config, *args, **kwargs)
             return (output, [torch.arange(len(row)) for row in rows]) if return_gathered else output
-        if kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length():
+        cache = kwargs.get(CACHE, kwargs.get("past_key_values"))
+        if cache is not None and cache.get_seq_length():
             raise ValueError("a long prompt is gathered anew in every turn; leave past_key_values out")
 
         images = {name: kwargs.pop(name) for name in self.image_inputs if name in kwargs}

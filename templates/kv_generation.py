@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from .kv_attention import NAME
-from .kv_cache import KVSurgeryCache
+from .kv_cache import CACHE, KVSurgeryCache
 from .kv_graph import DecodeGraph
 from .kv_heads import selecting_heads
 from .kv_layout import KVLayout, Quantization
@@ -64,7 +64,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
         if generation_config.use_cache is False:
             return
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None:
             quantization = None
             if generation_config.cache_implementation == "quantized":
@@ -74,7 +74,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
                     f"cache_implementation={generation_config.cache_implementation!r} does not apply: "
                     "this checkpoint brings its own KV cache; leave the option out"
                 )
-            cache = model_kwargs["past_key_values"] = KVSurgeryCache(self.config, quantization=quantization)
+            cache = model_kwargs[CACHE] = KVSurgeryCache(self.config, quantization=quantization)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         check_cache(cache)
@@ -86,7 +86,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             cache.reserve(max_cache_length + 1)
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if cache is None:  # stock code says what is missing
             return super()._assisted_decoding(input_ids, *args, **kwargs)
         if cache.get_seq_length():
@@ -106,9 +106,11 @@ def with_kv_cache(forward):
 
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
+        if "past_key_values" in kwargs:  # which stays a name of it
+            kwargs[CACHE] = kwargs.pop("past_key_values")
         bound = signature.bind_partial(self, *args, **kwargs)
         given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-        mask, cache, use_cache = (given.get(name) for name in ("attention_mask", "past_key_values", "use_cache"))
+        mask, cache, use_cache = (given.get(name) for name in ("attention_mask", CACHE, "use_cache"))
         config = self.get_decoder().config
         inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
@@ -116,7 +118,7 @@ def with_kv_cache(forward):
         if use_cache is None:
             use_cache = config.use_cache and not (self.training and self._checkpoints_activations())
         if cache is None and use_cache:
-            cache = bound.arguments["past_key_values"] = KVSurgeryCache(self.config)
+            cache = bound.arguments[CACHE] = KVSurgeryCache(self.config)
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
         check_causal(config, given.get("mm_token_type_ids"))
@@ -156,7 +158,7 @@ def with_kv_cache(forward):
 
 def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
     """Tell the cache of a forward of the inner model alone, as the first stages of a pipeline run it."""
-    cache, inputs = options.get("past_key_values"), options.get("inputs_embeds")
+    cache, inputs = options.get(CACHE, options.get("past_key_values")), options.get("inputs_embeds")
     if isinstance(cache, KVSurgeryCache) and not cache.announced:
         inputs = inputs if inputs is not None else options["input_ids"] if "input_ids" in options else args[0]
         cache.begin(options.get("attention_mask"), *inputs.shape[:2])
@@ -164,7 +166,7 @@ def announce(decoder: torch.nn.Module, args: tuple, options: dict) -> None:
 
 def mask_padding(linear: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Mask single tokens of linear attention that are padding: stock code takes a single token for a generated one."""
-    cache, states = options["cache_params"], options["hidden_states"]
+    cache, states = options[CACHE if CACHE in options else "cache_params"], options["hidden_states"]
     if cache is None or states.shape[1] > 1 or not cache.columns.padding_open:
         return None
     is_token = [[pad < cache.columns.expected] for pad in cache.columns.pads]

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
+from .kv_cache import CACHE
 from .kv_layout import LINEAR, text_config
 
 try:
@@ -24,7 +25,7 @@ EAGER_STEPS = 2  # steps over the same storage before one is captured; they comp
 WORTHWHILE = 32  # steps to come, for which a capture pays
 # arguments of a forward that a graph can stand for; others must be unset
 ARGUMENTS = {
-    *("self", "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
+    *("self", "input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position"),
     *("logits_to_keep", "return_dict", "kwargs", "image_sizes"),
 }
 # outputs that a config may ask for beside logits
@@ -80,7 +81,7 @@ class DecodeGraph:
         graph.replay()
         for layer in cache.layers:
             layer.advance(1)
-        return self.kind(logits=self.logits.clone(), past_key_values=cache)
+        return self.kind(logits=self.logits.clone(), **{CACHE: cache})
 
     def _hooked(self, model: torch.nn.Module) -> bool:
         """`hooked`, which walks over all modules only after a hook was registered, and until hooks are gone.
@@ -108,7 +109,7 @@ class DecodeGraph:
         try:
             self.graph, output = capture(
                 lambda: forward(
-                    model, input_ids=self.ids, position_ids=self.positions, past_key_values=cache, use_cache=True
+                    model, input_ids=self.ids, position_ids=self.positions, use_cache=True, **{CACHE: cache}
                 ),
                 ids.device,
             )

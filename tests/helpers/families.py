@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -306,6 +307,8 @@ def config_of(name: str, **overrides: Any) -> Any:
 
 def stock(name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:
     """A random stock model of a family, in evaluation mode, with biases and norms that are not trivial."""
+    if name == "llama4-images" and transformers.__version__ == "5.24.0":
+        pytest.skip("the stock Llama 4 of this version reads an output that its text model does not have")
     auto = AutoModelForImageTextToText if name in WITH_IMAGES else AutoModelForCausalLM
     torch.manual_seed(seed)
     model = auto.from_config(config_of(name, **overrides)).eval()
