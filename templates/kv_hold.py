@@ -176,9 +176,9 @@ class HeldHeads(BudgetedHeads):
             assert self.asked is not None
             assert self.scoring is not None
             table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
-            scores = (self.scores, self.firsts) if self.scores.shape[1] else ()
+            earlier = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
             kept = kv_reselect.select(
-                table, self.limits, self.asked, column, most, self.selection, self.scoring, *scores
+                table, self.limits, self.asked, column, most, self.selection, self.scoring, earlier
             )
             kv_reselect.move(table, kept, column)
             self._align(dropped, layer)

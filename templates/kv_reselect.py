@@ -4,6 +4,8 @@ They are for heads in the model's dtype, whose token at position p lies in slot 
 in plain torch, which is the reference, and what quantized heads take on a GPU too.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from .kv_cache import HeadTable
@@ -173,6 +175,13 @@ def _reaching(pooled, threshold, stop, N: tl.constexpr):
     return tl.sum(reaching, 0)
 
 
+class Accumulated(NamedTuple):
+    """What the selected tokens of all heads received in earlier selections."""
+
+    scores: torch.Tensor  # float32 [batch, n], of one head after the other
+    firsts: torch.Tensor  # int32 [heads + 1], where those of each head begin, and where the last ones end
+
+
 def select(
     table: HeadTable,
     budgets: torch.Tensor,
@@ -181,8 +190,7 @@ def select(
     places: int,
     selection: Selection,
     scoring: Scoring,
-    scores: torch.Tensor | None = None,
-    firsts: torch.Tensor | None = None,
+    earlier: Accumulated | None = None,
 ) -> torch.Tensor:
     """Choose the slots that each head keeps before a column, and let `table.skipped` count the others.
 
@@ -196,9 +204,7 @@ def select(
         budgets: int32 [heads].
         asked: queries [batch, heads * group, n, head_dim], column c at c % n.
         places: the most tokens that a head has.
-        scores: what tokens have received in earlier selections, which heads add to what they receive now, and keep of
-            the tokens that they choose: float32 [batch, n], of all heads one after the other.
-        firsts: int32 [heads + 1], where the scores of each head begin, and where the last ones end.
+        earlier: scores to which heads add what tokens receive now, and which then are those of the chosen tokens.
 
     Returns:
         int32 [batch, heads, places], ascending; arbitrary beyond the columns that a head does not skip now.
@@ -219,9 +225,9 @@ def select(
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
-            score_ptr=scores,
-            first_ptr=firsts,
-            score_batch=0 if scores is None else scores.stride(0),
+            score_ptr=earlier.scores if earlier else None,
+            first_ptr=earlier.firsts if earlier else None,
+            score_batch=earlier.scores.stride(0) if earlier else 0,
             received_ptr=received,
             pooled_ptr=pooled,
             kept_ptr=kept,

@@ -252,8 +252,9 @@ def test_renew(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, se
     states, asked = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads * group, 8, head_dim)
     table, selection = HeadTable(states, states, each, each, each, each, row), Selection(8, 7, "max", 32, select)
     scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
-    scores = (torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32)) if select == "accumulated" else ()
-    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, *scores)
+    earlier = kv_reselect.Accumulated(torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32))
+    scores = earlier if select == "accumulated" else None
+    kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, scores)
     kv_reselect.move(table, kept, 1000)
     # without matrix units, dot products in float32 spill; heads select once for many tokens
     spilled = 0 if dtype != torch.float32 else 192 if head_dim == 128 else 1280
