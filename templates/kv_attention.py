@@ -100,7 +100,9 @@ def attention(
         fused = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
         plain = isinstance(layer, KVLayerCache) and layer.plain
         if fused and plain and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
-            return kv_torch.step(query, key, value, layer, scaling), None
+            layer.make_room(1)
+            if layer.plain:  # still, with what this forward may take back
+                return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")

@@ -165,9 +165,8 @@ def step(query, key, value, layer: KVLayerCache, scale: float | None) -> torch.T
     """Store one token per row of a plain layer and attend from it: [batch, 1, query_heads, head_dim].
 
     `decode` does the same for any layer. Here the host has little to do, of which a small model's step consists: the
-    weights of a layer take the place of its code and data in the processor's caches.
+    weights of a layer take the place of its code and data in the processor's caches. `make_room` has been called.
     """
-    layer.make_room(1)
     column, (batch, query_heads, _, head_dim) = layer.seen, query.shape
     stop, heads, first, outputs = column + 1, key.shape[1], 0, []
     share = query_heads // heads

@@ -129,6 +129,23 @@ def test_cropping_and_going_on(llama):
         assert largest(found - expected, expected) <= 1e-5
 
 
+@torch.no_grad()
+def test_single_tokens_may_be_taken_back_after_a_decode_step(llama):
+    """The step that widens the ring sees no more of it than the window."""
+    ids = tokens(1, 60)
+    cache = llama(ids[:, :30]).past_key_values
+    llama(ids[:, 30:31], past_key_values=cache)
+    cache.activate_past_recording()
+    for column in (31, 32, 33):
+        found = llama(ids[:, column : column + 1], past_key_values=cache).logits
+        expected = logits(llama, ids[:, : column + 1])[:, column:]
+        assert largest(found - expected, expected) <= 1e-5
+    cache.crop(-2)
+    found = llama(ids[:, 32:33], past_key_values=cache).logits
+    expected = logits(llama, ids[:, :33])[:, 32:]
+    assert largest(found - expected, expected) <= 1e-5
+
+
 def test_cropping_padded_rows(llama):
     ids, mask, position_ids = left_padded(tokens(2, 40), [40, 26])
     options = {"attention_mask": mask, "position_ids": position_ids}
