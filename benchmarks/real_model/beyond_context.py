@@ -7,7 +7,7 @@ Facts are single words that stand between the sentences of a text; the beginning
 prompt. A text is read once, and each question follows a copy of what was read. Every text goes through all methods in
 turns, in bfloat16; methods that keep a small cache while every layer reads are slow, so they read fewer texts. Methods
 answer from as many tokens, whatever the length. Seconds are of CPU time on one thread, to the first word of an answer,
-reading included. A run continues from its JSON file.
+reading included. A run continues from its JSON file, also with a larger --recurrent-texts.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ def main() -> None:
     facts = {
         "text": arguments.text.name,
         "texts": arguments.texts,
-        "recurrent_texts": arguments.recurrent_texts,
         "settings": json.loads(json.dumps(asdict(settings))),
     }
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
@@ -154,14 +153,16 @@ def main() -> None:
         own = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
         for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
-            if number < len(own):
-                continue
             here = every if number < arguments.recurrent_texts else few
             if length + ROOM > model.config.max_position_embeddings:
                 here = [method for method in here if not isinstance(method, Full)]
+            own.extend([{}] * (number == len(own)))
             turn = number % len(here)
-            read = {method.name: measure(method, model, prompt) for method in here[turn:] + here[:turn]}
-            own.append(read)
+            left = [method for method in here[turn:] + here[:turn] if method.name not in own[number]]
+            if not left:
+                continue
+            read = {method.name: measure(method, model, prompt) for method in left}
+            own[number] = own[number] | read
             arguments.json.write_text(json.dumps(found) + "\n")
             right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
             console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right")

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_from_its_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Full attention is left out where the model has no positions for it."""
+    """Full attention is left out where the model has no positions for it; a text may be read by more methods later."""
     results = tmp_path / "found.json"
     command = ["beyond_context.py", folder, "--profile", folder / "reform.safetensors"]
     command += ["--text", folder / "text.txt", "--lengths", 1200, 1400, "--texts", 2, "--recurrent-texts", 1]
@@ -66,6 +66,12 @@ def test_a_run_goes_on_from_its_file(
     assert again["1200"][0]["REFORM"]["right"] == "kept"
     assert len(again["1400"]) == 2
     assert "the table" in capsys.readouterr().out
+    sys.argv[sys.argv.index("--recurrent-texts") + 1] = "2"
+    beyond_context.main()
+    more = json.loads(results.read_text())["results"]
+    assert more["1200"][0] == again["1200"][0]
+    assert [sorted(sample) for sample in more["1200"]] == [sorted(NAMES)] * 2
+    assert all(more["1200"][1][name] == again["1200"][1][name] for name in FEW)
     sys.argv[sys.argv.index("--texts") + 1] = "3"
     with pytest.raises(SystemExit):
         beyond_context.main()
