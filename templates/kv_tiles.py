@@ -79,43 +79,68 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tenso
     """
     scale, low = tiles.key_scales.to(query.dtype).unbind(3)
     batch, heads, count, rows, columns = scale.shape
-    products = query.new_zeros(batch, heads, query.shape[2], count, TILE)
-    shifts = _shifts(bits)
-    asked = [part * 2.0**-shift for part, shift in zip(query.chunk(len(shifts), 3), shifts, strict=True)]
-    scales = _by_plane(scale, query.shape[3], len(shifts)) if rows == TILE else scale.chunk(len(shifts), 4)
-    for own, plane, codes in _codes_in(tiles.key_codes, bits, room):
-        if rows == TILE:  # scales of a token and a run of channels
-            runs = scales[plane].shape[3]
-            found = asked[plane].unflatten(3, (runs, -1)).transpose(2, 3)[:, :, None] @ _by_run(codes, runs).mT
-            found = (found * scales[plane][:, :, own, :, None]).sum(3)
-        else:  # of a channel and a run of tokens
-            scaled = asked[plane][:, :, None, None] * scales[plane][:, :, own, :, None]
-            found = (scaled @ codes.unflatten(3, (rows, -1)).mT).transpose(3, 4).flatten(4)
-        products[:, :, :, own] += found.transpose(2, 3)
+    products = query.new_empty(batch, heads, query.shape[2], count, TILE)
+    factors = _inverse_shifts(bits, query.dtype, query.device)
+    planes = len(factors)
+    asked = query.unflatten(3, (planes, -1)).movedim(3, 0) * factors
+    by_token = rows == TILE  # scales of a token and a run of channels; else of a channel and a run of tokens
+    scales = _by_plane(scale, query.shape[3], planes) if by_token else scale.unflatten(4, (planes, -1)).movedim(4, 0)
+    runs = scales.shape[4] if by_token else 1
+    for own, codes in _codes_in(tiles.key_codes, bits, runs, room):
+        if by_token:
+            found = asked.unflatten(4, (runs, -1)).transpose(3, 4)[:, :, :, None] @ codes.mT
+            found = (found * scales[:, :, :, own, :, None]).sum((0, 4))
+        else:
+            scaled = asked[:, :, :, None, None] * scales[:, :, :, own, :, None]
+            found = (scaled @ codes[:, :, :, :, 0].unflatten(4, (rows, -1)).mT).sum(0).transpose(3, 4).flatten(4)
+        products[:, :, :, own] = found.transpose(2, 3)
     added = query.unflatten(3, (columns, -1)).sum(4) @ low.flatten(2, 3).mT
-    return products.flatten(3).add_(added.repeat_interleave(TILE // rows, 3))
+    products.view(batch, heads, -1, count * rows, TILE // rows).add_(added[..., None])
+    return products.flatten(3)
 
 
 def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tensor) -> torch.Tensor:
     """Sums of the values of packed tiles by weights: [batch, heads, n, tiles * TILE] -> [batch, heads, n, head_dim]."""
     scale, low = tiles.value_scales.to(weights.dtype).unbind(3)
-    head_dim = tiles.value_codes.shape[4] * 8 // bits
-    scales = _by_plane(scale, head_dim, len(_shifts(bits)))
-    by_tile = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None]
-    sums = [weights.new_zeros(()) for _ in scales]
-    for own, plane, codes in _codes_in(tiles.value_codes, bits, room):
-        scaled = by_tile[:, :, own] * scales[plane][:, :, own, :, None]
-        sums[plane] = sums[plane] + (scaled @ _by_run(codes, scaled.shape[3])).sum(2)
-    added = (weights @ low.flatten(2, 3)).repeat_interleave(head_dim // scale.shape[4], 3)
-    parts = [part.transpose(2, 3).flatten(3) * 2.0**-shift for part, shift in zip(sums, _shifts(bits), strict=True)]
-    return torch.cat(parts, 3).add_(added)
+    factors, head_dim = _inverse_shifts(bits, weights.dtype, weights.device), tiles.value_codes.shape[4] * 8 // bits
+    scales = _by_plane(scale, head_dim, len(factors))
+    by_tile, sums = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None], []
+    for own, codes in _codes_in(tiles.value_codes, bits, scales.shape[4], room):
+        sums.append((by_tile[:, :, own] * scales[:, :, :, own, :, None] @ codes).sum(3))
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)  # [planes, batch, heads, runs, n, channels of one]
+    found = total.mul_(factors[..., None]).permute(1, 2, 4, 0, 3, 5).flatten(3)
+    found.unflatten(3, (scale.shape[4], -1)).add_((weights @ low.flatten(2, 3))[..., None])
+    return found
 
 
-def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> tuple[torch.Tensor, ...]:
-    """Scales [..., TILE, columns] of runs of channels as [..., runs, TILE] of shorter runs, each of them in a plane."""
+def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> torch.Tensor:
+    """Scales [..., TILE, columns] of runs of channels as [planes, ..., runs, TILE] of runs that lie in one plane."""
     column = head_dim // scale.shape[-1]
     run = math.gcd(head_dim // planes, column)
-    return scale.mT.repeat_interleave(column // run, -2).chunk(planes, -2)
+    parts = scale.mT[..., None, :].expand(*scale.shape[:-2], -1, column // run, TILE)  # of one column, nothing is copied
+    return parts.flatten(-3, -2).unflatten(-2, (planes, -1)).movedim(-3, 0)
+
+
+def _codes_in(packed: torch.Tensor, bits: int, runs: int, room: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Codes of some tiles of [batch, heads, tiles, TILE, width] at a time, of each plane's channels in so many runs.
+
+    Yields:
+        The tiles, and codes [planes, batch, heads, n, runs, TILE, channels], by plane as `_planes` has them, in the
+        dtype of `room`, which are written into it. Those of 4 and 2 bits are not shifted: `_inverse_shifts` has the
+        factors.
+    """
+    planes = 4 if bits == 3 else 8 // bits
+    most = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits))
+    for first in range(0, packed.shape[2], most):
+        own = slice(first, first + most)
+        part = packed[:, :, own]
+        codes = room[: part.numel() * 8 // bits].view(planes, *part.shape[:3], runs, TILE, -1)
+        if bits in (3, 8):
+            for plane, states in enumerate(_planes(part, bits)):
+                codes[plane] = _by_run(states, runs)
+        else:
+            codes.copy_(_by_run(part, runs) & _masks(bits, part.device))
+        yield own, codes
 
 
 def _by_run(codes: torch.Tensor, runs: int) -> torch.Tensor:
@@ -123,25 +148,20 @@ def _by_run(codes: torch.Tensor, runs: int) -> torch.Tensor:
     return codes.unflatten(-1, (runs, -1)).transpose(-3, -2)
 
 
-def _shifts(bits: int) -> Sequence[int]:
-    """By how many bits `_codes_in` leaves the codes of each plane shifted: a factor costs less than shifting them."""
-    return [0] * 4 if bits == 3 else range(0, 8, bits)
+@functools.cache
+@torch.inference_mode(False)
+def _masks(bits: int, device: torch.device) -> torch.Tensor:
+    """Which bits of a byte each plane has: uint8 [planes, 1, 1, 1, 1, 1, 1]."""
+    masks = [2**bits - 1 << shift for shift in range(0, 8, bits)]
+    return torch.tensor(masks, dtype=torch.uint8, device=device).view(-1, 1, 1, 1, 1, 1, 1)
 
 
-def _codes_in(packed: torch.Tensor, bits: int, room: torch.Tensor) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Codes of some tiles of [batch, heads, tiles, TILE, width] and of one plane at a time, as `_planes` has them.
-
-    Yields:
-        The tiles, the plane, and codes times 2 ** shift in the dtype of `room`, which are written into it.
-    """
-    shifts = _shifts(bits)
-    most = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits // len(shifts)))
-    for first in range(0, packed.shape[2], most):
-        own = slice(first, first + most)
-        part = packed[:, :, own]
-        planes = _planes(part, bits) if bits in (3, 8) else (part & (2**bits - 1 << shift) for shift in shifts)
-        for plane, codes in enumerate(planes):
-            yield own, plane, room[: codes.numel()].view(codes.shape).copy_(codes)
+@functools.cache
+@torch.inference_mode(False)
+def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """By plane, what makes a code of what `_codes_in` yields: less work than to shift it. [planes, 1, 1, 1, 1]"""
+    shifts = torch.zeros(4) if bits == 3 else torch.arange(0, 8, bits)
+    return (2.0**-shifts).to(device, dtype).view(-1, 1, 1, 1, 1)
 
 
 def _quantize(
