@@ -35,6 +35,8 @@ PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under
 WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
 REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
 TILES_SHARED = WIDE_PROGRAM_BYTES - 1024  # what a program over tiles takes at most; the rest is the driver's
+SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
+SHARED_OUTPUT = SHARED_ROWS * 128  # elements of a program's sums of values then; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
 ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
 PLANNED = 512  # segments that this launch plans at once
@@ -456,8 +458,8 @@ def decode(
     slots, tiles, heads = _slots(table), _tiles(table, torch.int16), len(table.offsets)
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
-    padded, members = slots["DP"], max(16, triton.next_power_of_2(group))
-    walk = _walk(query, table, scoring, padded, members)
+    padded = slots["DP"]
+    walk = _walk(query, table, scoring, padded)
     segments, options, wide = walk.segments, walk.options, walk.wide
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.most)
     on_cuda = torch.version.hip is None
@@ -489,7 +491,7 @@ def decode(
             q_ptr=query,
             recent_ptr=table.recents,
             **_strides(query, "q_batch", "q_head"),
-            M=members,
+            M=walk.members,
             LANES=WARP if segments * rows <= WARP else ALONE * segments,
             ASM=on_cuda and query.element_size() == 2 and not triton.knobs.runtime.interpret,
             num_warps=4,
@@ -520,20 +522,22 @@ class _Walk(NamedTuple):
     tokens: int  # of a unit of slots
     most: int  # units there can be
     segments: int  # of a pair of a row and a KV head: its slots, and with tiles its packed tokens before
+    members: int  # rows of dots
     options: dict  # of packed tokens; None without any
     wide: bool  # has more registers, thus fewer programs at once
     stages: int
 
 
-def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int, members: int) -> _Walk:
+def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int) -> _Walk:
     """What fits the registers and the shared memory, by the compiled code."""
     batch, query_heads, head_dim = query.shape
     heads, size = len(table.offsets), query.element_size()
     tokens = min(max(TILE_BYTES // (padded * size), 16), 64)
     most = batch * (table.keys.shape[1] // tokens + heads)
-    segments, options = 1, dict.fromkeys(PACKED_OPTIONS)
+    asking = triton.next_power_of_2(query_heads // heads)
+    segments, members, options = 1, max(16, asking), dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
-        segments, options = 2, _packed_options(head_dim, query_heads // heads, members, table.quantization)
+        segments, (members, options) = 2, _packed_options(head_dim, asking, table.quantization)
         most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
     wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
     half = size == 2
@@ -544,7 +548,7 @@ def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int, 
     # a unit has half as much again in third bits, or a quarter in scales
     stages = min(stages, 4) if options["BITS"] == 3 or options["SPREAD"] else stages
     stages = stages if half or segments == 1 else 1
-    return _Walk(tokens, most, segments, options, wide, stages)
+    return _Walk(tokens, most, segments, members, options, wide, stages)
 
 
 def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_tokens: int | None) -> None:
@@ -565,10 +569,11 @@ def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_
     )
 
 
-def _packed_options(head_dim: int, group: int, members: int, quantization: Quantization) -> dict[str, int]:
-    """How the kernel walks tiles. Widths and tokens are not measured: they follow from the compiled code.
+def _packed_options(head_dim: int, asking: int, quantization: Quantization) -> tuple[int, dict[str, int]]:
+    """How the kernel walks tiles: rows of its dots, of which `asking` have queries, and options.
 
-    A dot that is wider than it is tall is split over warps by columns; a square one has each warp compute all of it.
+    Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
+    over warps by columns; a square one has each warp compute all of it.
     """
     words = head_dim * quantization.word_bits // 16
     key_width = _padded(words)
@@ -578,14 +583,21 @@ def _packed_options(head_dim: int, group: int, members: int, quantization: Quant
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
     _, groups = quantization.value_groups(head_dim)
-    # queries and groups of scales may share the rows of the matrix units, if there are as many
-    sharing = triton.next_power_of_2(group) * max(key_rows * tokens // TILE, groups)
-    spread = max(key_rows, groups) > 1 and groups & (groups - 1) == 0 and sharing <= members
+    members, half = max(16, asking), min(tokens, TILE // 2)
+
+    def shared(tokens: int) -> int:
+        """Rows for the queries of every group of scales in so many tokens."""
+        return asking * max(key_rows * tokens // TILE, groups)
+
+    powers = max(key_rows, groups) > 1 and groups & (groups - 1) == 0
+    if powers and shared(tokens) > members and shared(half) <= min(SHARED_ROWS, SHARED_OUTPUT // head_dim):
+        members, tokens = max(members, shared(half)), half  # with more tokens registers spill
+    spread = powers and shared(tokens) <= members
     if key_rows and not spread:
         tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
     widths = key_width, max(key_width, 2 * members)
     options = tokens, quantization.bits, key_rows, groups, spread, *widths
-    return dict(zip(PACKED_OPTIONS, options, strict=True))
+    return members, dict(zip(PACKED_OPTIONS, options, strict=True))
 
 
 @functools.cache

@@ -117,7 +117,9 @@ def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> torch.Tensor:
     """Scales [..., TILE, columns] of runs of channels as [planes, ..., runs, TILE] of runs that lie in one plane."""
     column = head_dim // scale.shape[-1]
     run = math.gcd(head_dim // planes, column)
-    parts = scale.mT[..., None, :].expand(*scale.shape[:-2], -1, column // run, TILE)  # of one column, nothing is copied
+    parts = scale.mT[..., None, :].expand(
+        *scale.shape[:-2], -1, column // run, TILE
+    )  # of one column, nothing is copied
     return parts.flatten(-3, -2).unflatten(-2, (planes, -1)).movedim(-3, 0)
 
 

@@ -157,6 +157,7 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
         (2, "kivi", None, torch.float16, 128, 1, False),
         (4, "per-token", 64, torch.float16, 128, 4, False),
         (4, "kivi", 32, torch.bfloat16, 128, 4, False),
+        (4, "kivi", 32, torch.bfloat16, 128, 8, False),
         *((bits, "kivi", None, torch.bfloat16, 128, 4, True) for bits in (8, 3, 2)),
     ],
     *((bits, "kivi", None, torch.bfloat16, 64, 4, False) for bits in (8, 4, 2)),
@@ -186,7 +187,7 @@ def test_decode_of_tiles(
     three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
     assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)
     check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2, STACK)
-    spread = size in (32, 64)  # groups and queries fill the rows of matrix units
+    spread = size is not None  # groups and queries fill the rows of matrix units
     scales = 2 if spread else (scheme == "kivi" or size is None) + (size is None)
     loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
     assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 or spread else 5)
