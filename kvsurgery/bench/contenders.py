@@ -22,6 +22,7 @@ from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.answering import GATHERED_ALONE
 from kvsurgery.evaluate.checkpoint import copy_code, load
 from kvsurgery.processes import Processes
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 
@@ -167,7 +168,7 @@ def contenders(
     layout = KVLayout.from_config(converted.config).parts(count)[rank]
     reform = Reform.from_config(converted.config)
     with torch.no_grad():
-        kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device)).past_key_values)
+        kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device))[CACHE])
 
     def head_level(prompt: int, new: int) -> Any:
         cache = kind(converted.config, prompt + new)

@@ -17,6 +17,7 @@ from kvsurgery.bench.timing import Stopwatch, quartiles
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
 from kvsurgery.processes import Processes
+from kvsurgery.templates.kv_cache import CACHE
 
 # decode steps that are not counted; on a GPU, the third captures the ones that follow
 WARM = 4
@@ -188,14 +189,14 @@ class Turns:
         """An empty cache filled with the prompt, in chunks or at once, and the token that follows, [batch, 1]."""
         cache = self.contender.make(self.tokens, self.work.new)
         for part in self.ids.split(chunk or self.tokens, 1):
-            output = self.contender.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.contender.model(part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return cache, output.logits[:, -1:].argmax(-1)
 
     def _decode(self, cache: Any, token: torch.Tensor) -> list[float]:
         """Seconds of each of the decode steps, all of which are greedy and none of which waits for the device."""
         watch = Stopwatch(self.ids.device)
         for _ in range(self.work.new):
-            token = self.contender.model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            token = self.contender.model(token, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
             watch.mark()
         return watch.spans()
 
@@ -203,9 +204,9 @@ class Turns:
         """The cache after `generate` made this many tokens."""
         options = {"max_new_tokens": new, "return_dict_in_generate": True, "attention_mask": torch.ones_like(self.ids)}
         if self.contender.name != CONVERTED:  # which makes its own
-            options["past_key_values"] = self.contender.make(self.tokens, new)
+            options[CACHE] = self.contender.make(self.tokens, new)
         model = self.contender.model
-        return model.generate(self.ids, **options).past_key_values  # ty: ignore[not-callable]  # it is GenerationMixin's
+        return model.generate(self.ids, **options)[CACHE]  # ty: ignore[not-callable]  # it is GenerationMixin's
 
     def row(self, bandwidth: float) -> Row:
         """What was found."""

@@ -12,6 +12,7 @@ import transformers
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import Mismatch
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import LINEAR, QUANTIZATION
 
 # largest difference over max(1, largest logit): float32 sums in another order, half precision rounds at every layer
@@ -79,7 +80,7 @@ def _logits(model: transformers.PreTrainedModel, tokens: torch.Tensor, sizes: li
     cache, parts = None, []
     with torch.inference_mode():
         for part in tokens.split(sizes, 1):
-            output = model(part, past_key_values=cache, use_cache=len(sizes) > 1)
-            cache = output.past_key_values
+            output = model(part, use_cache=len(sizes) > 1, **{CACHE: cache})
+            cache = output.get(CACHE)
             parts.append(output.logits.float())
     return torch.cat(parts, 1)

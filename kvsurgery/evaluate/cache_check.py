@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvsurgery.evaluate.checkpoint import load, reader_of
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.processes import usable_device
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import QUANTIZATION
 from kvsurgery.text.haystack import Haystack, first_tokens
 
@@ -79,7 +80,7 @@ def check_cache(folder: Path, text: CheckText, *, device: str | None = None, dty
     model = load(folder, device=device, dtype=dtype)
     plain = copy.deepcopy(model.config)
     quantized = [plain.kv_surgery.pop(name, None) for name in QUANTIZATION.values()] != [None] * len(QUANTIZATION)
-    cache = type(model(text.passages[:1, :1].to(device)).past_key_values)
+    cache = type(model(text.passages[:1, :1].to(device))[CACHE])
     original = unquantized = 0.0
     for passage, expected in zip(text.passages, exact, strict=True):
         found = _log_probabilities(model, passage, cache(model.config))
@@ -94,8 +95,8 @@ def check_cache(folder: Path, text: CheckText, *, device: str | None = None, dty
 def _log_probabilities(model: PreTrainedModel, passage: torch.Tensor, cache) -> torch.Tensor:
     """float32 [scored, vocabulary], on the CPU, after each of a passage's last tokens."""
     prompt, following = passage[None].to(model.device).split([SIZES.context, SIZES.scored], 1)
-    cache = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    return model(following, past_key_values=cache).logits[0].float().log_softmax(-1).cpu()
+    cache = model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
+    return model(following, **{CACHE: cache}).logits[0].float().log_softmax(-1).cpu()
 
 
 def _divergence(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from kvsurgery.evaluate.sample import SHORT
+from kvsurgery.templates.kv_cache import CACHE
 
 LAST = 50  # tokens of a prompt that come one by one before a short answer
 REPORTED = 16  # steps between two calls of `progress`
@@ -72,11 +73,11 @@ class Reading:
             **{name: read[:, self.seen : stop]},
             attention_mask=self.mask[:, :stop],
             position_ids=self.positions[:, self.seen : stop],
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: self.cache},
         )
-        self.cache, self.seen = output.past_key_values, stop
+        self.cache, self.seen = output[CACHE], stop
         return output.logits[:, -1].float()
 
     def prefill(self, tokens: int, chunk: int | None = None) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _said(
         reading.prefill(at_once, chunk)
     for _ in range(singly - 1):
         reading.feed(1)
-    return _generated(reading.model, tokenizer, reading.ids, reading.mask, limit, stops, past_key_values=reading.cache)
+    return _generated(reading.model, tokenizer, reading.ids, reading.mask, limit, stops, **{CACHE: reading.cache})
 
 
 def _generated(

@@ -29,6 +29,7 @@ from kvsurgery.measure.attention_hooks import attention_weights, intercepted, sc
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.text.haystack import Haystack, text_of, token_ids
 from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
@@ -199,7 +200,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
     ids = torch.from_numpy(tokens)[None].to(model.device)
     cache = None
     for chunk in ids[:, :-1].split(CHUNK, dim=1):
-        cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(chunk, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
 
     def attend(stock, module, query, key, value, attention_mask, **options):
         # a sliding layer's cache holds its newest keys only, as many as it sees, if it does not see a chunk
@@ -215,7 +216,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
     with intercepted(model, attend):
         for _ in range(limit):
             layers: dict[int, Attended] = {}
-            logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
+            logits = model(ids[:, -1:], use_cache=True, **{CACHE: cache}).logits
             ids = logits[:, -1:].argmax(-1)
             said.append(ids.item())
             if said[-1] in ends or "\n" in text_of(measured.text, said).lstrip():
