@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Each makes its own virtual environment.
 PYTHON ?= python3.11
 WORKERS ?= auto
-MATRIX ?= 4.57.6 5.17.0 5.24.0
+MATRIX ?= 4.57.6 5.17.0
 PYTEST = -m pytest -q -n $(WORKERS) --dist worksteal --durations=15
 
 export OMP_NUM_THREADS = 1

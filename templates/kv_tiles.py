@@ -83,11 +83,11 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tenso
     factors = _inverse_shifts(bits, query.dtype, query.device)
     planes = len(factors)
     asked = query.unflatten(3, (planes, -1)).movedim(3, 0) * factors
-    by_token = rows == TILE  # scales of a token and a run of channels; else of a channel and a run of tokens
-    scales = _by_plane(scale, query.shape[3], planes) if by_token else scale.unflatten(4, (planes, -1)).movedim(4, 0)
-    runs = scales.shape[4] if by_token else 1
+    per_token = rows == TILE  # scales of a token and a run of channels; else of a channel and a run of tokens
+    scales = _by_plane(scale, query.shape[3], planes) if per_token else scale.unflatten(4, (planes, -1)).movedim(4, 0)
+    runs = scales.shape[4] if per_token else 1
     for own, codes in _codes_in(tiles.key_codes, bits, runs, room):
-        if by_token:
+        if per_token:
             found = asked.unflatten(4, (runs, -1)).transpose(3, 4)[:, :, :, None] @ codes.mT
             found = (found * scales[:, :, :, own, :, None]).sum((0, 4))
         else:
