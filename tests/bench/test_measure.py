@@ -19,6 +19,7 @@ from kvsurgery.policy.policy import Quantization
 from kvsurgery.processes import Processes
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.surgery import Converted, convert_folder, random_profile
 
@@ -49,16 +50,15 @@ def clock(monkeypatch: pytest.MonkeyPatch, pair: list[Contender]) -> SimpleNames
 
         def timed(
             input_ids: torch.Tensor,
-            past_key_values=None,
             forward: Callable = forward,
             name: str = contender.name,
             **options,
         ):
-            seen = past_key_values.get_seq_length()
+            seen = options[CACHE].get_seq_length()
             if not clock.turns or clock.turns[-1] != name:
                 clock.turns.append(name)
             clock.now += clock.seconds(input_ids.shape[1], seen)
-            return forward(input_ids, past_key_values=past_key_values, **options)
+            return forward(input_ids, **options)
 
         monkeypatch.setattr(contender.model, "forward", timed)
     return clock
