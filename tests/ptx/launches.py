@@ -39,6 +39,7 @@ class Emulator:
     def __init__(self) -> None:
         self.launches: list[str] = []  # names of kernels
         self.changed: Callable[[Kernel], Kernel] = lambda kernel: kernel
+        self.executed: set[int] = set()  # instructions of all launches that have ended, as a `Machine` has them
 
     def launch(self, compiled, grid: tuple[int, ...], values: dict) -> None:
         """Run a compiled kernel with values of its parameters by name."""
@@ -53,7 +54,9 @@ class Emulator:
         arguments += [0] * (len(kernel.parameters) - len(arguments))  # scratch that these kernels do not use
         self.launches.append(kernel.name)
         ctas = (*grid, 1, 1)[:3]
-        Machine(self.changed(kernel), ctas, arguments, tensors, compiled.metadata.shared).run()
+        machine = Machine(self.changed(kernel), ctas, arguments, tensors, compiled.metadata.shared)
+        machine.run()
+        self.executed |= machine.executed
 
 
 def install(monkeypatch, folder: str, capability: int) -> Emulator:

@@ -49,6 +49,7 @@ class Machine:
         self.products = Products(self.grid)
         self.live = np.ones(self.grid.size, bool)
         self.where = ""
+        self.executed: set[int] = set()  # `id` of each instruction that has run, of bundles of the first one
 
     @cached_property
     def every(self) -> np.ndarray:
@@ -68,6 +69,7 @@ class Machine:
                 active = place == current
                 lanes = None if active.all() else np.flatnonzero(active)
                 for instruction, step in steps[current]:
+                    self.executed.add(id(instruction))
                     try:
                         step(self, lanes)
                     except Fault as fault:
