@@ -59,11 +59,8 @@ def pack(layer: KVLayerCache) -> None:
     """Quantize the tiles and select the tokens that are due before the next one is stored; mostly there is nothing."""
     if layer.budgeted and layer.seen == layer.budgeted.due:
         layer.budgeted.renew(layer.seen, layer, kernels=True)
-    while any(group.due() for group in layer.quantized):
-        table = layer.head_table()
-        kv_store.flush(table, layer.columns.settled - table.skipped)
-        for group in layer.quantized:
-            group.note_packed()
+    if layer.quantized:
+        kv_store.flush_due(layer.quantized, layer.head_table(), layer.columns.settled)
 
 
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:

@@ -26,9 +26,9 @@ from .kv_tiles import QuantizedGroup, Tiles, by_tile, by_token, encoded_tokens, 
 from .kv_torch import Scoring, attention_received
 
 try:
-    from . import kv_reselect
+    from . import kv_move, kv_reselect, kv_store
 except ImportError:  # no triton: torch does everything
-    kv_reselect = None
+    kv_move = kv_reselect = kv_store = None
 
 KEYS, VALUES = 0, 1
 
@@ -150,7 +150,7 @@ class HeldHeads(BudgetedHeads):
         for group in self.groups:
             group.settled = column
         if column < self.next:
-            self._pack(column, layer)
+            self._pack(column, layer, kernels)
             return
         window = self.selection.window
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
@@ -164,15 +164,16 @@ class HeldHeads(BudgetedHeads):
         ]
         there = any(map(any, lengths))
         if left == lengths and not (there and self.scores.shape[1]):  # nothing to drop, nothing to add up
-            self._pack(column, layer)
+            self._pack(column, layer, kernels)
             self.next = column + self.hold
             return
         self._keep_aside(column, layer)
         of_heads = [*zip(*left, strict=True)]
         dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
         self.start, self.next = column - window, column + self.hold
-        if kernels and not self.quantized:
-            assert kv_reselect is not None  # as there are kernels
+        if kernels:
+            assert kv_reselect is not None  # as there are
+            assert kv_move is not None
             assert self.asked is not None
             assert self.scoring is not None
             table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
@@ -180,7 +181,9 @@ class HeldHeads(BudgetedHeads):
             kept = kv_reselect.select(
                 table, self.limits, self.asked, column, most, self.selection, self.scoring, earlier
             )
-            kv_reselect.move(table, kept, column)
+            kv_move.move(table, kept, column)
+            for group, of_rows in zip(self.quantized, of_heads, strict=False):  # either all are quantized or none is
+                group.refill(of_rows)
             self._align(dropped, layer)
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
@@ -224,13 +227,19 @@ class HeldHeads(BudgetedHeads):
         rank = torch.cat([rank, rank[..., :1]], 2).scatter(2, chosen.clamp(max=slots), 0)
         return rank[..., :-1].sort(stable=True).indices
 
-    def _pack(self, column: int, layer) -> None:
+    def _pack(self, column: int, layer, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""
-        if due := [group for group in self.quantized if group.due()]:
-            self._keep_aside(column, layer)
-            for group in due:
-                group.pack()
-            self._drop([group.dropped for group in self.groups], layer)
+        due = [group for group in self.quantized if group.due()]
+        if not due:
+            return
+        self._keep_aside(column, layer)
+        if kernels:
+            assert kv_store is not None
+            kv_store.flush_due(self.quantized, layer.head_table().last(len(self.groups)), column)
+            return
+        for group in due:
+            group.pack()
+        self._drop([group.dropped for group in self.groups], layer)
 
     def _keep_aside(self, column: int, layer) -> None:
         """Copy what the heads have, if the column before which they change may be taken back."""
@@ -361,10 +370,7 @@ class TokenCodes:
         how, sink, device, firsts, fresh = self.how, self.sink, source.device, [], 1
         for group, of_rows, had, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
             every = [*zip(of_rows, had, packed, strict=True)]
-            group.packed = [
-                max(TILE * how.tiles(count + 1 - sink), min(before, (count - sink) // TILE * TILE))
-                for count, _, before in every
-            ]
+            group.refill(of_rows)
             # up to here all are from tiles: those from slots come last, and are no more than there were
             firsts.append(max(min(*group.packed, *(count - length + before for count, length, before in every)), 0))
             fresh = max(fresh, max(group.packed) - firsts[-1])

@@ -1,7 +1,7 @@
-"""Kernels that select again where budgets hold: one chooses the tokens that each head keeps, and the other moves them.
+"""A kernel that chooses again what each head keeps, where budgets hold; kv_move.py has the one that moves it.
 
-They are for heads in the model's dtype, whose token at position p lies in slot p. `HeldHeads` (kv_hold.py) has the same
-in plain torch, which is the reference, and what quantized heads take on a GPU too.
+A head in the model's dtype has the token at position p in slot p. A quantized head has its older tokens in tiles, where
+each has scales of its own. `HeldHeads` (kv_hold.py) has the same in plain torch, which is the reference.
 """
 
 from typing import NamedTuple
@@ -9,17 +9,73 @@ from typing import NamedTuple
 import torch
 
 from .kv_cache import HeadTable
-from .kv_kernels import LOWEST, _score_factors, _scores, _sink_score, _slots, _strides, tl, triton
+from .kv_kernels import (
+    LOWEST,
+    TILE_TOKENS,
+    _score_factors,
+    _scores,
+    _sink_score,
+    _slots,
+    _strides,
+    _tiles,
+    tl,
+    triton,
+)
 from .kv_layout import VALUE_NORM, Selection
+from .kv_store import _pack_options
 from .kv_torch import Scoring
 
 SELECT_REGISTERS = 255  # of a thread; ptxas would use fewer, and spill
 ALWAYS_KEPT = tl.constexpr(0x7F800000)  # the bits of infinity: more than those of any importance
 
 
+@triton.jit
+def _tokens(
+    ptr,
+    codes_ptr,
+    scales_ptr,
+    position,
+    there,
+    sink,
+    ring,
+    packed,
+    kv_slot,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Keys or values [N, DP] of a head at positions [N], where they are `there`; with BITS, `packed` ones are codes."""
+    d = tl.arange(0, DP)[None, :]
+    inside, in_slots, slot = there[:, None] & (d < D), there, position
+    if BITS is not None:
+        place = position - sink
+        in_tiles = (place >= 0) & (place < packed)
+        in_slots = there & ~in_tiles
+        slot = tl.where(place < 0, position, sink + place % ring)
+    states = tl.load(ptr + slot.to(tl.int64)[:, None] * kv_slot + d, in_slots[:, None] & (d < D), 0.0)
+    if BITS is not None:
+        WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+        W: tl.constexpr = D * WORD_BITS // 8
+        inside &= in_tiles[:, None]
+        tile, row = place // TILE_TOKENS, place % TILE_TOKENS
+        of_tile = codes_ptr + (tile * (TILE_TOKENS * D * BITS // 8))[:, None]
+        words = tl.load(of_tile + row[:, None] * W + d % W, inside, 0).to(tl.int32)
+        codes = (words >> (d // W * WORD_BITS)) & (2**WORD_BITS - 1)
+        if BITS == 3:
+            words = tl.load(of_tile + TILE_TOKENS * W + row[:, None] * (W // 2) + d % W // 2, inside, 0).to(tl.int32)
+            codes |= ((words >> (d // W + d % 2 * 4)) & 1) << 2
+        scales = scales_ptr + ((tile * 2 * TILE_TOKENS + row) * COLUMNS)[:, None] + d // (D // COLUMNS)
+        scale = tl.load(scales, inside, 0.0).to(tl.float32)
+        low = tl.load(scales + TILE_TOKENS * COLUMNS, inside, 0.0).to(tl.float32)
+        states = tl.where(in_tiles[:, None], (codes.to(tl.float32) * scale + low).to(states.dtype), states)
+    return states
+
+
 @triton.jit(
     do_not_specialize=[
-        *("column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place", "score_batch")
+        *("column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place", "score_batch"),
+        *("packed_batch", "packed_head"),
     ]
 )
 def _select_kernel(
@@ -28,12 +84,18 @@ def _select_kernel(
     asked_ptr,  # [batch, heads * group, ASKED, D]
     learned_ptr,  # [heads * group], or None
     offset_ptr,  # [heads]
-    sink_ptr,  # of no use: each of these heads has the token at every position in its slot
+    sink_ptr,
     ring_ptr,
     budget_ptr,  # [heads]
     skipped_ptr,  # [batch, heads]
+    k_codes_ptr,  # [batch, tiles, TILE, W]; None, as all of tiles: each token is in the slot of its position
+    k_scales_ptr,  # [batch, tiles, 2, TILE, COLUMNS]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
     score_ptr,  # [batch, scores of all heads], or None
-    first_ptr,  # [heads + 1], each head's first score
+    first_score_ptr,  # [heads + 1], each head's first score
     received_ptr,  # [batch, heads, places]
     pooled_ptr,  # [batch, heads, places]
     kept_ptr,  # [batch, heads, places]
@@ -44,6 +106,11 @@ def _select_kernel(
     asked_place,
     skipped_batch,
     skipped_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
     score_batch,
     heads,
     column,
@@ -62,6 +129,8 @@ def _select_kernel(
     NORM: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     skipped = skipped_ptr + batch * skipped_batch + head * skipped_head
@@ -69,6 +138,15 @@ def _select_kernel(
     stop = tl.maximum(length - WINDOW, 0)  # the first slots are candidates
     count = tl.minimum(tl.load(budget_ptr + head), stop)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    of_keys, of_values = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
+    sink, ring, packed = 0, 1, 0
+    if BITS is not None:
+        sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+        packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
+        tile = tl.load(first_ptr + head).to(tl.int64)
+        codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
+        of_keys = k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales
+        of_values = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
     scratch = tl.program_id(0).to(tl.int64) * places
     received, pooled, kept = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)[None, :]
@@ -86,8 +164,7 @@ def _select_kernel(
             top, total = _sink_score(learned_ptr + query), total + 1
         for begin in range(0, length, N):
             slot = begin + n
-            at = states + slot.to(tl.int64)[:, None] * kv_slot + d
-            k = tl.load(k_ptr + at, (slot < length)[:, None] & (d < D), 0.0)
+            k = _tokens(*of_keys, slot, slot < length, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS)
             scores = tl.where(slot[None, :] <= last[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
@@ -95,8 +172,7 @@ def _select_kernel(
         share = tl.where(first + m < ROWS, 1 / (total * ROWS), 0.0)
         for begin in range(0, stop, N):
             slot = begin + n
-            at = states + slot.to(tl.int64)[:, None] * kv_slot + d
-            k = tl.load(k_ptr + at, (slot < stop)[:, None] & (d < D), 0.0)
+            k = _tokens(*of_keys, slot, slot < stop, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
             own = tl.sum(weights, 0)
             if first > 0:
@@ -107,14 +183,13 @@ def _select_kernel(
         tl.debug_barrier()
         for begin in range(0, stop, N):
             slot = begin + n
-            at = states + slot.to(tl.int64)[:, None] * kv_slot + d
-            v = tl.load(v_ptr + at, (slot < stop)[:, None] & (d < D), 0.0).to(tl.float32)
+            v = _tokens(*of_values, slot, slot < stop, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS).to(tl.float32)
             own = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
             tl.store(received + slot, own, slot < stop)
     if score_ptr is not None:
-        first_score = tl.load(first_ptr + head)
-        scored = tl.load(first_ptr + head + 1) - first_score
+        first_score = tl.load(first_score_ptr + head)
+        scored = tl.load(first_score_ptr + head + 1) - first_score
         score = score_ptr + batch * score_batch + first_score
         tl.debug_barrier()
         for begin in range(0, tl.minimum(scored, stop), N):
@@ -156,8 +231,8 @@ def _select_kernel(
     for begin in range(stop, length, N):
         slot = begin + n
         tl.store(kept + count + slot - stop, slot, slot < length)
-    tl.debug_barrier()
     if score_ptr is not None:
+        tl.debug_barrier()
         for begin in range(0, scored, N):
             slot = begin + n
             source = tl.load(kept + slot, slot < count, 0)
@@ -173,6 +248,12 @@ def _reaching(pooled, threshold, stop, N: tl.constexpr):
     for begin in range(0, stop, N):
         reaching += (tl.load(pooled + begin + n, begin + n < stop, -1) >= threshold).to(tl.int32)
     return tl.sum(reaching, 0)
+
+
+def _own_scales(table: HeadTable) -> dict[str, int | None]:
+    """How a kernel finds the codes of tokens in tiles: bits, and the groups of a token that have scales."""
+    options = _pack_options(table)
+    return {"BITS": options["BITS"], "COLUMNS": options["V_COLUMNS"]}
 
 
 class Accumulated(NamedTuple):
@@ -218,6 +299,8 @@ def select(
     with torch.cuda.device_of(asked):
         _select_kernel[(batch * heads,)](
             **slots,
+            **_tiles(table, torch.uint8),
+            **_own_scales(table),
             **_score_factors(scoring),
             **_strides(asked, "asked_batch", "asked_head", "asked_place"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
@@ -226,7 +309,7 @@ def select(
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
             score_ptr=earlier.scores if earlier else None,
-            first_ptr=earlier.firsts if earlier else None,
+            first_score_ptr=earlier.firsts if earlier else None,
             score_batch=earlier.scores.stride(0) if earlier else 0,
             received_ptr=received,
             pooled_ptr=pooled,
@@ -234,7 +317,7 @@ def select(
             column=column,
             places=places,
             M=min(max(16, triton.next_power_of_2(rows)), 16 if wide else 32),
-            N=32 if wide else 64,
+            N=(32 if wide else 64) // (1 if table.tiles is None else 2),
             ROWS=rows,
             WINDOW=selection.window,
             ASKED=asked.shape[2],
@@ -248,60 +331,3 @@ def select(
             **({"maxnreg": SELECT_REGISTERS} if torch.version.hip is None else {}),
         )
     return kept
-
-
-@triton.jit(do_not_specialize=["column", "places", "heads", "skipped_batch", "skipped_head"])
-def _move_kernel(
-    k_ptr,  # [batch, slots of all heads, D]
-    v_ptr,
-    kept_ptr,  # [batch, heads, places]
-    offset_ptr,  # [heads]
-    sink_ptr,  # of no use, as above
-    ring_ptr,
-    skipped_ptr,  # [batch, heads]
-    kv_batch,
-    kv_slot,
-    skipped_batch,
-    skipped_head,
-    heads,
-    column,
-    places,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-):
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    kept = kept_ptr + tl.program_id(0).to(tl.int64) * places
-    states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
-    for begin in range(0, tokens, N):
-        slot = begin + n
-        source = tl.load(kept + slot, slot < tokens, 0)
-        moves = (source > slot)[:, None] & (d < D)
-        at = states + source.to(tl.int64)[:, None] * kv_slot + d
-        to = states + slot.to(tl.int64)[:, None] * kv_slot + d
-        k, v = tl.load(k_ptr + at, moves), tl.load(v_ptr + at, moves)
-        tl.debug_barrier()  # what others of this block still read; later blocks read later slots
-        tl.store(k_ptr + to, k, moves)
-        tl.store(v_ptr + to, v, moves)
-
-
-def move(table: HeadTable, kept: torch.Tensor, column: int) -> None:
-    """Let the first tokens of each head be those that `select` chose, in place.
-
-    Floor: twice the bytes of what moves over the copy bandwidth; else a launch.
-    """
-    slots, (batch, heads) = _slots(table), table.skipped.shape
-    with torch.cuda.device_of(kept):
-        _move_kernel[(batch * heads,)](
-            **slots,
-            **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            kept_ptr=kept,
-            skipped_ptr=table.skipped,
-            column=column,
-            places=kept.shape[2],
-            N=32,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )

@@ -1,10 +1,13 @@
 """Kernels that write to a cache: a token per row, whole tiles of codes, and what budgeted heads keep of a prompt."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .kv_cache import HeadTable
 from .kv_kernels import TILE_TOKENS, _matrix, _slots, _strides, _tiles, _times_matrix, tl, triton
 from .kv_layout import CLIPPED, TILE
+from .kv_tiles import QuantizedGroup
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
 MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
@@ -314,6 +317,15 @@ def flush(table: HeadTable, confirmed: torch.Tensor) -> None:
             num_warps=8,
             enable_fp_fusion=False,
         )
+
+
+def flush_due(groups: Sequence[QuantizedGroup], table: HeadTable, settled: int) -> None:
+    """Pack the tiles that are due of a table's heads, which are in these groups; no column before `settled` is taken
+    back."""
+    while any(group.due() for group in groups):
+        flush(table, settled - table.skipped)
+        for group in groups:
+            group.note_packed()
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])

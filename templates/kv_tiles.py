@@ -397,6 +397,16 @@ class QuantizedGroup(HeadGroup):
         rows = zip(self.skips, self.packed, strict=True)
         return max(skip + self.sink + packed if packed else 0 for skip, packed in rows)
 
+    def refill(self, counts: Sequence[int]) -> None:
+        """Count what is packed where rows keep so many tokens: as much as before, while there are tokens to fill tiles.
+
+        So no token of a tile returns to the slots, to be quantized again.
+        """
+        tiles = [(count - self.sink) // TILE for count in counts]
+        least = [self.quantization.tiles(count + 1 - self.sink) for count in counts]
+        rows = zip(self.packed, tiles, least, strict=True)
+        self.packed = [max(TILE * fewest, min(packed, TILE * most)) for packed, most, fewest in rows]
+
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""
         rows = zip(self.skips, self.packed, strict=True)

@@ -64,7 +64,7 @@ def test_a_plain_checkpoint_has_no_code_of_budgets_and_long_prompts() -> None:
     plain, reform, budgets, holds = ({*code_files(family("llama"), needs)} for needs in NEEDS[:4])
     assert reform - plain == {"kv_encode.py", "kv_gather.py", "kv_reform.py"}
     assert budgets - plain == {"kv_budget.py"}
-    assert holds - plain == {"kv_budget.py", "kv_hold.py", "kv_reselect.py"}
+    assert holds - plain == {"kv_budget.py", "kv_hold.py", "kv_move.py", "kv_reselect.py"}
 
 
 @pytest.mark.parametrize("name", supported())

@@ -9,12 +9,19 @@ import torch
 from kvsurgery.templates import kv_budget, kv_cuda, kv_hold, kv_torch  # noqa: F401  # lets caches have budgeted heads
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_decode import decode
-from kvsurgery.templates.kv_heads import Columns
+from kvsurgery.templates.kv_heads import Columns, HeadGroup
 from kvsurgery.templates.kv_kernels import EVERY
 from kvsurgery.templates.kv_layout import ACCUMULATED, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_store import append, flush
-from kvsurgery.templates.kv_tiles import empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_tiles import (
+    QuantizedGroup,
+    empty_tiles,
+    encoded_tokens,
+    quantize,
+    rotated,
+    token_states,
+)
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
@@ -387,10 +394,12 @@ class Renew(NamedTuple):
     selection: Selection
     softcap: float | None = None
     learned: bool = False
+    quantization: Quantization | None = None
 
     def __str__(self) -> str:
         budgets, pads = ".".join(map(str, self.budgets)), ".".join(map(str, self.pads))
         how = f"{self.selection.select}{self.selection.window}.{self.selection.kernel_size}{self.selection.pool}"
+        how += "" if self.quantization is None else f"-{_named(self.quantization)}"
         return f"b{budgets}-n{self.column}-g{self.group}-d{self.head_dim}-pad{pads}-{how}{_suffix(self)}"
 
 
@@ -402,17 +411,34 @@ RENEW = [
     Renew((60,), 150, 8, 16, [0, 100], Selection(32, 7, "max", 32), learned=True),
     Renew((0, 7, 90, 300), 256, 4, 64, [0, 9, 250], Selection(8, 7, "max", 32, ACCUMULATED)),
     Renew((70,), 129, 2, 80, [0, 60], Selection(20, 3, "avg", 40, ACCUMULATED), learned=True),
+    Renew(
+        *((400, 120), 500, 4, 128, [0, 300], Selection(8, 7, "max", 64)),
+        quantization=Quantization(4, "per-token", 32, residual=10),
+    ),
+    Renew(
+        *((200, 290), 500, 2, 80, [30], Selection(8, 1, "avg", 130, VALUE_NORM)),
+        quantization=Quantization(2, "per-token", 16, residual=0, sink=0),
+    ),
+    Renew(
+        *((300, 5), 430, 7, 48, [0, 400], Selection(16, 3, "max", 40, ACCUMULATED)),
+        quantization=Quantization(3, "per-token", residual=3, sink=2),
+    ),
+    Renew(
+        *((260,), 420, 1, 16, [7, 288], Selection(8, 7, "max", 130)),  # the last row drops nothing: it fills a tile
+        quantization=Quantization(8, "per-token", residual=0),
+    ),
 ]
 
 
 def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
-    """The same tokens stay as in torch, in order; in 16 bit but for one near the threshold in each head."""
+    """The same tokens stay as in torch, in order; in 16 bit but for one near the threshold in each head.
+
+    They are what they were, but those that go from slots into tiles: `encoded_tokens` says what these are then.
+    """
     torch.manual_seed(0)
-    batch, heads, selection = len(case.pads), 1 + len(case.budgets), case.selection
-    columns, layout = (
-        Columns(case.column + 40),
-        LayerLayout(((1, len(case.budgets)),), 0, 1, False, case.budgets, selection),
-    )
+    batch, heads, selection, how = len(case.pads), 1 + len(case.budgets), case.selection, case.quantization
+    columns = Columns(case.column + 40)
+    layout = LayerLayout(((1, len(case.budgets)),), 0, 1, False, case.budgets, selection, how)
     mask = torch.arange(case.column) >= torch.tensor(case.pads)[:, None]
     prompt = case.column - selection.hold
     columns.begin(mask[:, :prompt], batch, prompt, 0)
@@ -428,28 +454,54 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         own = [part[:, 1:, :prompt] for part in states]
         kv_torch.compact(*own, held.select(*own, columns.pads, scoring), layer)
         for number, group in enumerate(held.groups, 1):
+            group.settled = case.column - 1
             group.store(prompt, *(part[:, number, None, prompt:] for part in states))
         layer.seen = case.column
         held.watch(prompt, asked[:, :, prompt:])
-        before = [group.keys.clone() for group in held.groups]
+        before = [(_held(group, case.column), [*group.packed]) for group in held.groups]
         layer.head_table()
+        columns.expected = case.column + 1  # nothing before this step is taken back
         held.renew(case.column, layer, kernels=kernels)
+        columns.expected = prompt
         layers.append(layer)
     expected, found = (layer.budgeted.groups for layer in layers)
-    assert layers[1].table.skipped.equal(layers[0].table.skipped)
+    tables = [layer.head_table() for layer in layers]
+    assert tables[1].skipped.equal(tables[0].skipped)
+    if how:
+        assert tables[1].packed.equal(tables[0].packed)
+        assert tables[1].packed[:, 1:].T.tolist() == [group.packed for group in found]
+        assert tables[1].packed[:, 1:].any()
     sums = [layer.budgeted.scores for layer in layers]
     if dtype == torch.float32:
         torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-6)
-    for one, other, old in zip(found, expected, before, strict=True):
+    for one, other, (old, packed) in zip(found, expected, before, strict=True):
         assert one.skips == other.skips
         for row, skip in enumerate(one.skips):
             tokens = max(case.column - skip, 0)
-            places = [
-                (part.keys[row, 0, :tokens, None] == old[row, 0]).all(-1).int().argmax(1) for part in (one, other)
-            ]
-            same, ours = places[0].tolist(), places[1].tolist()
+            same, ours = (_sources(group, row, tokens, old[row], packed[row]) for group in (one, other))
             assert same == sorted(set(same))
             assert len({*same} ^ {*ours}) <= 2 * (dtype != torch.float32), (same, ours)
+
+
+def _held(group: HeadGroup, column: int) -> list[torch.Tensor]:
+    """Keys and values of the tokens of each row before a column: [tokens, 2 * head_dim]."""
+    lengths = [max(column - skip, 0) for skip in group.skips]
+    every = torch.cat(group.at(torch.arange(max(lengths), device=group.keys.device).expand(len(lengths), -1)), 3)
+    return [of_row[0, :length] for of_row, length in zip(every, lengths, strict=True)]
+
+
+def _sources(group: HeadGroup, row: int, tokens: int, before: torch.Tensor, packed: int) -> list[int]:
+    """Which of the tokens before became the first ones of a row: as they were, but where tiles took them from slots."""
+    now = _held(group, tokens + group.skips[row])[row]
+    equal = (now[:, None] == before).all(-1)
+    if isinstance(group, QuantizedGroup):
+        how = group.quantization
+        encoded = [token_states(*encoded_tokens(part, how), how.bits) for part in before.chunk(2, 1)]
+        after, source = (torch.arange(len(part), device=now.device) - group.sink for part in (now, before))
+        taken = ((after >= 0) & (after < group.packed[row]))[:, None] & (source >= packed)
+        equal = ((now[:, None] == torch.cat(encoded, 1)).all(-1)).where(taken, equal)
+    assert equal.any(1).all()
+    return equal.int().argmax(1).tolist()
 
 
 ROTATED = [(0, 0), (0, 2), (2, 3)]  # heads with rotated keys and values

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda
-from tests.helpers.emitted import LOSSLESS, emitted, in_parts
+from tests.helpers.emitted import HELD, LOSSLESS, emitted, in_parts
 from tests.helpers.families import largest, tokens
 from tests.ptx.launches import install
 
@@ -21,11 +21,24 @@ A100 = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 1
 QUANTIZATION = {**LOSSLESS, "scheme": "kivi", "group_size": None, "residual": 128}
 
 
-@pytest.mark.parametrize("quantization", [None, QUANTIZATION], ids=["16 bit", "quantized"])
-def test_decode_steps(quantization: dict | None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Each layer appends, packs a tile when that is due, attends, and combines; the next token is torch's."""
-    model = emitted("llama", 2, **({"quantization": quantization} if quantization else {}))
-    sizes = [259, 1, 1, 1]  # after 4 sinks, a tile of 128 and a residual of 128, the next token packs
+@pytest.mark.parametrize(
+    ("section", "sizes", "others"),
+    [
+        ({}, [259, 1, 1, 1], set()),
+        # after 4 sinks, a tile of 128 and a residual of 128, the next token packs
+        ({"quantization": QUANTIZATION}, [259, 1, 1, 1], {"_flush_kernel"}),
+        # heads select again before the second step
+        (
+            {**HELD, "quantization": LOSSLESS},
+            [200, 29, 1, 1, 1],
+            {"_select_kernel", "_move_codes_kernel"},
+        ),
+    ],
+    ids=["16 bit", "quantized", "held, quantized"],
+)
+def test_decode_steps(section: dict, sizes: list[int], others: set[str], monkeypatch, tmp_path) -> None:
+    """Each layer appends, packs or selects when that is due, attends, and combines; the next token is torch's."""
+    model = emitted("llama", 2, **section)
     ids, mask = tokens(1, sum(sizes)), torch.ones(1, sum(sizes), dtype=torch.long)
     expected = in_parts(model, ids, mask, sizes)
     emulator = install(monkeypatch, str(tmp_path), 80)
@@ -38,4 +51,4 @@ def test_decode_steps(quantization: dict | None, monkeypatch: pytest.MonkeyPatch
     assert found[:, -3:].argmax(-1).equal(expected[:, -3:].argmax(-1))
     for kernel in ("_append_kernel", "_decode_kernel", "_combine_kernel"):
         assert emulator.launches.count(kernel) == 2 * 3
-    assert ("_flush_kernel" in emulator.launches) == (quantization is not None)
+    assert set(emulator.launches) & {"_flush_kernel", "_select_kernel", "_move_codes_kernel"} == others

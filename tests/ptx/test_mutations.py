@@ -19,7 +19,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvsurgery.templates import kv_decode  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
-from tests.helpers.kernel_cases import FULL, Compact, Decode, Packed, Prefill, Quantization  # noqa: E402
+from tests.helpers.kernel_cases import (  # noqa: E402
+    ACCUMULATED,
+    FULL,
+    VALUE_NORM,
+    Compact,
+    Decode,
+    Packed,
+    Prefill,
+    Quantization,
+    Renew,
+    Selection,
+)
 from tests.ptx.faults import Fault  # noqa: E402
 from tests.ptx.launches import install  # noqa: E402
 from tests.ptx.parser import Kernel  # noqa: E402
@@ -29,6 +40,7 @@ ALL = os.environ.get("PTX_CASES") == "all"
 SYNCHRONIZES = re.compile(r"bar\.sync|cp\.async\.wait_group|wgmma\.wait_group\.sync\.aligned")
 SHARED = re.compile(r"(ld|st)\.shared.*|(ld|st)matrix.*|cp\.async\.c[ag].*|wgmma\.mma_async.*|ret|bra.*")
 KINDS = [FULL, (4, 60, 60)]
+TOKENS = Quantization(4, "per-token", 16, residual=0)
 
 # a case in which every loop of its kernels runs twice or more; the second one has more rows than a warp counts
 CASES = [
@@ -37,6 +49,7 @@ CASES = [
     (90, "check_prefill", (Prefill(100, 140, 4, 64),)),
     (80, "check_flush", (Quantization(4), 128)),
     (80, "check_append", (2, 2)),
+    (80, "check_renew", (Renew((100,), 200, 4, 80, [0, 190], Selection(20, 3, "max", 70, ACCUMULATED)),)),
 ]
 REST = [
     # with 32 programs some have slots of two rows, with 40 a row's parts take two rounds of the kernel that combines
@@ -58,6 +71,10 @@ REST = [
     (90, "check_prefill", (Prefill(500, 130, 1, 64, sink=4, recent=65),)),
     (90, "check_decode", (Decode(KINDS, 4, 128, [1400, 33, 40], 24),)),
     (80, "check_packed", (Packed(Quantization(4), 2, [FULL], 1, 16, [5300, 130] + [0, 300] * 22, 200),)),
+    (
+        *(80, "check_renew"),
+        (Renew((300, 20), 420, 2, 128, [0], Selection(8, 3, "max", 40, VALUE_NORM), quantization=TOKENS),),
+    ),
 ]
 
 
@@ -69,7 +86,58 @@ def _between(kernel: Kernel, number: int, before: str, after: str) -> bool:
     return bool(re.match(before, earlier) and re.match(after, later))
 
 
+USES = {  # opcodes, by what they do to memory; what a copy or a product of matrices does ends with the wait for it
+    "read shared": re.compile(r"ld\.shared.*|ldmatrix.*|wgmma.*"),
+    "write shared": re.compile(r"st\.shared.*|stmatrix.*|cp\.async.*"),
+    "read global": re.compile(r"(ld|atom|red)\.global.*|cp\.async\.c[ag].*"),
+    "write global": re.compile(r"(st|atom|red)\.global.*"),
+}
+
+
+def _neighbors(kernel: Kernel) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Which instructions may come right before each, and right after it."""
+    before, after = {}, {}
+    for number, instruction in enumerate(kernel.instructions):
+        jumps = instruction.opcode in ("bra", "bra.uni")
+        goes_on = instruction.guard is not None or not (jumps or instruction.opcode == "ret")
+        after[number] = [number + 1] * goes_on
+        if jumps:
+            after[number].append(kernel.labels[instruction.operands[0]])
+        for each in after[number]:
+            before.setdefault(each, []).append(number)
+    return before, after
+
+
+def _uses(kernel: Kernel, number: int, neighbors: dict[int, list[int]]) -> set[str]:
+    """What is done to memory from an instruction on, in the direction of the neighbors, as far as the next barrier."""
+    found, seen, left = set(), set(), [*neighbors.get(number, ())]
+    while left:
+        each = left.pop()
+        if each in seen or each >= len(kernel.instructions):
+            continue
+        seen.add(each)
+        opcode = kernel.instructions[each].opcode
+        if opcode != "bar.sync":
+            found |= {use for use, opcodes in USES.items() if opcodes.fullmatch(opcode)}
+            left += neighbors.get(each, ())
+    return found
+
+
+def _between_barriers(kernel: Kernel, number: int) -> bool:
+    """Whether no memory is used before and after a barrier, up to the next ones on every path, and written there."""
+    if kernel.instructions[number].opcode != "bar.sync":
+        return False
+    before, after = (_uses(kernel, number, neighbors) for neighbors in _neighbors(kernel))
+    return not any(
+        {f"write {memory}"} & (before | after) and all(any(memory in use for use in uses) for uses in (before, after))
+        for memory in ("shared", "global")
+    )
+
+
 HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
+    "what is used before it and what is used after it lie in other memory, up to other barriers on every path": (
+        _between_barriers
+    ),
     "copies before and after it: the first stages of a pipeline are filled one after the other, each its own buffer": (
         lambda kernel, number: _between(kernel, number, r"cp\.async", r"cp\.async")
     ),
@@ -80,6 +148,20 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     ),
     "a warp stores where it alone has loaded: lanes exchange what they hold, those of one warp among themselves": (
         lambda kernel, number: _between(kernel, number, r"ld\.shared", r"st\.shared")
+    ),
+    "selection goes on with what a warp has stored itself, or after sums of all tokens, which take barriers": (
+        lambda kernel, number: (
+            kernel.name == "_select_kernel"
+            and kernel.instructions[number - 1].opcode != "cp.async.wait_group"
+            and _between(kernel, number, r"bra", r"bra")
+        )
+    ),
+    "before tiles are filled: up to the next barrier only the places of tokens are read, and nothing is written": (
+        lambda kernel, number: (
+            kernel.name == "_move_codes_kernel"
+            and "write global" not in _uses(kernel, number, _neighbors(kernel)[1])
+            and "write global" in _uses(kernel, number, _neighbors(kernel)[0])
+        )
     ),
     "a warp copies to where it alone has loaded: a row's result is exchanged in the first buffer of the next row": (
         lambda kernel, number: kernel.name == "_decode_kernel" and _between(kernel, number, r"bra", r"cp\.async")
@@ -92,7 +174,7 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     "the wait after a loop whose last round starts no copy, and its barrier: what is written next lies elsewhere": (
         lambda kernel, number: (
             any(each.opcode == "cp.async.wait_group" for each in kernel.instructions[number - 1 : number + 1])
-            and _between(kernel, number, "", r"st|ret")
+            and _between(kernel, number, "", r"st|ret|bra")
         )
     ),
 }

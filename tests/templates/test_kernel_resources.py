@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,14 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton._C.libtriton import llvm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_decode, kv_packed, kv_reselect, kv_store  # noqa: E402
+from kvsurgery.templates import kv_decode, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
@@ -236,31 +237,40 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
 
 
 @cases(
-    "dtype, head_dim, group, select",
+    "quantization, dtype, head_dim, group, select",
     [
-        (torch.bfloat16, 128, 4, "attention"),
-        (torch.bfloat16, 256, 8, "value-norm"),
-        (torch.float32, 128, 4, "attention"),
+        (None, torch.bfloat16, 128, 4, "attention"),
+        (None, torch.bfloat16, 256, 8, "value-norm"),
+        (None, torch.float32, 128, 4, "attention"),
+        (Quantization(4, "per-token"), torch.bfloat16, 128, 4, "attention"),
+        (Quantization(3, "per-token", 64), torch.float16, 256, 8, "value-norm"),
     ],
-    *((torch.bfloat16, 64, group, "attention") for group in (1, 7)),
-    (torch.float16, 80, 4, "value-norm"),
-    (torch.float32, 256, 1, "value-norm"),
-    (torch.bfloat16, 128, 4, "accumulated"),
+    *((None, torch.bfloat16, 64, group, "attention") for group in (1, 7)),
+    (None, torch.float16, 80, 4, "value-norm"),
+    (None, torch.float32, 256, 1, "value-norm"),
+    (None, torch.bfloat16, 128, 4, "accumulated"),
+    *((Quantization(bits, "per-token", 32), torch.bfloat16, 128, 1, "accumulated") for bits in (8, 2)),
+    (Quantization(8, "per-token"), torch.bfloat16, 256, 4, "attention"),
 )
-def test_renew(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, select: str, tmp_path: Path) -> None:
+def test_renew(
+    compiled: dict, quantization, dtype: torch.dtype, head_dim: int, group: int, select: str, tmp_path: Path
+) -> None:
     batch, heads = 1, 8
     each, row = torch.zeros(heads, dtype=torch.int32), torch.zeros(batch, heads, dtype=torch.int32)
     states, asked = torch.zeros(batch, 4096, head_dim, dtype=dtype), torch.zeros(batch, heads * group, 8, head_dim)
     table, selection = HeadTable(states, states, each, each, each, each, row), Selection(8, 7, "max", 32, select)
+    if quantization:
+        stored = empty_tiles(states, 64, quantization), each, torch.zeros_like(row), None, quantization
+        table = HeadTable(states, states, each, each, each, each, row, *stored)
     scoring = Scoring(0.1, 30.0 if group == 1 else None, sinks=torch.zeros(heads * group) if group == 8 else None)
     earlier = kv_reselect.Accumulated(torch.zeros(batch, 64), torch.zeros(heads + 1, dtype=torch.int32))
     scores = earlier if select == "accumulated" else None
     kept = kv_reselect.select(table, each, asked.to(dtype), 1000, 300, selection, scoring, scores)
-    kv_reselect.move(table, kept, 1000)
+    kv_move.move(table, kept, 1000)
     # without matrix units, dot products in float32 spill; heads select once for many tokens
     spilled = 0 if dtype != torch.float32 else 192 if head_dim == 128 else 1280
     check(compiled["_select_kernel"], tmp_path, 1, spilled)
-    check(compiled["_move_kernel"], tmp_path, 1)
+    check(compiled["_move_codes_kernel" if quantization else "_move_kernel"], tmp_path, 1)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(bits, dtype) for bits in (8, 4, 2) for dtype in ("bf16", "fp16")])
@@ -368,10 +378,13 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     many = states[0].expand(kv_decode.ALONE + 1, -1, -1)  # more rows than are launched without a plan
     of_many = table._replace(keys=many, values=many, skipped=row.expand(len(many), 1))
     kv_decode.decode(query[0].expand(len(many), -1, -1), of_many, row, scoring, programs=1)
-    kept = kv_reselect.select(table, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
-    kv_reselect.move(table, kept, 1)
+    by_token = Quantization(8, "per-token", residual=1)
+    moved = packed._replace(tiles=empty_tiles(states[0], 1, by_token), quantization=by_token)
+    for each in (table, moved):
+        kept = kv_reselect.select(each, one, query, 1, 1, Selection(1, 1, "max", 1), scoring)
+        kv_move.move(each, kept, 1)
     prefill(query, prompt, prompt, Span(1, first=1), scoring, Window(1, 1, (states, states)))
-    assert len(compiled) == 9
+    assert len(compiled) == 10
 
 
 @pytest.mark.parametrize("rows", [1, kv_decode.ALONE, kv_decode.ALONE + 1])
@@ -386,6 +399,37 @@ def test_launches_of_a_decode_step(rows: int, monkeypatch: pytest.MonkeyPatch) -
     kv_decode.decode(asking, table, row[:1], Scoring(1.0), programs=1)
     planned = ["_plan_kernel"] if rows > kv_decode.ALONE else []
     assert launched == ["_append_kernel", *planned, "_decode_kernel", "_combine_kernel"]
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch computes: views and new memory are nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.overloadpacket.__name__ not in ("empty", "new_empty"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+def test_launches_of_a_selection(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two per layer, also where codes move, and torch does nothing besides."""
+    case, launched, operations = kernel_cases.RENEW[number], [], Operations()
+    renew = kernel_cases.kv_hold.HeldHeads.renew
+
+    def watched(heads, column: int, layer, kernels: bool) -> None:
+        with operations if kernels else nullcontext():
+            renew(heads, column, layer, kernels)
+
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: launched.append(kernel.__name__))
+    monkeypatch.setattr(kernel_cases.kv_hold.HeldHeads, "renew", watched)
+    with suppress(AssertionError):  # nothing is computed
+        kernel_cases.check_renew(case, torch.bfloat16, "cpu")
+    assert launched == ["_select_kernel", "_move_codes_kernel" if case.quantization else "_move_kernel"]
+    assert operations.names == []
 
 
 # H100 has instructions of its own only where 64 rows and more of 16 bits are multiplied, in prefill

@@ -85,7 +85,7 @@ def test_compact(case: cases.Compact, dtype: torch.dtype) -> None:
     cases.check_compact(case, dtype, DEVICE)
 
 
-@by_turns(cases.RENEW, lambda case: case.selection.select)
+@by_turns(cases.RENEW, lambda case: (case.selection.select, case.quantization is None))
 def test_renew(case: cases.Renew, dtype: torch.dtype) -> None:
     cases.check_renew(case, dtype, DEVICE)
 

@@ -1,0 +1,279 @@
+"""Kernels that move what heads keep to their first positions, where budgets hold; kv_reselect.py has chosen it.
+
+Moving is in place. A token only ever moves to an earlier position, so the first ones go first.
+"""
+
+import torch
+
+from .kv_cache import HeadTable
+from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
+from .kv_layout import EVERY, TILE
+from .kv_reselect import _own_scales, _tokens
+from .kv_store import PACK_REGISTERS, _pack, _pack_options
+
+MOVED = 32  # tokens at once
+
+
+@triton.jit(do_not_specialize=["column", "places", "heads", "skipped_batch", "skipped_head"])
+def _move_kernel(
+    k_ptr,  # [batch, slots of all heads, D]
+    v_ptr,
+    kept_ptr,  # [batch, heads, places]
+    offset_ptr,  # [heads]
+    sink_ptr,  # of no use, as above
+    ring_ptr,
+    skipped_ptr,  # [batch, heads]
+    kv_batch,
+    kv_slot,
+    skipped_batch,
+    skipped_head,
+    heads,
+    column,
+    places,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+):
+    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
+    kept = kept_ptr + tl.program_id(0).to(tl.int64) * places
+    states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
+    for begin in range(0, tokens, N):
+        slot = begin + n
+        source = tl.load(kept + slot, slot < tokens, 0)
+        moves = (source > slot)[:, None] & (d < D)
+        at = states + source.to(tl.int64)[:, None] * kv_slot + d
+        to = states + slot.to(tl.int64)[:, None] * kv_slot + d
+        k, v = tl.load(k_ptr + at, moves), tl.load(v_ptr + at, moves)
+        tl.debug_barrier()  # what others of this block still read; later blocks read later slots
+        tl.store(k_ptr + to, k, moves)
+        tl.store(v_ptr + to, v, moves)
+
+
+@triton.jit
+def _copy(
+    ptr,
+    fresh_ptr,
+    source,
+    begin,
+    packed,
+    STEP: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WP: tl.constexpr,
+):
+    """Let tokens from `begin` on in tiles have WIDTH elements of those at places `source` [N], or of one fresh tile.
+
+    Args:
+        ptr: of tiles, STEP elements from each to the next; the first token of a tile has these elements at FIRST.
+        fresh_ptr: such a tile, with what tokens have whose source is not among `packed` ones.
+    """
+    n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, WP)[None, :]
+    old, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
+    at = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
+    own = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
+    moved, fresh = tl.load(ptr + at, inside & old, 0), tl.load(fresh_ptr + own, inside & ~old, 0)
+    tl.debug_barrier()  # what others still read; later tokens come from later places
+    tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + own, tl.where(old, moved, fresh), inside)
+
+
+@triton.jit
+def _refill(
+    states_ptr,  # of the head's first slot
+    codes_ptr,  # of its first tile
+    scales_ptr,
+    kept_ptr,
+    aside_ptr,  # [slots, D]
+    place_ptr,  # [TILE]
+    fresh_codes_ptr,  # of a tile
+    fresh_scales_ptr,
+    tokens,
+    sink,
+    ring,
+    packed,
+    still_packed,
+    kv_slot,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACK_N: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    GP: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """Let a head have those tokens of its keys or values that it keeps, of which `still_packed` are in tiles."""
+    WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    W: tl.constexpr = D * WORD_BITS // 8
+    CODES: tl.constexpr = TILE_TOKENS * D * BITS // 8
+    SCALES: tl.constexpr = TILE_TOKENS * COLUMNS
+    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
+    # slots go round a ring, and tiles give and take: what slots get is put aside
+    for begin in range(0, tokens - still_packed, N):
+        aside = begin + n
+        position = tl.where(aside < sink, aside, aside + still_packed)
+        there = position < tokens
+        source = tl.load(kept_ptr + position, there, 0)
+        x = _tokens(
+            *(states_ptr, codes_ptr, scales_ptr, source, there, sink, ring, packed, kv_slot), *(D, DP, BITS, COLUMNS)
+        )
+        tl.store(aside_ptr + aside[:, None] * D + d, x, there[:, None] & (d < D))
+    for start in range(0, still_packed, TILE_TOKENS):
+        of_tile = kept_ptr + sink + start
+        if tl.load(of_tile + TILE_TOKENS - 1) - sink >= packed:  # the last of them, at least, is in a slot
+            t = tl.arange(0, TILE_TOKENS)
+            tl.store(place_ptr + t, tl.maximum(tl.load(of_tile + t) - sink, packed) % ring)
+            tl.debug_barrier()
+            _pack(
+                *(states_ptr + sink * kv_slot, fresh_codes_ptr, fresh_scales_ptr, place_ptr, ring, kv_slot),
+                *(D, DP, BITS, TILE_TOKENS, COLUMNS, PACK_N, WP, CP, GP, RANGES, True),
+            )
+        tl.debug_barrier()
+        for first in range(0, TILE_TOKENS, N):
+            begin, source = start + first, tl.load(of_tile + first + n) - sink
+            _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, CODES, 0, W, WP)
+            if BITS == 3:
+                _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, CODES, TILE_TOKENS * W, W // 2, WP // 2)
+            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, 2 * SCALES, 0, COLUMNS, CP)
+            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, 2 * SCALES, SCALES, COLUMNS, CP)
+    tl.debug_barrier()
+    for begin in range(0, tokens - still_packed, N):
+        aside = begin + n
+        position = tl.where(aside < sink, aside, aside + still_packed)
+        slot = tl.where(aside < sink, aside, sink + (position - sink) % ring)
+        there = (position < tokens)[:, None] & (d < D)
+        x = tl.load(aside_ptr + aside[:, None] * D + d, there)
+        tl.store(states_ptr + slot.to(tl.int64)[:, None] * kv_slot + d, x, there)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("column", "places", "heads", "slots", "residual"),
+        *("skipped_batch", "skipped_head", "packed_batch", "packed_head"),
+    ]
+)
+def _move_codes_kernel(
+    k_ptr,  # [batch, slots of all heads, D]
+    v_ptr,
+    kept_ptr,  # [batch, heads, places]
+    aside_ptr,  # [batch, heads, 2, slots, D]
+    place_ptr,  # [batch, heads, TILE]
+    fresh_codes_ptr,  # [batch, heads, TILE, W]
+    fresh_scales_ptr,  # [batch, heads, 2, TILE, COLUMNS]
+    offset_ptr,  # [heads]
+    sink_ptr,
+    ring_ptr,
+    skipped_ptr,  # [batch, heads]
+    k_codes_ptr,  # [batch, tiles, TILE, W]
+    k_scales_ptr,  # [batch, tiles, 2, TILE, COLUMNS]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
+    kv_batch,
+    kv_slot,
+    skipped_batch,
+    skipped_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
+    heads,
+    column,
+    places,
+    slots,
+    residual,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACK_N: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    GP: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = program // heads, tl.program_id(0) % heads
+    tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
+    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    own = packed_ptr + batch * packed_batch + head * packed_head
+    packed = tl.load(own)
+    # tiles stay as many while there are tokens to fill them: none of theirs returns to slots, to be quantized again
+    full = tl.minimum(packed, tl.maximum(tokens - sink, 0) // TILE_TOKENS * TILE_TOKENS)
+    still_packed = tl.maximum(full, tl.maximum(tokens - sink - residual, 0) // TILE_TOKENS * TILE_TOKENS)
+    tile = tl.load(first_ptr + head).to(tl.int64)
+    states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
+    kept, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
+    given = (
+        place_ptr + program * TILE_TOKENS,
+        fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8),
+        fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS),
+        tokens,
+        sink,
+        ring,
+        packed,
+        still_packed,
+        kv_slot,
+    )
+    _refill(
+        *(k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales),
+        *(kept, aside),
+        *given,
+        *(D, DP, N, BITS, COLUMNS, PACK_N, WP, CP, GP, RANGES),
+    )
+    _refill(
+        *(v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales),
+        *(kept, aside + slots * D),
+        *given,
+        *(D, DP, N, BITS, COLUMNS, PACK_N, WP, CP, GP, RANGES),
+    )
+    tl.store(own, still_packed)
+
+
+def move(table: HeadTable, kept: torch.Tensor, column: int) -> None:
+    """Let the first tokens of each head be those that `select` chose, in place.
+
+    Tokens in tiles keep their codes, and `table.packed` says how many are in tiles now. What slots get is put aside
+    first.
+
+    Floor: twice the bytes of what moves over the copy bandwidth; else a launch.
+    """
+    batch, heads = table.skipped.shape
+    given = {
+        **_slots(table),
+        **_strides(table.skipped, "skipped_batch", "skipped_head"),
+        "kept_ptr": kept,
+        "skipped_ptr": table.skipped,
+        "column": column,
+        "places": kept.shape[2],
+        "N": MOVED,
+        "enable_fp_fusion": False,
+    }
+    with torch.cuda.device_of(kept):
+        if table.tiles is None or table.quantization is None:
+            _move_kernel[(batch * heads,)](**given, num_warps=4)
+            return
+        packing, slots = _pack_options(table), table.quantization.slots(EVERY, table.quantization.sink)
+        codes, scales = (part.new_empty(batch, heads, *part.shape[2:]) for part in table.tiles[:2])
+        _move_codes_kernel[(batch * heads,)](
+            **given,
+            **_tiles(table, torch.uint8),
+            **_own_scales(table),
+            aside_ptr=table.keys.new_empty(batch, heads, 2, slots, table.keys.shape[2]),
+            place_ptr=kept.new_empty(batch, heads, TILE),
+            fresh_codes_ptr=codes,
+            fresh_scales_ptr=scales,
+            slots=slots,
+            residual=table.quantization.residual,
+            PACK_N=packing["V_N"],
+            **{name: packing[name] for name in ("WP", "CP", "GP", "RANGES")},
+            num_warps=8,
+            **({"maxnreg": PACK_REGISTERS} if torch.version.hip is None else {}),
+        )
