@@ -98,10 +98,10 @@ def attention(
     if isinstance(key, Handle):
         layer, key, value, reads = key
         fused = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
-        plain = isinstance(layer, KVLayerCache) and layer.plain
+        plain = isinstance(layer, KVLayerCache) and layer.runs
         if fused and plain and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
             layer.make_room(1)
-            if layer.plain:  # still, with what this forward may take back
+            if layer.runs:  # still, with what this forward may take back
                 return kv_torch.step(query, key, value, layer, scaling), None
         layout = layer.layout
     elif isinstance(value, Handle) or (key.shape[2] != query.shape[2] and not _shares(module)):
@@ -327,7 +327,7 @@ def _of_budgeted(
         heads.observe(past, asking)
         if past + cut == heads.prompt:
             kept = heads.select(*whole, layer.columns.pads, scoring)
-            layer.table = None  # rows skip other columns
+            layer.follow_selection()
             path.compact(*whole, kept, layer)
     one, settled = [1] * len(heads.groups), layer.columns.settled
     while cut < tokens:

@@ -7,6 +7,7 @@ appends them and attends.
 
 import copy
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -125,12 +126,13 @@ class KVLayerCache(HandingLayer):
         self.__dict__.update(state)
         self.table = None
         self._bind()  # pickle copies views
+        self._find_runs()
 
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.groups: list[HeadGroup] = []
         self.present: list[HeadGroup] = []  # those of them that have heads
-        self.plain = False  # whether a decode step only stores a token and attends to what is stored
+        self.runs: list[HeadGroup] = []  # adjacent heads with as many tokens in as many slots, as `step` takes them
         self.budgeted: SelectingHeads | None = None
         self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
         self.slots: list[int] = []  # of a head of each group
@@ -228,14 +230,32 @@ class KVLayerCache(HandingLayer):
         if counts != self.counts:
             self.tiles = allocate_tiles(quantized, counts)
             self.counts, self.table = counts, None
-        self.plain = self._is_plain()
+        self._find_runs()
+
+    def _find_runs(self) -> None:
+        """Join what a decode step stores and attends to at once; nothing where there is more to a step than that."""
+        self.runs, begin = [], 0
+        if self.keys is None or self.values is None or not self._is_plain():
+            return
+        for (_, slots, _), alike in groupby(self.present, lambda group: (group.sink, group.slots, group.skips)):
+            group, *others = alike
+            run, shape = copy.copy(group), (sum(each.heads for each in (group, *others)), slots)
+            end = begin + shape[0] * slots
+            run.keys, run.values = (states[:, begin:end].unflatten(1, shape) for states in (self.keys, self.values))
+            self.runs.append(run)
+            begin = end
 
     def _is_plain(self) -> bool:
-        """Whether nothing but a token's states has to be stored, each group has its window, and rows begin alike."""
+        """Whether nothing but a token's states has to be stored, each group has its window, and rows are alike."""
         layout = self.layout
-        if self.shared or self.budgeted or self.quantized or self.margin:
+        if self.shared or self.held or self.quantized or self.margin or not self.ready:
             return False
-        return not (layout.chunked or layout.scattered or any(skip for group in self.groups for skip in group.skips))
+        return not (layout.chunked or layout.scattered or any(self.pads or ()))
+
+    def follow_selection(self) -> None:
+        """Learn that budgeted heads have selected, so that their rows skip other columns."""
+        self.table = None
+        self._find_runs()
 
     def store(self, group: HeadGroup, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of one group, for which `make_room` has prepared: [batch, heads, tokens, head_dim]."""
@@ -356,6 +376,7 @@ class KVLayerCache(HandingLayer):
         for group in self.groups:
             group.take_rows(rows.of)
             group.align(self.pads)
+        self._find_runs()
 
 
 def linear_layer() -> Any:

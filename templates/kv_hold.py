@@ -191,7 +191,7 @@ class HeldHeads(BudgetedHeads):
         keys = self._stored(KEYS, used, codes)
         needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
-        stops, kept = (on_device(each, keys.device)[..., None] for each in (lengths, left))
+        stops, kept = on_device([lengths, left], keys.device)[..., None]
         importance = self._importance(keys, values, column, stops)
         order = self._order(importance, stops, counts)[..., : max(map(max, left))]
         if codes:

@@ -14,6 +14,8 @@ import torch
 from .kv_heads import HeadGroup, block_elements, on_device
 from .kv_layout import CLIPPED, EVERY, TILE, Quantization
 
+TRIED = 2**17  # states at once, in all ranges that are tried: a CPU spends more time on pages of new memory
+
 
 class Tiles(NamedTuple):
     """Packed tiles of one layer's heads, head after head; `S` is a tile's `key_groups` or `value_groups`.
@@ -198,8 +200,10 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     scales = (spans / (2**bits - 1)).to(dtype).float()
     starts = ((low + high) * 0.5 - spans * 0.5).to(dtype).float()
     starts[0] = low
-    errors = [_squared_error(grouped, *of_range, bits) for of_range in zip(scales, starts, strict=True)]
-    best = torch.stack(errors).argmin(0, keepdim=True)  # the first of equal ones
+    at_once = max(1, TRIED // max(grouped.numel(), 1))
+    ranges = zip(scales.split(at_once), starts.split(at_once), strict=True)
+    errors = torch.cat([_squared_error(grouped, *of_ranges, bits) for of_ranges in ranges])
+    best = errors.argmin(0, keepdim=True)  # the first of equal ones
     return scales.gather(0, best)[0], starts.gather(0, best)[0]
 
 

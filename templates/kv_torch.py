@@ -146,7 +146,8 @@ def attention_received(
     size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
     blocks = [slice(first, first + size) for first in range(0, columns, size)]
     whole = [scores(block) for block in blocks[: len(blocks) == 1]]
-    lse = torch.stack([part.logsumexp(-1) for part in whole or map(scores, blocks)]).logsumexp(0)[..., None]
+    sums = [part.logsumexp(-1) for part in whole or map(scores, blocks)]
+    lse = (sums[0] if whole else torch.stack(sums).logsumexp(0))[..., None]
     if scoring.sinks is not None:
         lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
     return torch.cat([(part - lse).exp().mean((2, 3)) for part in whole or map(scores, blocks)], -1)
@@ -162,17 +163,17 @@ def merge(
 
 
 def step(query, key, value, layer: KVLayerCache, scale: float | None) -> torch.Tensor:
-    """Store one token per row of a plain layer and attend from it: [batch, 1, query_heads, head_dim].
+    """Store one token per row of a layer that has `runs` and attend from it: [batch, 1, query_heads, head_dim].
 
     `decode` does the same for any layer. Here the host has little to do, of which a small model's step consists: the
     weights of a layer take the place of its code and data in the processor's caches. `make_room` has been called.
     """
     column, (batch, query_heads, _, head_dim) = layer.seen, query.shape
-    stop, heads, first, outputs = column + 1, key.shape[1], 0, []
+    heads, first, outputs = key.shape[1], 0, []
     share = query_heads // heads
-    for group in layer.present:
-        keys, values, asking = group.keys, group.values, query
-        own, slots, slot = keys.shape[1], keys.shape[2], group.slot(column)
+    for group in layer.runs:
+        keys, values, asking, position = group.keys, group.values, query, column - group.skips[0]
+        own, slots, slot, stop = keys.shape[1], keys.shape[2], group.slot(position), position + 1
         if own == heads:
             keys.narrow(2, slot, 1).copy_(key)
             values.narrow(2, slot, 1).copy_(value)

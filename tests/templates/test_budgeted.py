@@ -15,6 +15,7 @@ from kvsurgery.templates.kv_budget import most_important
 from kvsurgery.templates.kv_layout import EVERY, KVLayout
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
 from kvsurgery.templates.kv_torch import Scoring, attention_received
+from tests.helpers.emitted import BUDGETED, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.templates.test_exactness import left_padded, logits
@@ -308,3 +309,23 @@ def test_a_checkpoint_without_the_code_of_budgets_says_how_to_get_it(checkpoint,
     (converted.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"budgeted heads.* without their code; convert .* with {options}$"):
         converted.load()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "joined"), [(3, [[4], [4]]), (20, [[1, 1, 2], [1, 1, 1, 1]])], ids=["nothing dropped", "some"]
+)
+def test_steps_take_heads_together_that_hold_as_much(prompt: int, joined: list[list[int]]) -> None:
+    """With gradients each head attends for itself: that is the same, with rows in another order and in a copy too."""
+    model, ids = emitted("llama", 2, **BUDGETED), tokens(2, prompt + 4)
+    with torch.no_grad():
+        cache = model(ids[:, :prompt], use_cache=True).past_key_values
+    assert [[run.heads for run in layer.runs] for layer in cache.layers] == joined
+    for rows in ([0, 1], [1, 0]):
+        cache.reorder_cache(torch.tensor(rows))
+        apart = copy.deepcopy(cache)
+        for token in ids[:, prompt:].split(1, 1):
+            expected = model(token, past_key_values=apart).logits
+            with torch.no_grad():
+                found = model(token, past_key_values=cache).logits
+            assert largest(found - expected, expected) <= 1e-5
+        cache.crop(prompt)
