@@ -237,7 +237,7 @@ class KVLayerCache(HandingLayer):
         self.runs, begin = [], 0
         if self.keys is None or self.values is None or not self._is_plain():
             return
-        for (_, slots, _), alike in groupby(self.present, lambda group: (group.sink, group.slots, group.skips)):
+        for (_, slots, _), alike in groupby(self.present, lambda group: (group.wraps, group.slots, group.skips)):
             group, *others = alike
             run, shape = copy.copy(group), (sum(each.heads for each in (group, *others)), slots)
             end = begin + shape[0] * slots

@@ -61,6 +61,11 @@ class HeadGroup:
         """Slots that the newest tokens of a streaming head go round in: its window and what may be taken back."""
         return self.recent + self.margin
 
+    @property
+    def wraps(self) -> bool:
+        """Whether tokens may take the place of others, so that slots differ from positions."""
+        return self.sink is not None and self.slots >= self.sink + self.ring
+
     def align(self, pads: Sequence[int]) -> None:
         """Learn the left padding of each row; none is an empty list."""
         skips = [max(pair) for pair in zip(pads or [0] * len(self.dropped), self.dropped, strict=True)]

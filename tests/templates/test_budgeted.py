@@ -311,21 +311,30 @@ def test_a_checkpoint_without_the_code_of_budgets_says_how_to_get_it(checkpoint,
         converted.load()
 
 
+STREAMING = {"layers": [{"blocks": [[1, 3]], "sink": 3, "recent": 14}, {"blocks": [[0, 4]], "sink": 3, "recent": 20}]}
+
+
 @pytest.mark.parametrize(
-    ("prompt", "joined"), [(3, [[4], [4]]), (20, [[1, 1, 2], [1, 1, 1, 1]])], ids=["nothing dropped", "some"]
+    ("section", "prompt", "joined"),
+    [
+        (BUDGETED, 3, [[4], [4]]),
+        (BUDGETED, 20, [[1, 1, 2], [1, 1, 1, 1]]),
+        (STREAMING, 13, [[4], [4]]),  # the last steps make room for more, and need a ring for some
+        (STREAMING, 20, [[1, 3], [4]]),
+    ],
+    ids=["budgets", "less than that", "windows", "less than all"],
 )
-def test_steps_take_heads_together_that_hold_as_much(prompt: int, joined: list[list[int]]) -> None:
+def test_steps_take_heads_together_that_hold_as_much(section: dict, prompt: int, joined: list[list[int]]) -> None:
     """With gradients each head attends for itself: that is the same, with rows in another order and in a copy too."""
-    model, ids = emitted("llama", 2, **BUDGETED), tokens(2, prompt + 4)
+    model, ids = emitted("llama", 2, **section), tokens(2, prompt + 6)
     with torch.no_grad():
         cache = model(ids[:, :prompt], use_cache=True).past_key_values
     assert [[run.heads for run in layer.runs] for layer in cache.layers] == joined
-    for rows in ([0, 1], [1, 0]):
+    for rows, part in zip(([0, 1], [1, 0]), ids[:, prompt:].split(3, 1), strict=True):
         cache.reorder_cache(torch.tensor(rows))
         apart = copy.deepcopy(cache)
-        for token in ids[:, prompt:].split(1, 1):
+        for token in part.split(1, 1):
             expected = model(token, past_key_values=apart).logits
             with torch.no_grad():
                 found = model(token, past_key_values=cache).logits
             assert largest(found - expected, expected) <= 1e-5
-        cache.crop(prompt)
