@@ -105,7 +105,7 @@ def table(found: dict[str, Any]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
         texts = {sum(method.name in sample for sample in found["results"][length]) for length in lengths} - {0}
-        cells, last = [method.name, " or ".join(map(str, sorted(texts)))], "-"
+        cells, last = [method.name, " to ".join(map(str, sorted({min(texts), max(texts)})))], "-"
         for length in lengths:
             own = [sample for sample in found["results"][length] if method.name in sample]
             if own:

@@ -110,7 +110,7 @@ def test_the_table_has_a_share_for_each_length() -> None:
     table = beyond_context.table({"results": results})
     assert table[0] == "| method | texts | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
     assert table[2] == "| full attention | 2 | 100% [100%, 100%] | - | - |"
-    assert table[3] == "| REFORM | 1 or 2 | 100% [100%, 100%] | 50% [50%, 50%] | 5.0 |"
+    assert table[3] == "| REFORM | 1 to 2 | 100% [100%, 100%] | 50% [50%, 50%] | 5.0 |"
 
 
 def test_the_documents_say_what_was_measured() -> None:
