@@ -132,7 +132,8 @@ class KVLayerCache(HandingLayer):
         """Forget everything and free the storage."""
         self.groups: list[HeadGroup] = []
         self.present: list[HeadGroup] = []  # those of them that have heads
-        self.runs: list[HeadGroup] = []  # adjacent heads with as many tokens in as many slots, as `step` takes them
+        # neighbors that hold equally many tokens as one group each, which `kv_torch.step` takes; none: it takes no step
+        self.runs: list[HeadGroup] = []
         self.budgeted: SelectingHeads | None = None
         self.keys = self.values = None  # one buffer of all groups, [batch, slots of all heads, head_dim]
         self.slots: list[int] = []  # of a head of each group
@@ -233,7 +234,7 @@ class KVLayerCache(HandingLayer):
         self._find_runs()
 
     def _find_runs(self) -> None:
-        """Join what a decode step stores and attends to at once; nothing where there is more to a step than that."""
+        """Join heads that a decode step can take at once; none where a step has more to do than store and attend."""
         self.runs, begin = [], 0
         if self.keys is None or self.values is None or not self._is_plain():
             return

@@ -325,7 +325,7 @@ STREAMING = {"layers": [{"blocks": [[1, 3]], "sink": 3, "recent": 14}, {"blocks"
     ids=["budgets", "less than that", "windows", "less than all"],
 )
 def test_steps_take_heads_together_that_hold_as_much(section: dict, prompt: int, joined: list[list[int]]) -> None:
-    """With gradients each head attends for itself: that is the same, with rows in another order and in a copy too."""
+    """They give what each head gives alone, which is how they are computed with gradients."""
     model, ids = emitted("llama", 2, **section), tokens(2, prompt + 6)
     with torch.no_grad():
         cache = model(ids[:, :prompt], use_cache=True).past_key_values
