@@ -20,7 +20,7 @@ def _move_kernel(
     v_ptr,
     kept_ptr,  # [batch, heads, places]
     offset_ptr,  # [heads]
-    sink_ptr,  # of no use, as above
+    sink_ptr,  # of no use: each of these heads has the token at every position in its slot
     ring_ptr,
     skipped_ptr,  # [batch, heads]
     kv_batch,

@@ -165,7 +165,9 @@ HARMLESS: dict[str, Callable[[Kernel, int], bool]] = {
     ),
     "a warp reads the scales that it has stored itself, in the layout that this shape has": (
         lambda kernel, number: (
-            kernel.name == "_move_codes_kernel" and kernel.instructions[number].source.startswith("kv_store.py")
+            kernel.name == "_move_codes_kernel"
+            and kernel.instructions[number].source.startswith("kv_store.py")
+            and kernel.instructions[number - 1].opcode.startswith("st.global")
         )
     ),
     "a warp copies to where it alone has loaded: a row's result is exchanged in the first buffer of the next row": (
