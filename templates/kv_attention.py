@@ -272,7 +272,7 @@ def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path
     if past and not lasting and not isinstance(group, QuantizedGroup):
         layer.store(group, past, key, value)
         return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
-    read = _over_tiles(key, value, group, past, path) if past else _causal(key, value, skipped, path)
+    read = _over_tiles(key, value, group, past, path, lasting) if past else _causal(key, value, skipped, path)
     layer.store(group, past, key, value)
     return read
 
@@ -282,7 +282,7 @@ def _causal(key, value, skipped: int | torch.Tensor, path: ModuleType) -> Read:
     return lambda query, scoring: path.causal(query, key, value, skipped, scoring)
 
 
-def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType) -> Read:
+def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType, lasting: bool) -> Read:
     """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
 
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
@@ -292,6 +292,8 @@ def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType) -> Re
     if tiles is None:
         return _causal(*states, skipped, path)
     tiles.packed = [*group.packed]  # tiles that follow are packed beside these
+    if lasting:  # a selection writes to these
+        tiles.tiles = tiles.tiles.map(torch.clone)
 
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
