@@ -122,9 +122,11 @@ class KVLayerCache(HandingLayer):
         self.shared = shared  # whether later layers attend to what this one stores
         self.reset()
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "runs": [], "table": None}  # which are made of the rest
+
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self.table = None
         self._bind()  # pickle copies views
         self._find_runs()
 
