@@ -30,13 +30,13 @@ from .kv_packed import _over_tiles
 from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
-PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SPREAD", "KW", "VW"  # of the kernel, where there are tiles
+PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles
 PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
 WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
 REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
 TILES_SHARED = WIDE_PROGRAM_BYTES - 1024  # what a program over tiles takes at most; the rest is the driver's
 SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
-SHARED_OUTPUT = SHARED_ROWS * 128  # elements of a program's sums of values then; with more, registers spill
+SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
 ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
 PLANNED = 512  # segments that this launch plans at once
@@ -216,7 +216,7 @@ def _decode_kernel(
     BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    SPREAD: tl.constexpr,
+    SIDES: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -310,7 +310,7 @@ def _decode_kernel(
                 BITS=BITS,
                 KEY_ROWS=KEY_ROWS,
                 GROUPS=GROUPS,
-                SPREAD=SPREAD,
+                SIDES=SIDES,
                 KW=KW,
                 VW=VW,
                 CAP=CAP,
@@ -546,7 +546,7 @@ def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int) 
     # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
     stages = 5 if tokens * padded * size <= TILE_BYTES else 3
     # a unit has half as much again in third bits, or a quarter in scales
-    stages = min(stages, 4) if options["BITS"] == 3 or options["SPREAD"] else stages
+    stages = min(stages, 4) if options["BITS"] == 3 or options["SIDES"] else stages
     stages = stages if half or segments == 1 else 1
     return _Walk(tokens, most, segments, members, options, wide, stages)
 
@@ -583,20 +583,26 @@ def _packed_options(head_dim: int, asking: int, quantization: Quantization) -> t
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
     _, groups = quantization.value_groups(head_dim)
-    members, half = max(16, asking), min(tokens, TILE // 2)
+    members, half, sides = max(16, asking), min(tokens, TILE // 2), 0
+    limit, of_values = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), asking * groups
 
-    def shared(tokens: int) -> int:
-        """Rows for the queries of every group of scales in so many tokens."""
-        return asking * max(key_rows * tokens // TILE, groups)
+    def of_keys(tokens: int) -> int:
+        """Rows for the queries of every group of so many tokens."""
+        return asking * key_rows * tokens // TILE
 
-    powers = max(key_rows, groups) > 1 and groups & (groups - 1) == 0
-    if powers and shared(tokens) > members and shared(half) <= min(SHARED_ROWS, SHARED_OUTPUT // head_dim):
-        members, tokens = max(members, shared(half)), half  # with more tokens registers spill
-    spread = powers and shared(tokens) <= members
-    if key_rows and not spread:
+    if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
+        fewer = tokens if of_keys(tokens) <= limit else half
+        most = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
+        if max(of_keys(tokens), of_values) <= members:
+            sides = 1
+        elif of_keys(fewer) <= limit and of_values <= members * most:
+            tokens, sides = fewer, 1 if of_values <= members else most
+        elif max(of_keys(half), of_values) <= limit:
+            members, tokens, sides = max(of_keys(half), of_values), half, 1
+    if key_rows and not sides:
         tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
     widths = key_width, max(key_width, 2 * members)
-    options = tokens, quantization.bits, key_rows, groups, spread, *widths
+    options = tokens, quantization.bits, key_rows, groups, sides, *widths
     return members, dict(zip(PACKED_OPTIONS, options, strict=True))
 
 

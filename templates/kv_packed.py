@@ -172,7 +172,9 @@ def _pairs(ptr, at, there, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.c
         scales, lows = tl.split(words)
         even, odd = _halves(scales, dtype)
         even_low, odd_low = _halves(lows, dtype)
-    return even, odd, even_low + even * HALF, odd_low + odd * HALF
+    if HALF:
+        even_low, odd_low = even_low + even * HALF, odd_low + odd * HALF
+    return even, odd, even_low, odd_low
 
 
 @triton.jit
@@ -246,15 +248,6 @@ def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def _of_parts(ptr, tile, first, N: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scale and zero [GROUPS, N] of some tokens of a tile, where a token has GROUPS of each, a power of two."""
-    at = first * (GROUPS // 2) + tl.arange(0, N * GROUPS // 2)
-    pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), at, at >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
-    factor = tl.reshape(tl.join(pairs[0], pairs[1]), [N, GROUPS])
-    return tl.trans(factor), tl.trans(tl.reshape(tl.join(pairs[2], pairs[3]), [N, GROUPS]))
-
-
-@triton.jit
 def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
     """Each row of x [R, K] for HEADS rows, and all of them again and again, [M, K]."""
     R: tl.constexpr = x.shape[0]
@@ -263,12 +256,11 @@ def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _gathered(x, own, HEADS: tl.constexpr):
-    """Of x [M, K] the sum of the rows of each head, as far as they are its `own`, in all of its rows."""
-    M: tl.constexpr = x.shape[0]
+def _gathered(x, HEADS: tl.constexpr, M: tl.constexpr):
+    """The sums of the rows of x [R, K] that are a head's, again and again, [M, K]."""
+    R: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
-    parts = tl.reshape(tl.where(own, x, 0.0), [M // HEADS, HEADS, K])
-    return _repeated(tl.sum(parts, 0), M)
+    return _repeated(tl.sum(tl.reshape(x, [R // HEADS, HEADS, K]), 0), M)
 
 
 @triton.constexpr_function
@@ -283,6 +275,38 @@ def _repeated(x, M: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[None], [M // R, R, K]), [M, K])
+
+
+@triton.jit
+def _of_side(
+    ptr,
+    tile,
+    first,
+    side: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIDES: tl.constexpr,
+    HALF: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Scale and zero of some tokens of a tile, where a token has GROUPS of each: of every row [M, N], whose group is
+    one of a side, or [1, N].
+    """
+    if GROUPS == 1:
+        factor, zero = _of_tokens(ptr, tile, first + tl.arange(0, N), HALF, dtype)
+        factor, zero = factor[None, :], zero[None, :]
+    else:
+        OWN: tl.constexpr = GROUPS // SIDES
+        pair = tl.arange(0, N * OWN // 2)
+        at = first * (GROUPS // 2) + pair // (OWN // 2) * (GROUPS // 2) + (side * (OWN // 2) + pair % (OWN // 2))
+        pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), at, at >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
+        # sums of one: past a join, the compiler would lay out weights as if they were loaded with half as many bits
+        factor = tl.sum(tl.reshape(tl.join(pairs[0], pairs[1]), [1, N, OWN]), 0)
+        zero = tl.sum(tl.reshape(tl.join(pairs[2], pairs[3]), [1, N, OWN]), 0)
+        factor, zero = _spread(tl.trans(factor), HEADS, M), _spread(tl.trans(zero), HEADS, M)
+    return factor, zero
 
 
 @triton.jit
@@ -311,7 +335,7 @@ def _over_tiles(
     BITS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    SPREAD: tl.constexpr,
+    SIDES: tl.constexpr,
     KW: tl.constexpr,
     VW: tl.constexpr,
     CAP: tl.constexpr,
@@ -322,49 +346,59 @@ def _over_tiles(
 
     All of them are visible; with RING, of `packed` tokens after the sinks those that the token `newest` still sees, and
     tiles lie round a ring of `count`.
-    With SPREAD, rows that a group of queries would leave empty take the groups that have a scale: row g * HEADS + h is
-    head h, times the scales of group g. What it gives elsewhere than in its group is left out.
     A word has PLANES codes; plane p of all words is channels p // 2 * 2 * W + p % 2, + 2, + 4, ... and gets a dot of
     its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
+    Where SIDES is not 0, rows that a group of queries would leave empty take the groups that have a scale: row
+    g * HEADS + h is head h, times the scales of group g. What it gives elsewhere than in its group is left out. Where
+    rows are too few, planes are in SIDES of as many groups each, and each side has weights of its own. Only keys that
+    are ASKED for groups of tokens may take more rows: a warp leaves out the products of others.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
     W: tl.constexpr = D * WORD_BITS // 16
     PLANES: tl.constexpr = 16 // WORD_BITS
     HALF: tl.constexpr = 2 ** (BITS - 1)
+    SPREAD: tl.constexpr = SIDES > 0
     # raw codes are multiples of 2 ** -133: what they multiply is 2 ** 64 times as much, and sums are 2 ** -69 of theirs
     V_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or SPREAD)
     K_RAW: tl.constexpr = ASM and dtype == tl.bfloat16 and (GROUPS == 1 or KEY_ROWS > 0 or SPREAD)
+    K_BIAS: tl.constexpr = 0 if K_RAW else HALF
+    V_BIAS: tl.constexpr = 0 if V_RAW else HALF
     RISE: tl.constexpr = 64 if V_RAW else 0
     SMALL: tl.constexpr = 2.0**-69 if K_RAW else 1.0
     scale = scale * (1.0 / SMALL)
     m, n, kw, vw = tl.arange(0, M), tl.arange(0, N), tl.arange(0, KW), tl.arange(0, VW)
     HEADS: tl.constexpr = _power(G) if SPREAD else M
+    SIDE: tl.constexpr = PLANES // max(SIDES, 1)  # planes
     UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
-    R: tl.constexpr = M if SPREAD else max(_power(G), 128 // KW)  # fewer, and every thread would add up all channels
-    r = tl.arange(0, R)
-    q, exact, acc = (), (), ()
-    q_sum = tl.zeros([M], tl.float32)
-    for plane in tl.static_range(PLANES):
-        channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-        of_q = q_ptr + (m % HEADS)[:, None] * q_head + channel[None, :]
-        asked = (m % HEADS < G)[:, None] & (kw < W)[None, :]
-        if SPREAD and KEY_ROWS == 0:
-            asked &= (m // HEADS)[:, None] == (channel // (D // GROUPS))[None, :]
-        of_plane = tl.load(of_q, asked, 0.0)
-        if KEY_ROWS == 0:
-            q_sum += tl.sum(of_plane.to(tl.float32), 1) * SMALL
-        if K_RAW:  # exactly
-            of_plane = (of_plane.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
-        q += (of_plane,)
-        of_group = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
-        exact += (tl.load(of_group, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
-        acc += (tl.zeros([M, VW], tl.float32),)
-    top = tl.full([M], LOWEST, tl.float32)
+    ASKED: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
+    R: tl.constexpr = ASKED if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
+    a, r = tl.arange(0, ASKED), tl.arange(0, R)
+    q, exact, acc, q_sums, zeros = (), (), (), (), ()
     # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
     LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
+    for side in tl.static_range(max(SIDES, 1)):
+        q_sum = tl.zeros([M], tl.float32)
+        for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
+            channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+            of_q = q_ptr + (a % HEADS)[:, None] * q_head + channel[None, :]
+            asked = (a % HEADS < G)[:, None] & (kw < W)[None, :]
+            if SPREAD and KEY_ROWS == 0:
+                row_group = a // HEADS + side * (GROUPS // SIDES)
+                asked &= row_group[:, None] == (channel // (D // GROUPS))[None, :]
+            of_plane = tl.load(of_q, asked, 0.0)
+            if KEY_ROWS == 0:
+                q_sum += tl.sum(of_plane.to(tl.float32), 1) * SMALL
+            if K_RAW:  # exactly
+                of_plane = (of_plane.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
+            q += (of_plane,)
+            of_group = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
+            exact += (tl.load(of_group, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
+            acc += (tl.zeros([M, VW], tl.float32),)
+        q_sums += (q_sum,)
+        zeros += (tl.zeros([M, LANES], tl.float32),)  # what the zeros of values add to every channel of a side
+    top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M, LANES], tl.float32)
-    zeros = tl.zeros([M, LANES], tl.float32)  # what the zeros of values add to every channel
     for unit in range(begin, end):
         tile = unit * N // TILE_TOKENS
         first = unit * N - tile * TILE_TOKENS
@@ -376,7 +410,6 @@ def _over_tiles(
         k = tl.load(k_codes + states + kw[None, :], (kw < W)[None, :], 0)
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
-        scores = tl.zeros([M, N], tl.float32)
         if KEY_ROWS > 0:
             of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             folded, of_zeros = (), tl.zeros([R, KW], tl.float32)
@@ -387,35 +420,38 @@ def _over_tiles(
                 if not K_RAW:
                     zero += factor.to(tl.float32) * HALF
                 if SPREAD:
-                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, M)
-                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, M)
+                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, ASKED)
+                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, ASKED)
                 else:
                     factor, zero = factor[None, :], zero[None, :]
                 folded += (_product(q[plane], factor, ASM),)
                 of_zeros += exact[plane] * zero
-            scores += _repeated(tl.sum(of_zeros, 1)[:, None], M)
+            scores = tl.broadcast_to(_repeated(tl.sum(of_zeros, 1)[:, None], ASKED), [ASKED, N])
             for plane in tl.static_range(PLANES):
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
             if UNIT_ROWS > 1:
-                own = (m // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
-                scores = _gathered(scores, own, HEADS)
+                own = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
+                scores = _gathered(tl.where(own, scores, 0.0), HEADS, M)
         else:
-            for plane in tl.static_range(PLANES):
-                codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
-                if GROUPS > 1 and not SPREAD:
-                    k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-                    k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
-                    codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
-                scores = tl.dot(q[plane], tl.trans(codes), scores, input_precision="ieee")
+            for side in tl.static_range(max(SIDES, 1)):
+                of_side = tl.zeros([M, N], tl.float32)
+                for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
+                    codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
+                    if GROUPS > 1 and not SPREAD:
+                        k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
+                        k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
+                        codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
+                    of_side = tl.dot(q[plane], tl.trans(codes), of_side, input_precision="ieee")
+                if GROUPS == 1 or SPREAD:
+                    k_factor, k_zero = _of_side(k_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, K_BIAS, dtype)
+                    of_side = of_side * k_factor + q_sums[side][:, None] * k_zero
+                if side == 0:
+                    scores = of_side
+                else:
+                    scores += of_side
             if SPREAD:
-                token_factor, token_zero = _of_parts(k_scales, tile, first, N, GROUPS, 0 if K_RAW else HALF, dtype)
-                token_factor, token_zero = _spread(token_factor, HEADS, M), _spread(token_zero, HEADS, M)
-                scores = scores * token_factor + q_sum[:, None] * token_zero
-                scores = _gathered(scores, (m < GROUPS * HEADS)[:, None] & (n >= 0)[None, :], HEADS)
-            elif GROUPS == 1:
-                token_factor, token_zero = _of_tokens(k_scales, tile, first + n, 0 if K_RAW else HALF, dtype)
-                scores = scores * token_factor[None, :] + q_sum[:, None] * token_zero[None, :]
+                scores = _gathered(scores, HEADS, M)
         if CAP:
             scores = _capped(scores * scale, cap, CAP)
         if RING:
@@ -428,25 +464,24 @@ def _over_tiles(
         weights = tl.exp2(scores * factor - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade[:, None] + _in_part(weights, LANES)
-        if GROUPS == 1:
-            v_factor, v_zero = _of_tokens(v_scales, tile, first + n, 0 if V_RAW else HALF, dtype)
-            zeros = zeros * fade[:, None] + _in_part(weights * v_zero[None, :], LANES)
-            weights *= v_factor[None, :]
-        elif SPREAD:
-            v_factor, v_zero = _of_parts(v_scales, tile, first, N, GROUPS, 0 if V_RAW else HALF, dtype)
-            v_factor, v_zero = _spread(v_factor, HEADS, M), _spread(v_zero, HEADS, M)
-            zeros = zeros * fade[:, None] + _in_part(weights * v_zero, LANES)
-            weights *= v_factor
-        faded, acc = acc, ()
-        for plane in tl.static_range(PLANES):
-            codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
-            if GROUPS > 1 and not SPREAD:
-                v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-                v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
-                codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
-            acc += (tl.dot(weights.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
+        faded, faded_zeros, acc, zeros = acc, zeros, (), ()
+        for side in tl.static_range(max(SIDES, 1)):
+            if GROUPS == 1 or SPREAD:
+                v_factor, v_zero = _of_side(v_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, V_BIAS, dtype)
+                zeros += (faded_zeros[side] * fade[:, None] + _in_part(weights * v_zero, LANES),)
+                of_side = weights * v_factor
+            else:
+                zeros += (faded_zeros[side],)
+                of_side = weights
+            for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
+                codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
+                if GROUPS > 1 and not SPREAD:
+                    v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
+                    v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
+                    codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
+                acc += (tl.dot(of_side.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
         top = higher
-    total, zeros = tl.sum(total, 1), tl.sum(zeros, 1)
+    total = tl.sum(total, 1)
     safe = tl.where(total > 0, total, 1.0)
     tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
     for plane in tl.static_range(PLANES):
@@ -454,8 +489,10 @@ def _over_tiles(
         own = acc[plane]
         if V_RAW:  # in two steps: their product is more than a float holds
             own = own * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
-        own += zeros[:, None]
+        own += tl.sum(zeros[plane // SIDE], 1)[:, None]
         if SPREAD and GROUPS > 1:
-            own = _gathered(own, (m // HEADS)[:, None] == (channel // (D // GROUPS))[None, :], HEADS)
+            row_group = m // HEADS + plane // SIDE * (GROUPS // SIDES)
+            in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
+            own = _gathered(tl.where(in_group, own, 0.0), HEADS, M)
         out = own / safe[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

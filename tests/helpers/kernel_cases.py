@@ -131,8 +131,12 @@ PACKED = [
     Packed(Quantization(8, "per-token", residual=10), 1, [(4, 60, 60)], 1, 80, [900, 290], 3, window=(0, 300)),
     Packed(Quantization(2, group_size=16, residual=0), 1, [], 4, 16, [1000, 383], 5, softcap=20.0, window=(130, 257)),
     Packed(Quantization(4), 2, [FULL], 8, 64, [450, 3], 7, learned=True),
-    Packed(Quantization(4, group_size=32), 2, [FULL], 7, 128, [700, 300], 5),  # 32 rows of dots
+    Packed(Quantization(8, group_size=32), 1, [FULL], 8, 128, [450], 4),  # 32 rows of dots
+    Packed(Quantization(4, group_size=32), 2, [FULL], 7, 128, [700, 300], 5),  # two sides, with 32 rows for keys
     Packed(Quantization(2, "per-token", 32), 1, [], 8, 128, [450], 4),
+    Packed(Quantization(2, group_size=16, residual=0), 1, [], 5, 128, [450], 4, softcap=20.0),  # four sides
+    Packed(Quantization(3, group_size=32), 1, [FULL], 4, 256, [450], 3, window=(3, 300)),
+    Packed(Quantization(4, "per-token", 16), 1, [], 3, 128, [450, 0], 4),
     Packed(Quantization(4), 2, [(4, 16, 16)], 1, 16, [0, 400, 130, 300, 5] * 9, 13),
 ]
 

@@ -65,6 +65,12 @@ REST = [
         # whose row's parts take several rounds of the kernel that combines
         (Packed(Quantization(2, "per-token", 32), 1, [], 4, 128, [2900], 40),),
     ),
+    (
+        80,
+        "check_packed",
+        (Packed(Quantization(4, group_size=32), 1, KINDS, 8, 128, [900, 600], 2),),
+        (Packed(Quantization(4, group_size=32), 1, [], 8, 128, [2900], 40),),
+    ),
     (80, "check_flush", (Quantization(4, "per-token", residual=10), 96)),
     (80, "check_compact", (Compact((400, 100), 523, 128, [0], Quantization(8)),)),
     (80, "check_prefill", (Prefill(100, 140, 4, 64),)),
