@@ -406,6 +406,7 @@ class KVSurgeryCache(Cache):
             layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
         self.graph = None  # of decode steps, if whoever runs them has one
+        self.repeated = 0  # tokens that the next input begins with, and that are here already
         sources = {layer.source for layer in layout.layers}
         layers = [
             KVLayerCache(layer, self.columns, index in sources) if layer.heads else linear_layer()
@@ -484,7 +485,7 @@ class KVSurgeryCache(Cache):
         length = tokens if tokens > 0 else max(seen + tokens, 0)
         if self.linear and length < seen:
             raise ValueError(NO_WAY_BACK)
-        for layer in self.attention:
+        for layer in self.attention if length < seen else ():
             layer.check_crop(length)
         for layer in self.attention:
             layer.crop(length)

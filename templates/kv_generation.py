@@ -89,15 +89,30 @@ class KVSurgeryGeneration(KVSurgeryModel):
         cache = kwargs.get(CACHE)
         if cache is None:  # stock code says what is missing
             return super()._assisted_decoding(input_ids, *args, **kwargs)
-        if cache.get_seq_length():
-            cache.reset()  # transformers 5 feeds all tokens again, as if the cache were empty
-            cache.expect_prompt(input_ids.shape[1])
+        mask, columns = kwargs.get("attention_mask"), None
+        if mask is None:  # transformers drops one that hides nothing, and remembers its length
+            columns = getattr(kwargs.get("generation_config"), "_mask_length", None)
+        columns = columns or (input_ids if mask is None else mask).shape[1]
+        repeated = cache.get_seq_length() - (columns - input_ids.shape[1])
+        if repeated >= input_ids.shape[1]:
+            raise ValueError("the cache holds all tokens of the input already; pass at least one that is new")
+        if not hasattr(self, "_get_initial_cache_position"):  # by which transformers 4 leaves these out itself
+            cache.repeated = repeated
         cache.activate_past_recording()
-        cache.confirm(input_ids.shape[1])  # the first forward holds the prompt and candidates
+        cache.confirm(columns)  # the first forward holds what is new of these, and candidates
         try:
             return super()._assisted_decoding(input_ids, *args, **kwargs)
         finally:
+            cache.repeated = 0
             cache.columns.record_past = False  # what is generated next need not be kept for taking back
+
+
+def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
+    """Let a forward begin after so many tokens of its input."""
+    for given in (bound.arguments, bound.arguments.get("kwargs", {})):
+        for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
+            if given.get(name) is not None:
+                given[name] = given[name][..., tokens:]
 
 
 def with_kv_cache(forward):
@@ -109,6 +124,9 @@ def with_kv_cache(forward):
         if "past_key_values" in kwargs:  # which stays a name of it
             kwargs[CACHE] = kwargs.pop("past_key_values")
         bound = signature.bind_partial(self, *args, **kwargs)
+        if isinstance(cache := bound.arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
+            leave_out(bound, cache.repeated)
+            cache.repeated = 0
         given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         mask, cache, use_cache = (given.get(name) for name in ("attention_mask", CACHE, "use_cache"))
         config = self.get_decoder().config

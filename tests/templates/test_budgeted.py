@@ -234,6 +234,16 @@ def test_without_a_cache_nothing_is_selected(headkv):
     assert largest(logits(converted.model, ids, use_cache=False) - expected, expected) <= 1e-5
 
 
+def test_to_take_nothing_back_is_allowed_within_a_prompt(headkv):
+    model = headkv("llama").model
+    cache = module_of(model, "kv_cache").KVSurgeryCache(model.config)
+    cache.expect_prompt(PROMPT)
+    model(tokens(1, 5), past_key_values=cache)
+    cache.crop(0)
+    cache.crop(5)
+    assert cache.get_seq_length() == 5
+
+
 def test_taking_back(headkv):
     """What follows the prompt can come again, and its observation window too, which then sees the selection."""
     model, ids = headkv("llama", full_heads=4).model, tokens(1, PROMPT + 5)

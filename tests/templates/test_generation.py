@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from tests.helpers.families import FAMILIES, WITH_STATES, largest, make, tokens
@@ -162,6 +163,30 @@ def test_turns_of_different_kinds(mixed, first, second):
     output = model.generate(ids, **GREEDY, **options[second], **again)
     assert output.sequences.equal(model.generate(ids, **GREEDY))
     assert output.past_key_values.columns.margin < 9  # the margin follows the candidates, not the next turn
+
+
+@pytest.mark.parametrize("rest", ["streaming", "budgeted"])
+@pytest.mark.parametrize("given", ["all tokens", "new tokens"])
+def test_drafts_in_a_later_turn(mixed, checkpoint, tmp_path, rest, given):
+    """The text is that without drafts, also where budgets hold and a prompt read anew would give another one."""
+    if given == "new tokens" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("this version takes all tokens where it drafts")
+    held = {"rest": rest, "budget": 6, "window": 4, "hold": 8} if rest == "budgeted" else {}
+    model = convert_folder(checkpoint("llama"), tmp_path, full_heads=1, **held).load()
+    first = model.generate(tokens(1, 40), **GREEDY, return_dict_in_generate=True)
+    ids, texts = torch.cat([first.sequences, tokens(1, 9, seed=20).repeat(1, 2)], 1), []
+    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        cache = copy.deepcopy(first.past_key_values)
+        new = ids if given == "all tokens" else ids[:, cache.get_seq_length() :]
+        output = model.generate(
+            new,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            **GREEDY | {"max_new_tokens": 30},
+            **options,
+        )
+        texts.append(output[0, new.shape[1] :][:30].tolist())
+    assert texts[1:] == texts[:1] * 2
 
 
 def test_continuing_a_padded_batch(mixed):
