@@ -107,9 +107,11 @@ def convert(
     from kvsurgery.cli.source import request_of, warn
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
-    from kvsurgery.files import check_folder
+    from kvsurgery.files import check_file, check_folder
 
     recipe = recipe_of(options)
+    if save_recipe is not None:
+        check_file(save_recipe)
     if kv_check is not None:
         from kvsurgery.text.haystack import check_text
 
@@ -150,7 +152,9 @@ def convert(
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:
         plan.print_policy(facts)
-        plan.print_kv_bytes(facts["kv_bytes"], facts["ranks"], facts["family"] if facts["replicated"] else None)
+        plan.print_kv_bytes(
+            facts["kv_bytes"], facts["kv_dtype"], facts["ranks"], facts["family"] if facts["replicated"] else None
+        )
         plan.print_result(result)
         if result["kv_check"] or prepared.policy.quantization is not None:
             console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])

@@ -104,7 +104,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
     from kvsurgery.emit.cache_description import describe_bits, describe_hold
 
-    print_kv_bytes(surgery.kv_bytes, surgery.ranks, family if surgery.replicated else None)
+    print_kv_bytes(surgery.kv_bytes, surgery.kv_dtype, surgery.ranks, family if surgery.replicated else None)
     if surgery.revertible and surgery.options is not None:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
         how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
@@ -131,6 +131,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         longest = surgery.kv_bytes[-1]["tokens"]
         each = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
-            f"vLLM holds {held} for {longest} tokens{each}, {dense} for the original: {surgery.vllm['command']}"
+            f"vLLM holds {held} for {longest} tokens{each} in 16 bit, {dense} for the original: "
+            f"{surgery.vllm['command']}"
         )
     console.stdout.print("\n".join(lines))

@@ -11,7 +11,7 @@ from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
-from kvsurgery.emit.card import kv_table, rank_table
+from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
 from kvsurgery.policy.fit import Candidate, Fit
 from kvsurgery.profile.head_profile import HeadProfile
@@ -61,6 +61,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         "replicated": family.replicated,
         "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family.replicated)],
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
+        "kv_dtype": loaded_dtype(config),
         "kv_bytes": [{"tokens": name, "before": before, "after": after} for name, before, after in kv_table(config)],
     }
 
@@ -123,7 +124,9 @@ def print_plan(facts: Mapping[str, Any]) -> None:
         if layer["full"] + layer["streaming"] + len(layer["budgets"])  # linear attention has no heads
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
-    print_kv_bytes(facts["kv_bytes"], facts["ranks"], facts["family"] if facts["replicated"] else None)
+    print_kv_bytes(
+        facts["kv_bytes"], facts["kv_dtype"], facts["ranks"], facts["family"] if facts["replicated"] else None
+    )
     tensors = facts["tensors"]
     console.stdout.print(
         f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
@@ -218,12 +221,12 @@ def print_result(result: Mapping[str, Any]) -> None:
 
 
 def print_kv_bytes(
-    kv_bytes: Sequence[Mapping[str, Any]], ranks: Iterable[Mapping[str, Any]], replicated: str | None
+    kv_bytes: Sequence[Mapping[str, Any]], dtype: str, ranks: Iterable[Mapping[str, Any]], replicated: str | None
 ) -> None:
     """Tables of the KV cache: at several lengths, and at the last one in each process of tensor parallelism.
 
     Args:
-        kv_bytes: `tokens` ("128k"), and bytes `before` and `after`.
+        kv_bytes: `tokens` ("128k"), and bytes `before` and `after`, for a model in this dtype.
         ranks: `processes`, and the `kv_bytes` of each; empty where heads are laid out for one.
         replicated: the family of which every process has all heads, if so.
     """
@@ -232,7 +235,7 @@ def print_kv_bytes(
         for row in kv_bytes
     ]
     console.stdout.print(
-        console.table("KV cache of one sequence, model in 16 bit", ["tokens", "before", "after", "ratio"], rows)
+        console.table(f"KV cache of one sequence, model in {dtype}", ["tokens", "before", "after", "ratio"], rows)
     )
     _print_ranks(ranks, kv_bytes[-1]["tokens"], replicated)
 

@@ -17,7 +17,7 @@ from kvsurgery.conversion.plan import heads_by_layer, plan_moves
 from kvsurgery.conversion.request import hub_id
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.emit.card import kv_table, rank_table
+from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
@@ -44,8 +44,9 @@ class Surgery:
         hold: tokens after which budgeted heads select again, their observation `window`, and by what they `select`, if
             their budgets hold.
         reform: how long prompts are read, if they are read by REFORM.
-        kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache `before` and `after`, 16 bit; the last row
-            is for the model's own maximum.
+        kv_dtype: in which the checkpoint is loaded with `dtype="auto"`, as far as config.json says.
+        kv_bytes: `tokens` ("8k"), and the bytes of one sequence's KV cache in this dtype, `before` and `after`; the
+            last row is for the model's own maximum.
         ranks: `processes` of tensor parallelism, and the `kv_bytes` at this maximum that each of them holds; empty
             where heads are laid out for one.
         replicated: whether transformers gives each of them all heads.
@@ -63,6 +64,7 @@ class Surgery:
     budgeted: int
     quantization: Mapping[str, Any] | None
     reform: Mapping[str, Any] | None
+    kv_dtype: str
     kv_bytes: tuple[Mapping[str, Any], ...]
     ranks: tuple[Mapping[str, Any], ...]
     replicated: bool
@@ -248,6 +250,7 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         budgeted=layout.counts[BUDGETED],
         quantization=layout.quantization_section,
         reform=asdict(reform) if reform else None,
+        kv_dtype=loaded_dtype(config),
         kv_bytes=tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
         ranks=tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
         replicated=replicated,

@@ -17,9 +17,11 @@ from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
 from kvsurgery.vllm.forecast import forecast
 
+# bytes of an element of the cache, by the dtype of the model
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "16 bit": 2}
 # keys of the source's card that stay true after surgery
 KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 # around what a report says, and what a check of the cache does, so that the next one takes its place
@@ -28,23 +30,35 @@ CHECK = "<!-- kvsurgery check -->", "<!-- end of kvsurgery check -->"
 UNCHECKED = "Divergence of the next token from the original model: not measured."
 
 
+def loaded_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype in which a checkpoint is loaded with `dtype="auto"`, as far as its config says: "float32", "16 bit"."""
+    # transformers 5 writes `dtype`
+    names = [setting(of, name) for of in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
+    return next((name for name in names if isinstance(name, str) and name in ITEMSIZES), "16 bit")
+
+
 def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """(name of the length, bytes before, bytes after) of one sequence's KV cache in 16 bit, for a converted config: the
-    last row is for the model's own maximum."""
-    layout = KVLayout.from_config(config)
+    """(name of the length, bytes before, bytes after) of one sequence's KV cache in the loaded dtype, for a converted
+    config: the last row is for the model's own maximum."""
+    layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
     return [
-        (length_name(length), layout.dense_bytes(1, length), layout.kv_bytes(1, length))
+        (
+            length_name(length),
+            layout.dense_bytes(1, length, itemsize=itemsize),
+            layout.kv_bytes(1, length, itemsize=itemsize),
+        )
         for length in lengths_of(config)
     ]
 
 
 def rank_table(config: Mapping[str, Any], replicated: bool) -> list[tuple[int, list[int]]]:
-    """(processes, bytes that each of them holds) of one sequence's KV cache in 16 bit at the last length of `kv_table`,
-    for a converted config: one entry for every number of processes of tensor parallelism that its heads are laid out
-    for. With `replicated` attention, each of them holds all of it."""
-    layout = KVLayout.from_config(config)
+    """(processes, bytes that each of them holds) of one sequence's KV cache in the loaded dtype at the last length of
+    `kv_table`, for a converted config: one entry for every number of processes of tensor parallelism that its heads
+    are laid out for. With `replicated` attention, each of them holds all of it."""
+    layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
-    return [(count, [part.kv_bytes(1, lengths_of(config)[-1]) for part in own]) for count, own in parts.items()]
+    longest = lengths_of(config)[-1]
+    return [(count, [part.kv_bytes(1, longest, itemsize=itemsize) for part in own]) for count, own in parts.items()]
 
 
 def code_hashes(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -83,6 +97,7 @@ def model_card(
     return Template((TEMPLATES / "model_card.md").read_text(encoding="utf-8")).substitute(
         front_matter="\n".join(front),
         title=base_model.rsplit("/", 1)[-1],
+        dtype=loaded_dtype(config),
         base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
         tool_version=__version__,
         auto_class=auto,
@@ -255,7 +270,7 @@ def _serving(config: Mapping[str, Any]) -> str:
         f"    {expected.command('DIR')}",
         "",
         "A plugin of kvsurgery serves full and streaming heads from separate caches. For "
-        f"{length_name(expected.tokens)} tokens they hold {held}{each};",
+        f"{length_name(expected.tokens)} tokens in 16 bit they hold {held}{each};",
         f"the original's caches hold {dense}. Without the plugin, vLLM serves the original model.",
     ]
     return "\n" + "\n".join(lines) + "\n"

@@ -109,12 +109,14 @@ def _bits(entry: Entry) -> str:
 
 def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
     """At the longest length, which is the model's own context."""
-    rows: list[Mapping[str, Any]] = [entry.checkpoint["surgery"]["kv_bytes"][-1] for entry in entries]
+    surgeries: list[Mapping[str, Any]] = [entry.checkpoint["surgery"] for entry in entries]
+    rows = [surgery["kv_bytes"][-1] for surgery in surgeries]
+    dtypes = dict.fromkeys(surgery.get("kv_dtype", "16 bit") for surgery in surgeries)
     cells = [
         Cell(size(row["after"]), (f"{row['after'] / row['before']:.0%} at {row['tokens']} tokens",)) for row in rows
     ]
     whole = Cell(size(rows[0]["before"]), (f"100% at {rows[0]['tokens']} tokens",))
-    return TableRow("KV cache", "one sequence, model in 16 bit", [whole, *cells])
+    return TableRow("KV cache", f"one sequence, model in {', '.join(dtypes)}", [whole, *cells])
 
 
 def _speeds(entries: Sequence[Entry]) -> Iterator[Cell]:

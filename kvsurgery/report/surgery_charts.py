@@ -81,7 +81,11 @@ def kv_memory(surgery: Mapping[str, Any]) -> Chart:
     rows = surgery["kv_bytes"]
     said = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
     panel = Panel("KV cache of one sequence", f"KV cache before and after, at {said}.", partial(_draw_memory, rows))
-    return Chart("kv-memory", (panel,), note="For a model in 16 bit. The vertical axis is logarithmic.")
+    return Chart(
+        "kv-memory",
+        (panel,),
+        note=f"For a model in {surgery.get('kv_dtype', '16 bit')}. The vertical axis is logarithmic.",
+    )
 
 
 def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:

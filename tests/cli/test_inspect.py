@@ -90,10 +90,11 @@ def test_a_converted_checkpoint_tells_its_surgery(mixed):
     assert surgery["base_model"] == converted.source.name
     assert surgery["options"]["sparsity"] == 0.5
     assert surgery["revertible"]
-    # 16 bit, keys and values: full heads keep all tokens, streaming ones sinks and window, native ones their window
-    tokens, head, window = 512, 2 * 2 * facts["dimensions"]["head_dim"], max(filter(None, facts["windows"]))
+    # keys and values in float32: full heads keep all tokens, streaming ones sinks and window, native ones their window
+    tokens, head, window = 512, 2 * 4 * facts["dimensions"]["head_dim"], max(filter(None, facts["windows"]))
     own = sum(native) * facts["dimensions"]["kv_heads"] * window
     full, streaming = sum(filter(None, surgery["full_heads"])), surgery["streaming"]
+    assert surgery["kv_dtype"] == "float32"
     assert surgery["kv_bytes"][0] == {
         "tokens": "512",
         "before": head * ((full + streaming) * tokens + own),

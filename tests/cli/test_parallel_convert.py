@@ -112,7 +112,8 @@ def test_it_says_what_changes_and_what_a_process_holds(model: Path) -> None:
     assert (plan["policy"]["tp"], plan["policy"]["full_heads"]) == (4, 7)
     layout = KVLayout.from_config(json.loads(Path("out/config.json").read_text()))
     expected = [
-        {"processes": count, "kv_bytes": [part.kv_bytes(1, 512) for part in layout.parts(count)]} for count in (2, 4)
+        {"processes": count, "kv_bytes": [part.kv_bytes(1, 512, itemsize=4) for part in layout.parts(count)]}
+        for count in (2, 4)
     ]
     assert plan["ranks"] == expected
     facts = json.loads(done("inspect", "out", "--json").out)["surgery"]
@@ -140,7 +141,7 @@ def test_families_that_save_nothing(family: str, checkpoint, tmp_path: Path, mon
         assert f"transformers replicates the attention of {family}" in text
     [row] = json.loads(done("inspect", "out", "--json").out)["surgery"]["ranks"]
     layout = KVLayout.from_config(json.loads(Path("out/config.json").read_text()))
-    assert row == {"processes": 2, "kv_bytes": [layout.kv_bytes(1, 512)] * 2}
+    assert row == {"processes": 2, "kv_bytes": [layout.kv_bytes(1, 512, itemsize=4)] * 2}
 
 
 def test_blocks_that_do_not_divide_the_heads(here: Path) -> None:

@@ -100,6 +100,16 @@ def test_kv_table_by_hand(decided):
     assert [*rows] == ["512", "2k", "4k"]
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_kv_table_in_the_dtype_of_the_model(decided, key):
+    profile, policy, config = decided
+    plain = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    wide = {**plain, key: "float32"}
+    halves = [(name, 2 * before, 2 * after) for name, before, after in kv_table({**plain, key: "bfloat16"})]
+    assert kv_table(wide) == halves
+    assert "for a model in float32:" in model_card("org/base", wide, profile, policy, CODE)
+
+
 def test_a_report_has_one_section_wherever_its_owner_moves_it(decided):
     profile, policy, config = decided
     card = model_card("org/base", config, profile, policy, CODE)
