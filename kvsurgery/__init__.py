@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile as HeadProfile
     from kvsurgery.recipe import Recipe as Recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["HeadProfile", "Recipe", "convert", "inspect", "revert", "verify"]
 
 # no module of the package has one of these names, which would hide the function once it is imported
