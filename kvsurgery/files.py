@@ -70,10 +70,12 @@ def reading_text(path: str | Path, what: str = "") -> Generator[None]:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a text file that is there with all of its content, or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(content, encoding="utf-8")
-    os.replace(part, path)
+    """Write a text file that is there with all of its content, or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_bytes_whole(path, content.encode(), "")
 
 
 def write_bytes_whole(path: Path, content: bytes, what: str) -> None:
@@ -87,7 +89,7 @@ def write_bytes_whole(path: Path, content: bytes, what: str) -> None:
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
-        raise OutputError(f"cannot write {what} {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {what and what + ' '}{path}: {error.strerror}") from error
     finally:
         with suppress(OSError):
             part.unlink()

@@ -8,6 +8,7 @@ from kvsurgery.templates.kv_layout import setting, text_config
 
 LADDER = (512, 2_048, 8_192, 32_768, 131_072, 524_288)
 UNKNOWN = (8_192, 32_768, 131_072)  # for a config without a maximum
+MOST = 1 << 40  # tokens; what says more, says nothing
 BELOW = 3  # steps of the ladder that are shown below the maximum
 UNITS = {"M": 1 << 20, "k": 1 << 10}
 
@@ -19,7 +20,7 @@ def lengths_of(config: Any) -> tuple[int, ...]:
         config: a transformers config, or the dict of a config.json.
     """
     positions = setting(text_config(config), "max_position_embeddings")
-    if not isinstance(positions, int) or positions < 1:
+    if not isinstance(positions, int) or not 1 <= positions <= MOST:
         return UNKNOWN
     return (*[length for length in LADDER if length < positions][-BELOW:], positions)
 

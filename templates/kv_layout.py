@@ -412,11 +412,13 @@ class KVLayout:
                 _layer(entry, selection, quantization)
                 for entry, quantization in zip(entries, quantizations, strict=True)
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
             raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
         kinds = setting(text, "layer_types") or []
+        if not isinstance(kinds, list | tuple):
+            raise ValueError(f"layer_types of config.json is no list: {kinds!r}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
             own = 0 if kinds[index : index + 1] == [LINEAR] or layer.source is not None else heads

@@ -202,6 +202,8 @@ class AttentionRules:
         """Whether each layer has no full attention, and the window or the chunk of those that have none; 0 is linear
         attention."""
         layers, window = self._number(config, "num_hidden_layers"), self.window
+        if not isinstance(config.get("layer_types"), list | None):
+            raise UnsupportedModel(f"config.json: layer_types is {config['layer_types']!r}, not a list")
         if window is None:
             return [False] * layers, None
         enabled = "enabled_by" not in window or self._value(config, window["enabled_by"])

@@ -13,10 +13,20 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvsurgery.errors import OutputError
+from kvsurgery.errors import CheckpointError, OutputError
 
 JOURNAL = ".kvsurgery-journal"
 PART = ".part"
+
+
+def check_finished(folder: Path) -> None:
+    """Check that a folder is not one that a conversion was interrupted in.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if (folder / JOURNAL).exists():
+        raise CheckpointError(f"{folder}: its conversion was interrupted; give the same command again to finish it")
 
 
 class Journal:

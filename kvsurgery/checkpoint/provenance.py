@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvsurgery.checkpoint.headers import reading
-from kvsurgery.checkpoint.journal import JOURNAL, PART
+from kvsurgery.checkpoint.journal import JOURNAL, PART, check_finished
 from kvsurgery.errors import CheckpointError
 
 PROVENANCE = "kvsurgery.json"
@@ -83,9 +83,10 @@ class Provenance:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder")
         if not path.exists():
+            check_finished(folder)
             raise CheckpointError(
-                f"{folder} has no {PROVENANCE}: it was not converted by kvsurgery, the conversion was interrupted, "
-                "or save_pretrained wrote it again, which loses the way back"
+                f"{folder} has no {PROVENANCE}: it was not converted by kvsurgery, or save_pretrained wrote it again, "
+                "which loses the way back"
             )
         try:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard, reading
+from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import text_config
 
@@ -86,6 +87,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a checkpoint folder or a Hub id")
+    if not (folder / CONFIG).exists():
+        check_finished(folder)
     return _json_object(folder / CONFIG)[0]
 
 

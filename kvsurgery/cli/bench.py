@@ -85,6 +85,7 @@ def bench(
     from kvsurgery.bench.benchmark import benchmark
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.errors import Interrupted
+    from kvsurgery.evaluate.checkpoint import check_original
     from kvsurgery.files import check_folder
     from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
@@ -93,6 +94,8 @@ def bench(
     if out is not None:
         check_folder(out)
     original = None if source is None else source_folder(source, folder)
+    if original is not None:
+        check_original(original, folder)
     options["dtype"] = chosen_dtype(options["dtype"], folder, options["device"])
     try:
         with console.step_progress("measuring") as advance:

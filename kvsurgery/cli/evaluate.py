@@ -60,7 +60,7 @@ def evaluate(
     from kvsurgery import console
     from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.verify import source_folder
-    from kvsurgery.evaluate.checkpoint import is_converted
+    from kvsurgery.evaluate.checkpoint import check_original, is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
@@ -74,7 +74,9 @@ def evaluate(
     if is_converted(folder):
         models = {CONVERTED: folder}
         if source is not None:
-            models = {ORIGINAL: source_folder(source, folder), **models}
+            original = source_folder(source, folder)
+            check_original(original, folder)
+            models = {ORIGINAL: original, **models}
     elif source is None:
         models = {ORIGINAL: folder}
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.provenance import PROVENANCE
+from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, UnsupportedModel
@@ -30,6 +31,24 @@ def is_converted(folder: str | Path) -> bool:
         CheckpointError: there is no config.json.
     """
     return "kv_surgery" in read_config(folder)
+
+
+def check_original(folder: Path, converted: Path) -> None:
+    """Check that a folder may be what a checkpoint was converted from, as far as its config.json shows.
+
+    Raises:
+        CheckpointError: it was converted itself, or another config was converted.
+    """
+    config = read_config(folder)
+    if "kv_surgery" in config:
+        raise CheckpointError(f"{folder} is a converted checkpoint; give the original that {converted} was made of")
+    if not (converted / PROVENANCE).exists():  # it was saved again
+        return
+    origin = Provenance.read(converted)
+    if config != json.loads(origin.originals["config.json"]):
+        raise CheckpointError(
+            f"{folder} is not what {converted} was converted from: its config.json differs; give {origin.source}"
+        )
 
 
 def reader_of(folder: str | Path, seed: int = 0) -> Reader:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
+from kvsurgery.errors import TextError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, is_converted, load
 from kvsurgery.evaluate.options import Options
@@ -73,6 +74,9 @@ class Trial:
         model = load(self.checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.options.tp)
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
         [length] = {len(sample.tokens) for samples in asked.values() for sample in samples}
+        every = [sample for samples in asked.values() for sample in samples]
+        if beyond := next(filter(None, map(respondent.beyond, every)), None):
+            raise TextError(f"needles in {length:,} tokens cannot be asked for: {beyond}; give shorter `lengths`")
         role = "converted" if is_converted(self.checkpoint) else "original"
         choice = choose_set(KIND, partial(self._right, respondent, asked), length, OTHERWISE, role)
         del model, respondent

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvsurgery.bench.results import Bench
+from kvsurgery.errors import OutputError
 from kvsurgery.evaluate.results import Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
 from kvsurgery.files import check_folder
 from kvsurgery.report.charts import Chart
-from kvsurgery.report.comparison import Comparison, compare
+from kvsurgery.report.comparison import Comparison, compare, is_sweep
 from kvsurgery.report.comparison_tables import checkpoint_rows, sweep_columns, sweep_rows
 from kvsurgery.report.findings import titles
 from kvsurgery.report.quality_charts import BARS, Line, Place, Quality, quality_panel
@@ -30,6 +31,9 @@ def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparis
         OutputError: a file cannot be written.
     """
     check_folder(out)
+    for folder in folders:
+        if folder.resolve() == out.resolve() and not is_sweep(folder):
+            raise OutputError(f"cannot write to {out}: it has a page of its own results; give another folder")
     with showable(*folders):
         comparison = compare(folders)
         chart = quality_chart(comparison)

@@ -83,7 +83,8 @@ def servable_layout(config: Any) -> KVLayout:
         ValueError: vLLM cannot serve it; the message names the way that can.
     """
     layout = KVLayout.from_config(config)
-    for architecture in setting(config, "architectures") or ():
+    architectures = setting(config, "architectures") or ()
+    for architecture in architectures if isinstance(architectures, list | tuple) else [architectures]:
         if architecture not in ARCHITECTURES:
             raise ValueError(
                 f"vLLM serves {architecture} with a KV cache of the original's size, as the plugin has not been tried "

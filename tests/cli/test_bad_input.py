@@ -166,6 +166,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], None], str]] = {
     "heads are a list of nulls": (config(num_key_value_heads=[[None]]), "num_key_value_heads is"),
     "fractional heads": (config(head_dim=4.5), "head_dim is 4.5"),
     "uneven groups": (config(num_key_value_heads=4), "do not share 4 KV heads evenly"),
+    "layer types are a number": (config(layer_types=5), "layer_types is 5, not a list"),
     "another width": (config(hidden_size=16), "config.json implies"),
     "rope is text": (config(rope_theta=1e4, rope_scaling="linear"), "RoPE settings"),
     "generation config is no JSON": (write("generation_config.json", b"{"), "generation_config.json is not JSON"),
@@ -260,6 +261,7 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         ((*BUDGETED, 9, "--kernel-size", 10**30 + 1), "--kernel-size must be odd and in"),
         (("--hold",), "--hold is for budgeted heads"),
         (("--select", "value-norm"), "--select is for budgeted heads"),
+        (("--save-recipe", "nowhere/recipe.toml"), "there is no folder nowhere; make it first"),
         ((*BUDGETED, 9, "--select", "accumulated"), "--select accumulated adds up several selections, .* --hold"),
         (
             (*BUDGETED, 9, "--select", "value-norm"),

@@ -234,6 +234,7 @@ class TestAgain:
         assert child(*options, shards=2).returncode == -9
         finished = states(Path("out"))
         assert "config.json" not in finished
+        assert "its conversion was interrupted; give the same command" in refused("inspect", "out")
         assert "interrupted" in refused("verify", "out")
         assert "interrupted" in refused("revert", "out", "--out", "back")
         assert "unfinished run with another policy" in refused(*options, "--sparsity", 0.2)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     write_language(folder)
     convert(folder / "recall-cli", sparsity=None, rest="budgeted", budget=16)
+    shutil.copytree(MODEL, folder / "wider")
+    config = json.loads((folder / "wider" / "config.json").read_text())
+    (folder / "wider" / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
     return folder
 
 
@@ -67,6 +71,11 @@ def test_one_model_alone():
     [
         (("nowhere", *NEEDLE), "nowhere is not a folder"),
         (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is neither a folder nor a Hub id"),
+        (
+            ("recall-cli", "--source", "recall-cli", *NEEDLE, *OWN),
+            "recall-cli is a converted checkpoint; give the orig",
+        ),
+        (("recall-cli", "--source", "wider", *NEEDLE, *OWN), "wider is not what recall-cli was converted from"),
         (("recall-cli", *NEEDLE), r"\(--needles\)"),
         (("recall-cli", "--tasks", "perplexity"), r"give a text that it knows \(--text\)"),
         (("recall-cli", "--tasks", "perplexity", "--text", "./none.txt"), "cannot read text ./none.txt"),

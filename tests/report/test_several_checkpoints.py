@@ -173,6 +173,12 @@ class TestCommand:
         assert done("report", "a").err.strip() == "wrote a/index.html"
         assert not (tmp_path / "comparison").exists()
 
+    def test_a_page_of_own_results_stays(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for name in ("a", "b"):
+            saved(tmp_path / name, needles(name, 0.9, 0.5))
+        assert "a: it has a page of its own results" in refused("report", "a", "b", "--out", "a")
+
     def test_one_sweep(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         saved(tmp_path / "swept", builders.sweep())
