@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,17 @@ def test_the_original_chooses_where_it_is_there(task, sets, full, budgeted, tmp_
     assert loaded == [MODEL, budgeted]
     assert alone.settings["tasks"]["needle"]["choice"]["model"] == "converted"
     assert "the original was not there" in lines[0]
+
+
+def test_needles_beyond_the_positions_are_not_tried(task, sets, tmp_path):
+    sets("word")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(2 * [Path(task["needle"].text).read_text()]))
+    longer = {"needle": replace(task["needle"], lengths=(4096,), text=str(text))}
+    with pytest.raises(
+        TextError, match="4,096 tokens cannot be asked for: prompt and answer are beyond 4096 positions"
+    ):
+        evaluate({"original": MODEL}, longer, tmp_path / "report", BATCH, device="cpu")
 
 
 def test_a_run_that_goes_on_does_not_choose_again(task, sets, full, tmp_path, loaded):
