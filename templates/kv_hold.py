@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
-from .kv_layout import EVERY, TILE, VALUE_NORM, LayerLayout
+from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_tiles import QuantizedGroup, Tiles, by_tile, by_token, encoded_tokens, token_states
 from .kv_torch import Scoring, attention_received
 
@@ -191,15 +191,18 @@ class HeldHeads(BudgetedHeads):
         keys = self._stored(KEYS, used, codes)
         needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
-        stops, kept = on_device([lengths, left], keys.device)[..., None]
+        stops, kept, of_budgets = on_device([lengths, left, counts], keys.device)[..., None]
         importance = self._importance(keys, values, column, stops)
-        order = self._order(importance, stops, counts)[..., : max(map(max, left))]
+        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
+        chosen = most_important(importance, nothing, counts, self.selection, stops - window).sort().values
+        self.remember(importance, chosen)
+        place = torch.arange(max(map(max, left)), device=keys.device)
+        newest = (stops - kept + place).clamp(max=keys.shape[2] - 1)
+        order = F.pad(chosen, (0, len(place) - chosen.shape[2])).where(place < of_budgets, newest)
         if codes:
             codes.keep(keys, order, kept, of_heads, [*zip(*lengths, strict=True)])
         else:
             self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
-        first = torch.arange(max(map(max, counts)), device=kept.device)
-        self.remember(importance, order[..., : len(first)].where(first < kept - window, EVERY))
         self._drop(dropped, layer)
 
     def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
@@ -215,17 +218,6 @@ class HeldHeads(BudgetedHeads):
         received = attention_received(self.asked[:, :, asked], keys, nothing, self.scoring, stops)
         importance = weighted(received, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
-
-    def _order(self, importance: torch.Tensor, stops: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
-        """Slots of each head in another order: those that it keeps, the other tokens, empty ones; each ascending."""
-        window, device = self.selection.window, importance.device
-        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-        chosen = most_important(importance, nothing, counts, self.selection, stops - window)
-        slots = importance.shape[2]
-        slot = torch.arange(slots, device=device)
-        rank = torch.where(slot >= stops, 2, torch.where(slot >= stops - window, 0, 1))
-        rank = torch.cat([rank, rank[..., :1]], 2).scatter(2, chosen.clamp(max=slots), 0)
-        return rank[..., :-1].sort(stable=True).indices
 
     def _pack(self, column: int, layer, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""

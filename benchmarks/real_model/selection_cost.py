@@ -3,8 +3,9 @@
     python benchmarks/real_model/selection_cost.py MODEL --profile er.safetensors --json selection_cost.json
 
 Heads that keep as many tokens at most, with blocks of several sizes, unquantized and in 4 bits, decode `--steps` tokens
-on one thread after a prompt of random tokens. Two parts are timed: to remember the queries that will choose (`watch`),
-and to choose and move what a head keeps (`renew`), which happens once a block.
+on one thread after a prompt of random tokens. Three parts are timed: to remember the queries that will choose (`watch`);
+to choose and move what a head keeps (`renew`), which happens once a block; and to quantize the tokens that this brings
+into tiles (`quantize`), which every quantized cache does once with each token.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -27,7 +30,7 @@ from kvsurgery import __version__, console
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 
-BLOCKS, MOST, PARTS = (32, 64, 128), 256, ("watch", "renew")
+BLOCKS, MOST, PARTS = (32, 64, 128), 256, ("watch", "renew", "quantize")
 PROMPT = 300  # tokens, more than a head may keep
 
 
@@ -55,27 +58,31 @@ def timed(spent: dict[str, float], part: str, call: Callable) -> Callable:
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
-    """Milliseconds of CPU time of a decode step, and those of both parts in it."""
+    """Milliseconds of CPU time of a decode step, and those of its parts."""
     torch.manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, PROMPT))
     output, spent = model(tokens, use_cache=True), dict.fromkeys(PARTS, 0.0)
-    for layer in output.past_key_values.layers:
-        for part in PARTS:
+    layers = output.past_key_values.layers
+    for layer in layers:
+        for part in ("watch", "renew"):
             setattr(layer.budgeted, part, timed(spent, part, getattr(layer.budgeted, part)))
-    begin = time.process_time()
-    for _ in range(steps):
-        token = output.logits[:, -1:].argmax(-1)
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
-    found = {"step": time.process_time() - begin, **spent}
+    kv_tiles = import_module(".kv_tiles", type(layers[0]).__module__.rpartition(".")[0])
+    with mock.patch.object(kv_tiles, "_quantize", timed(spent, "quantize", kv_tiles._quantize)):
+        begin = time.process_time()
+        for _ in range(steps):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+        found = {"step": time.process_time() - begin, **spent}
+    found["renew"] -= found["quantize"]
     return {part: 1e3 * seconds / steps for part, seconds in found.items()}
 
 
 def table(found: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table."""
-    lines = ["| heads | ms a step | to remember queries | to select | both |", "|---|---|---|---|---|"]
+    lines = ["| heads | ms a step | to remember queries | to select | both | to quantize |", "|---|---|---|---|---|---|"]
     for name, result in found["results"].items():
-        shares = [result[part] / result["step"] for part in PARTS]
-        cells = [name, f"{result['step']:.0f}", *(f"{share:.2%}" for share in (*shares, sum(shares)))]
+        watch, renew, quantize = (result[part] / result["step"] for part in PARTS)
+        cells = [name, f"{result['step']:.0f}", *(f"{share:.2%}" for share in (watch, renew, watch + renew, quantize))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -285,6 +285,7 @@ def test_selection_has_its_share_of_a_step(
     found = json.loads(results.read_text())["results"]
     assert [*found] == ["unquantized, blocks of 32", "4 bits, blocks of 32"]
     assert all(each["watch"] > 0 and 0 < each["renew"] < each["step"] for each in found.values())
+    assert [each["quantize"] > 0 for each in found.values()] == [False, True]
     assert "| heads | ms a step |" in capsys.readouterr().out
 
 
