@@ -93,7 +93,8 @@ def weighted(received: torch.Tensor, values: torch.Tensor, selection: Selection)
     """
     if selection.select != VALUE_NORM:
         return received
-    return received * torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return received * torch.linalg.vector_norm(values, dim=-1, dtype=dtype).float()
 
 
 def most_important(

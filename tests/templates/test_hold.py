@@ -336,14 +336,15 @@ def test_an_unknown_or_unfit_selection_is_refused(held, selection):
         KVLayout.from_config(held.config)
 
 
-def test_the_first_tokens_stay_where_values_count(held):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_first_tokens_stay_where_values_count(held, dtype):
     """However small their values are."""
     held.config.kv_surgery["selection"] = SELECTION | {"select": "value-norm", "kernel_size": 1}
     model = CLASSES["llama"](held.config).eval()
-    keys, values = torch.randn(1, 3, 40, 6), torch.randn(1, 3, 40, 6)
+    keys, values = torch.randn(2, 1, 3, 40, 6, dtype=dtype)
     values[:, :, :10] *= 1e-6
     heads = BudgetedHeads(keys, KVLayout.from_config(model.config).layers[0], 40)
-    heads.observe(37, torch.randn(1, 6, 3, 6))
+    heads.observe(37, torch.randn(1, 6, 3, 6, dtype=dtype))
     kept = heads.select(keys, values, [], Scoring(1))[0]
     assert kept[0, :4].tolist() == [0, 1, 2, 3]
     assert kept[1, :4].tolist() == [0, 1, 2, 3]
