@@ -7,6 +7,7 @@ what the host knew when it was captured stays as it was.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
 from kvsurgery.templates import kv_attention, kv_cuda, kv_graph, kv_hold
 from tests.helpers.emitted import LOSSLESS, emitted
