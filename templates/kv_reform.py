@@ -9,7 +9,6 @@ from typing import Any
 
 from .kv_layout import setting, text_config
 
-STATES = ("q", "k", "v")
 COMPRESSORS = ("h2o", "tova", "streaming")
 
 
