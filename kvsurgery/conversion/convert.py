@@ -150,7 +150,7 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
         source=checkpoint.name,
         revision=checkpoint.revision,
         family=plan.family,
-        permutation=plan.orders,
+        permutation=plan.policy.orders,
         profile=plan.profile,
         policy=plan.policy.hash,
         options=plan.policy.options,
