@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+
+from blake3 import blake3
 
 from kvsurgery.errors import CheckpointError
 
@@ -144,6 +146,17 @@ class Shard:
             yield read
         finally:
             os.close(descriptor)
+
+
+def header_hashes(shards: Iterable[Shard]) -> dict[str, str]:
+    """The hash of each shard's header, by the shard's name."""
+    return {shard.name: blake3(shard.header).hexdigest() for shard in shards}
+
+
+def changed_headers(shards: Iterable[Shard], recorded: Mapping[str, str]) -> list[str]:
+    """Names of the shards whose header does not have its recorded hash, of missing and of unrecorded ones; sorted."""
+    hashes = header_hashes(shards)
+    return [name for name in sorted(hashes.keys() | recorded.keys()) if hashes.get(name) != recorded.get(name)]
 
 
 def file_status(path: Path) -> os.stat_result:
