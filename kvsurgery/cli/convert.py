@@ -152,9 +152,7 @@ def convert(
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:
         plan.print_policy(facts)
-        plan.print_kv_bytes(
-            facts["kv_bytes"], facts["kv_dtype"], facts["ranks"], facts["family"] if facts["replicated"] else None
-        )
+        plan.print_kv_bytes(facts)
         plan.print_result(result)
         if result["kv_check"] or prepared.policy.quantization is not None:
             console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])
