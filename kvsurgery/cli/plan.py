@@ -59,10 +59,10 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
         **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
         "replicated": family.replicated,
-        "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family.replicated)],
+        "ranks": rank_table(config, family.replicated),
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
         "kv_dtype": loaded_dtype(config),
-        "kv_bytes": [{"tokens": name, "before": before, "after": after} for name, before, after in kv_table(config)],
+        "kv_bytes": kv_table(config),
     }
 
 
