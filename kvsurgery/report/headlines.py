@@ -33,10 +33,15 @@ def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | 
     return f"Converted{origin} to a head-level KV cache. {shown}"
 
 
+def kinds_of_heads(heads: Sequence[Sequence[str | int]]) -> Counter[str]:
+    """How many KV heads of all layers are of each kind; those with a budget are "budgeted"."""
+    return Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
+
+
 def conversion(checkpoint: Mapping[str, Any]) -> str:
     """Model, kinds of heads and bits."""
     surgery, shape = checkpoint["surgery"], checkpoint["dimensions"]
-    kinds = Counter("budgeted" if isinstance(kind, int) else kind for layer in surgery["heads"] for kind in layer)
+    kinds = kinds_of_heads(surgery["heads"])
     says = {
         "full": "keep every token",
         "streaming": "keep the first and the most recent tokens (streaming)",
@@ -48,8 +53,9 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
     if shape:
         text = f"{checkpoint['model_type']} with {shape['layers']} layers of {shape['kv_heads']} KV heads. {text}"
     if quantized := surgery["quantization"]:
-        kinds = "full heads" if surgery.get("hold") else "full and budgeted heads"
-        text += f" The cache of {kinds} is stored in {describe_widths(quantized['bits'])} ({quantized['scheme']})."
+        quantized_heads = "full heads" if surgery.get("hold") else "full and budgeted heads"
+        widths = describe_widths(quantized["bits"])
+        text += f" The cache of {quantized_heads} is stored in {widths} ({quantized['scheme']})."
     if surgery["reform"]:
         gathered = f"{surgery['reform']['recompute_budget']:,} tokens"
         text += f" For prompts over {gathered}, REFORM gathers the tokens that the question needs."
