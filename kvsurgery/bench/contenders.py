@@ -74,18 +74,6 @@ class Contender:
         return None
 
 
-def positions_of(folder: Path) -> int:
-    """Tokens that a checkpoint has positions for.
-
-    Raises:
-        CheckpointError: transformers cannot read its config.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
 def load_models(
     folder: Path,
     source: Path | None,

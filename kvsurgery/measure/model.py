@@ -17,7 +17,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
@@ -113,7 +113,7 @@ class MeasuredModel:
             auto = getattr(transformers, [*family.classes][-1])
             model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),
             _tokenizer(weights, where),
