@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
 
 KV_BITS, RLKV_LITE = "kv-bits", "rlkv-lite"
-TEXTS = 8  # of generated text, how many contexts are drawn from
 
 
 def _gates(
@@ -132,10 +131,10 @@ def _reform(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], o
 
     from kvsurgery.measure.reform import PAPER, embedding_ranking
     from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
-    from kvsurgery.text.haystack import Haystack
+    from kvsurgery.text.haystack import Haystack, tokens_needed
 
-    several = TEXTS if options["text"] is None else 1
-    haystack = Haystack.read(options["text"], measured.text, several * options["context"], options["seed"])
+    needed = tokens_needed(options["text"], options["context"])
+    haystack = Haystack.read(options["text"], measured.text, needed, options["seed"])
     drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
     profile = embedding_ranking(
         measured,

@@ -15,10 +15,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import SAMPLES, setting
 from kvsurgery.text import help as says
-from kvsurgery.text.haystack import Haystack, check_text, first_tokens
+from kvsurgery.text.haystack import Haystack, check_text, first_tokens, tokens_needed
 from kvsurgery.text.lengths import default_lengths
-
-TEXTS = 8  # of text without end, how many pieces are drawn from
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class PerplexityTask:
         self.check()
         self._check_lengths(lengths, len(start))
         longest = max(lengths)
-        needed = longest * (TEXTS if self.text is None else 1)
-        haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
+        haystack = Haystack.read(self.text, reader.tokenizer, tokens_needed(self.text, longest), reader.seed)
         for number, length in islice(product(range(self.pieces), lengths), limit):
             piece = haystack.piece(np.random.default_rng([reader.seed, number]), longest - len(start))
             yield Sample(
