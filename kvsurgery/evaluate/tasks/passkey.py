@@ -15,7 +15,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, check_text, first_tokens, ordinary_tokens, token_ids, tokens_needed
@@ -45,13 +45,11 @@ class PasskeyTask:
             them.
     """
 
-    lengths: tuple[int, ...] | None = setting(
-        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
-    )
+    lengths: tuple[int, ...] | None = lengths_setting()
     count: int = setting(10, "passkeys", says.PASSKEYS)
     size: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS)
     prompts: int = setting(5, "samples", SAMPLES)
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
     hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")
     asked: str | None = setting(
         None, "passkey_asked", "the question; {cue} at its end gives the first token of the passkey"

@@ -13,8 +13,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting
-from kvsurgery.text import help as says
+from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text, first_tokens, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 
@@ -30,14 +29,12 @@ class PerplexityTask:
         text: a file, a dataset's id such as WikiText's or PG-19's, or None for generated text.
     """
 
-    lengths: tuple[int, ...] | None = setting(
-        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
-    )
+    lengths: tuple[int, ...] | None = lengths_setting()
     continuation: int = setting(
         256, "continuation", "number of last tokens that are decoded one by one and measured", tokens=True
     )
     pieces: int = setting(10, "samples", SAMPLES)
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
 
     def check(self) -> None:
         """Check numbers, and that the text can be read.
