@@ -229,10 +229,10 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hold(layout: KVLayout) -> dict[str, Any] | None:
-    for layer in layout.layers:
-        if layer.holds and layer.selection is not None:
-            return {name: getattr(layer.selection, name) for name in ("window", "hold", "select")}
-    return None
+    selection = layout.selection
+    if selection is None or selection.hold is None:
+        return None
+    return {name: getattr(selection, name) for name in ("window", "hold", "select")}
 
 
 def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:

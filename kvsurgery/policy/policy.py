@@ -86,7 +86,7 @@ class Policy:
     @property
     def selection(self) -> Selection | None:
         """How budgeted heads select; None: the others stream."""
-        return next((layer.selection for layer in self.layers if layer.selection), None)
+        return self.layout.selection
 
     @property
     def quantization(self) -> Quantization | None:
