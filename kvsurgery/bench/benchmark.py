@@ -12,12 +12,13 @@ import torch
 from kvsurgery.bench.caches import stored_bytes
 from kvsurgery.bench.contenders import contenders, load_models, usable
 from kvsurgery.bench.measure import Workload, measure
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.checkpoint import read_text_config
 from kvsurgery.evaluate.records import versions
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.processes import started_processes, usable_device
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for

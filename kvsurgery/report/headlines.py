@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.results import Bench
 from kvsurgery.console import size
 from kvsurgery.emit.cache_description import describe_widths
-from kvsurgery.evaluate.results import Results
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
 from kvsurgery.report.findings import verdict
 
 
