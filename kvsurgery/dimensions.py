@@ -26,6 +26,11 @@ class ModelDimensions:
         return self.query_heads // self.kv_heads
 
     @property
+    def query_width(self) -> int:
+        """Elements of the queries of a token, over all layers."""
+        return self.layers * self.query_heads * self.head_dim
+
+    @property
     def heads(self) -> str:
         """KV heads and their size, in words."""
         return f"{self.kv_heads} KV heads of {self.head_dim}"

@@ -129,8 +129,7 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
     """
     tokens = min(max(PROBE, options.sink + options.recent + 2), measured.max_context)
     weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
-    model = measured.dimensions
-    width = model.layers * model.query_heads * model.head_dim
+    width = measured.dimensions.query_width
 
     def operations(length: int) -> float:
         return 2.0 * weights * length + 2.0 * width * length**2
