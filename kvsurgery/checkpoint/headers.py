@@ -169,14 +169,23 @@ def file_status(path: Path) -> os.stat_result:
         return path.stat()
 
 
+def check_regular(path: Path) -> None:
+    """Check that a path, if something is there, is a regular file: reading another kind may never end.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+
+
 def read_shard(path: Path) -> Shard:
     """Read and check one file's header.
 
     Raises:
         CheckpointError: the file is unreadable or breaks the format in any way.
     """
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+    check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
