@@ -104,16 +104,17 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         UnsupportedModel: a family without a patch.
     """
     config = read_config(folder)
-    if "kv_surgery" in config and not stock:
+    converted = "kv_surgery" in config
+    if converted and not stock:
         counts = KVLayout.from_config(config).processes
         if tp not in counts:
             raise CheckpointError(
                 f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
                 f"as many, or convert it with `tp` {tp}"
             )
-    name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
+    name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
-    if "kv_surgery" in config and not stock:
+    if converted and not stock:
         options["trust_remote_code"] = True
     elif config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
