@@ -30,7 +30,7 @@ SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitt
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SweptSetting:
     """One combination of the axes' values, and the conversion that it decides."""
 
     options: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Grid:
     revision: str | None = None
     budgets: HeadProfile | None = None
 
-    def settings(self) -> list[Candidate | Refused]:
+    def settings(self) -> list[SweptSetting | Refused]:
         """Every combination, the first axis outermost. Only headers are read.
 
         Raises:
@@ -95,7 +95,7 @@ class Grid:
         shared = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
         return {name: value for name, value in shared.items() if value not in (None, ())}
 
-    def _setting(self, options: Mapping[str, Any]) -> Candidate | Refused:
+    def _setting(self, options: Mapping[str, Any]) -> SweptSetting | Refused:
         """Plan one; what the policy refuses is kept as the reason."""
         values = {name: None if (name, value) == ("kv_bits", PLAIN) else value for name, value in options.items()}
         try:
@@ -110,7 +110,7 @@ class Grid:
             )
         except PolicyError as error:
             return Refused(options, str(error))
-        return Candidate(options, prepared)
+        return SweptSetting(options, prepared)
 
 
 def sweep(
@@ -147,9 +147,9 @@ def sweep(
     settings, place = grid.settings(), Path(folder).resolve()
     if source.resolve() in (place, *place.parents):
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
-    distinct: dict[str, Candidate] = {}
+    distinct: dict[str, SweptSetting] = {}
     for setting in settings:
-        if isinstance(setting, Candidate):
+        if isinstance(setting, SweptSetting):
             distinct.setdefault(setting.answers, setting)
     with started_evaluation(folder, source, tasks, options, device, progress, note) as evaluation:
         processes, [some, *_] = evaluation.processes, distinct.values()
@@ -158,9 +158,9 @@ def sweep(
                 check_space(evaluation.folder, some.prepared.checkpoint.size)
         steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
         evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
-        for place, setting in enumerate(distinct.values(), 1):
+        for number, setting in enumerate(distinct.values(), 1):
             varying = {axis: setting.options[axis] for axis in varied(axes)}
-            _answer(evaluation, setting, steps.of(place, named(varying)))
+            _answer(evaluation, setting, steps.of(number, named(varying)))
         with processes.first():
             original = evaluation.results({ORIGINAL: ORIGINAL}, command)
             longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)
@@ -184,7 +184,7 @@ def sweep(
         return found
 
 
-def _answer(evaluation: Evaluation, setting: Candidate, progress: Progress) -> None:
+def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -> None:
     """Convert and ask, unless all is answered. A conversion that was killed goes on."""
     first, prepared, name = evaluation.processes.rank == 0, setting.prepared, setting.answers
     out = evaluation.folder / name / SCRATCH
@@ -207,7 +207,7 @@ def _answer(evaluation: Evaluation, setting: Candidate, progress: Progress) -> N
         shutil.rmtree(out.parent, ignore_errors=True)
 
 
-def _point(setting: Candidate | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
+def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
     if isinstance(setting, Refused):
         return Point(setting.options, skipped=setting.reason)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})

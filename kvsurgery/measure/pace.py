@@ -36,7 +36,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingPlan:
     """A training that fits a time.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pace:
     passkeys: int
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Pace:
+    def of(cls, facts: Mapping[str, Any]) -> TrainingPlan:
         """That of a training to go on with, by the facts beside its state.
 
         Raises:
@@ -74,7 +74,7 @@ class Pace:
 
 def paced(
     minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths(), window: int = 0
-) -> Pace:
+) -> TrainingPlan:
     """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
 
     Args:
@@ -99,7 +99,7 @@ def paced(
             f"gates take {LEAST} or more; give {enough} min"
         )
     passkeys = given.passkeys or min(max(shortest // PASSKEY, 1), PASSKEYS)
-    return Pace(min(steps, MOST), shortest, longest, passkeys)
+    return TrainingPlan(min(steps, MOST), shortest, longest, passkeys)
 
 
 def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
