@@ -17,9 +17,9 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.templates.kv_tiles import rotated
 
 ORIGINAL = "original"

@@ -22,7 +22,8 @@ from kvsurgery.cli.running import revision_option
 from kvsurgery.recipe import Demand
 
 if TYPE_CHECKING:
-    from kvsurgery.policy.fit import Candidate, Fit
+    from kvsurgery.policy.fit import Fit
+    from kvsurgery.policy.prices import Candidate
 
 # of the candidates that nothing beats, how many are shown
 ROWS = 12

@@ -13,7 +13,8 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
-from kvsurgery.policy.fit import Candidate, Fit
+from kvsurgery.policy.fit import Fit
+from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import AUTO
 
