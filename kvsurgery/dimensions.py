@@ -12,7 +12,7 @@ import numpy as np
 class ModelDimensions:
     """Attention dimensions; a group is the query heads that share one KV head.
 
-    Where layers differ, those of the layers with full attention are the model's: a profile is of their heads.
+    Where layers differ, these are the dimensions of the full-attention layers, whose heads a profile scores.
     """
 
     layers: int

@@ -42,7 +42,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_readable(path: str | Path) -> None:
-    """Check that a file can be read, before the work that comes before it is.
+    """Check that a file can be read, so that long work does not fail at its end.
 
     Raises:
         KVSurgeryError: it cannot.

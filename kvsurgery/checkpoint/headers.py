@@ -104,7 +104,7 @@ class Shard:
 
     @property
     def state(self) -> tuple[int | str | None, ...]:
-        """What is another when the bytes are.
+        """Size and time of change: they differ when the file's bytes were rewritten.
 
         Raises:
             CheckpointError: the file cannot be read.

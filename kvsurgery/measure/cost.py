@@ -22,7 +22,7 @@ PASSES = {"duo": 4, "attention": 1, "headkv-*": 1, "reform": 2}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method.
+    """What measuring a model with one method takes, estimated.
 
     Attributes:
         method: of `profile compute`.

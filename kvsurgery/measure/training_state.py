@@ -108,7 +108,7 @@ class TrainingState:
 
     @classmethod
     def refuse_to_replace(cls, path: Path) -> None:
-        """Nothing, where a training can begin to write its checkpoints.
+        """Check that a new training may write its checkpoints here.
 
         Raises:
             OutputError: another training's are there.

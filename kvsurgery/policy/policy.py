@@ -46,6 +46,7 @@ class Policy:
         layout: layers, with the order of their heads: full ones first, inside a group in the source's order.
         recipe: complete, without anything that makes no difference.
         options: the same as provenance records it, with the profile's method.
+        reform: how long prompts are read; None: as usual.
         rounded: how many more heads are full than the recipe asks for, so that blocks can be alike.
     """
 

@@ -23,7 +23,7 @@ class Tile:
 
 
 def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> str:
-    """What the page shows."""
+    """The first sentences of the page: what the checkpoint is, and which of its runs are shown."""
     runs = " and ".join([*["evaluation"] * (results is not None), *["benchmark"] * (bench is not None)])
     shown = f"This page shows its {runs}."
     surgery = checkpoint["surgery"]
@@ -80,7 +80,7 @@ def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
 
 
 def tiles(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> list[Tile]:
-    """What to know first."""
+    """The figures at the top of the page: full heads and KV bytes, scores, and decode speed."""
     return [*_surgery(checkpoint["surgery"]), *_scores(results), *_speed(bench)]
 
 

@@ -128,7 +128,7 @@ def tokens_needed(source: str | None, longest: int) -> int:
 
 
 def check_text(source: str | None) -> None:
-    """Check that `Haystack.read` can read a text, before the work that comes before it.
+    """Check that `Haystack.read` can read a text, without reading all of it.
 
     Raises:
         TextError: there is no such file or dataset, it cannot be read, or `datasets` is not installed.
