@@ -76,6 +76,11 @@ class Grid:
     revision: str | None = None
     budgets: HeadProfile | None = None
 
+    @property
+    def distinct_axes(self) -> dict[str, tuple[Any, ...]]:
+        """The axes with each value once."""
+        return {name: tuple(dict.fromkeys(values)) for name, values in self.axes.items()}
+
     def settings(self) -> list[SweptSetting | Refused]:
         """Every combination, the first axis outermost. Only headers are read.
 
@@ -83,8 +88,8 @@ class Grid:
             PolicyError: not one gives a policy.
             KVSurgeryError: no conversion can be done, whatever the policy.
         """
-        values = [dict.fromkeys(values) for values in self.axes.values()]
-        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in product(*values)]
+        combinations = product(*self.distinct_axes.values())
+        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in combinations]
         refused = [setting for setting in settings if isinstance(setting, Refused)]
         if len(refused) == len(settings):
             raise PolicyError(f"no setting gives a policy: {refused[0].reason}")
@@ -143,42 +148,25 @@ def sweep(
         KVSurgeryError: as `PreparedConversion.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    source, axes = grid.source, {name: tuple(dict.fromkeys(values)) for name, values in grid.axes.items()}
     settings, place = grid.settings(), Path(folder).resolve()
-    if source.resolve() in (place, *place.parents):
+    if grid.source.resolve() in (place, *place.parents):
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
     distinct: dict[str, SweptSetting] = {}
     for setting in settings:
         if isinstance(setting, SweptSetting):
             distinct.setdefault(setting.answers, setting)
-    with started_evaluation(folder, source, tasks, options, device, progress, note) as evaluation:
+    with started_evaluation(folder, grid.source, tasks, options, device, progress, note) as evaluation:
         processes, [some, *_] = evaluation.processes, distinct.values()
         with processes.first():
             if any(map(evaluation.missing, distinct)):
                 check_space(evaluation.folder, some.prepared.checkpoint.size)
         steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
-        evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
+        evaluation.answer(ORIGINAL, grid.source, steps.of(0, ORIGINAL))
         for number, setting in enumerate(distinct.values(), 1):
-            varying = {axis: setting.options[axis] for axis in varied(axes)}
+            varying = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}
             _answer(evaluation, setting, steps.of(number, named(varying)))
         with processes.first():
-            original = evaluation.results({ORIGINAL: ORIGINAL}, command)
-            longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)
-            found = Sweep(
-                source=grid.name or str(source),
-                command=command,
-                settings={
-                    **original.settings,
-                    **({"profile": grid.profile.hash} if grid.profile else {}),
-                    "conversion": grid.to_json(),
-                },
-                versions=original.versions,
-                axes=axes,
-                tokens=longest.tokens,
-                dense_bytes=longest.dense_bytes(some.layout),
-                original=original.tasks,
-                points=tuple(_point(setting, evaluation, longest) for setting in settings),
-            )
+            found = _results(grid, settings, evaluation, command)
             if processes.rank == 0:
                 found.save(evaluation.folder)
         return found
@@ -205,6 +193,28 @@ def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -
     # models that still answer have it in memory
     if first:
         shutil.rmtree(out.parent, ignore_errors=True)
+
+
+def _results(grid: Grid, settings: Sequence[SweptSetting | Refused], evaluation: Evaluation, command: str) -> Sweep:
+    """What the sweep found, once all is answered."""
+    original = evaluation.results({ORIGINAL: ORIGINAL}, command)
+    longest = LongestSample.of(grid.source, evaluation.samples, evaluation.reader.max_context, evaluation.options.dtype)
+    some = next(setting for setting in settings if isinstance(setting, SweptSetting))
+    return Sweep(
+        source=grid.name or str(grid.source),
+        command=command,
+        settings={
+            **original.settings,
+            **({"profile": grid.profile.hash} if grid.profile else {}),
+            "conversion": grid.to_json(),
+        },
+        versions=original.versions,
+        axes=grid.distinct_axes,
+        tokens=longest.tokens,
+        dense_bytes=longest.dense_bytes(some.layout),
+        original=original.tasks,
+        points=tuple(_point(setting, evaluation, longest) for setting in settings),
+    )
 
 
 def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
