@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from kvsurgery import console
-from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import first_tokens, token_ids
 
 STEPS = {

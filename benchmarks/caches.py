@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filling import append
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
@@ -16,9 +17,9 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
+from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.templates.kv_tiles import rotated
 
 ORIGINAL = "original"
@@ -108,5 +109,5 @@ def filled(cache: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         rotate, heads = "none" if quantization is None else quantization.rotate, keys.shape[1]
         keys = rotated(keys, heads) if rotate == "both" else keys
         layer.lazy_initialization(keys)
-        layer.append(keys, values if rotate == "none" else rotated(values, heads))
+        append(layer, keys, values if rotate == "none" else rotated(values, heads))
     return cache

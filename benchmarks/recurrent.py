@@ -44,6 +44,7 @@ from kvsurgery.memory import peak_memory
 from kvsurgery.templates.kv_encode import Encoder, EncodingLayer
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
+from tests.helpers.encode_bytes import encode_bytes
 
 sys.path.append(str(HERE))
 import embedding
@@ -171,7 +172,7 @@ def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
     embeddings = encoder.read(input_ids=task.prompts(SEED, 1, length).tokens)
     layers = [layer for layer in encoder.cache.layers if isinstance(layer, EncodingLayer)]
     kept = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
-    predicted = settings.encode_bytes(length, model.config.num_key_value_heads, model.config.head_dim, 4)
+    predicted = encode_bytes(settings, length, model.config.num_key_value_heads, model.config.head_dim, 4)
     return sum(part.untyped_storage().nbytes() for part in (embeddings, *kept) if part.numel()), predicted
 
 

@@ -28,13 +28,13 @@ from kvsurgery import console, figure
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.policy.policy import Policy, Quantization, decide
+from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.duo import import_duo
 from kvsurgery.profile.measured import Measured
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 SINK, RECENT = 64, 256
 SPARSITIES, BITS, RANKS = (0.25, 0.5, 0.75), (16, 8, 4), (1, 2, 4, 8, 16)

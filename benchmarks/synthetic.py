@@ -11,6 +11,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from filling import append
+
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from tests.helpers.emitted import emitted_class
@@ -116,7 +118,7 @@ def fill(
         keys, values = torch.randn(shape, generator=generator, dtype=dtype, device=device)
         cache.update(keys, values, index)
         if isinstance(cache, KVSurgeryCache):
-            cache.layers[index].append(keys, values)
+            append(cache.layers[index], keys, values)
 
 
 @torch.inference_mode()

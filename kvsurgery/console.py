@@ -82,7 +82,9 @@ def byte_progress(
 
 @contextmanager
 def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Generator[Callable[..., None]]:
-    """The same of steps, with a note on how it goes. Long work has an estimate of the whole after its first step.
+    """Show the progress of counted steps, each with a note.
+
+    Long work has an estimate of the whole after its first step.
 
     Yields:
         What to call with steps done, of how many, and the note.

@@ -12,7 +12,7 @@ import numpy as np
 class ModelDimensions:
     """Attention dimensions; a group is the query heads that share one KV head.
 
-    Where layers differ, those of the layers with full attention are the model's: a profile is of their heads.
+    Where layers differ, these are the dimensions of the full-attention layers, whose heads a profile scores.
     """
 
     layers: int
@@ -24,6 +24,11 @@ class ModelDimensions:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Elements of the queries of a token, over all layers."""
+        return self.layers * self.query_heads * self.head_dim
 
     @property
     def heads(self) -> str:

@@ -56,7 +56,16 @@ class Interrupted(KVSurgeryError):
         super().__init__(f"interrupted; {hint}")
 
 
+def not_loaded(source: object, error: Exception) -> CheckpointError:
+    """The error for a checkpoint that transformers cannot load, with the first line of its reason."""
+    return CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}")
+
+
 def short(value: object) -> str:
     """A value as an error shows it, in at most 60 characters."""
-    text = repr(value)
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """The beginning of a text, in at most 60 characters."""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_readable(path: str | Path) -> None:
-    """Check that a file can be read, before the work that comes before it is.
+    """Check that a file can be read, so that long work does not fail at its end.
 
     Raises:
         KVSurgeryError: it cannot.
@@ -124,3 +124,12 @@ def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[
         raise KVSurgeryError(f"cannot read {path}: {error.strerror}; run `{command}` first") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise KVSurgeryError(f"{path} is not what this version of `{command}` writes: {error}") from error
+
+
+def differences(one: Any, other: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Keys that lead to what differs between two documents, and both values, as far down as both are objects."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            yield from differences(one.get(key), other.get(key), (*keys, key))
+    elif one != other:
+        yield keys, one, other

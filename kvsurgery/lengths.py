@@ -8,7 +8,7 @@ from kvsurgery.templates.kv_layout import setting, text_config
 
 LADDER = (512, 2_048, 8_192, 32_768, 131_072, 524_288)
 UNKNOWN = (8_192, 32_768, 131_072)  # for a config without a maximum
-MOST = 1 << 40  # tokens; what says more, says nothing
+MOST = 1 << 40  # tokens; a larger maximum is a placeholder
 BELOW = 3  # steps of the ladder that are shown below the maximum
 UNITS = {"M": 1 << 20, "k": 1 << 10}
 

@@ -61,7 +61,7 @@ class Processes:
         return [record for own in gathered for record in own]
 
     def agree(self, value: Any) -> Any:
-        """What the first process has."""
+        """The first process's value, in every process."""
         if self.world == 1:
             return value
         values = [value]

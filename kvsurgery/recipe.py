@@ -327,7 +327,7 @@ class Recipe:
         """Write a recipe's file. Relative names of files become relative to its folder.
 
         Raises:
-            OSError: it cannot be written.
+            OutputError: it cannot be written.
         """
         folder = os.path.dirname(path) or "."
         recipe = self._with_files(lambda name: name if os.path.isabs(name) else os.path.relpath(name, folder))

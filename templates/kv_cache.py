@@ -270,18 +270,6 @@ class KVLayerCache(HandingLayer):
         if isinstance(group, QuantizedGroup):
             self.table = None  # it says what is packed
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new columns of every head, as a forward does: [batch, kv_heads, tokens, head_dim].
-
-        A prompt of budgeted heads needs the queries too: there, only the attention function can.
-        """
-        self.make_room(keys.shape[2])
-        heads = [group.heads for group in self.groups]
-        for group, *states in zip(self.groups, keys.split(heads, 1), values.split(heads, 1), strict=True):
-            if group.heads:
-                self.store(group, self.seen, *states)
-        self.advance(keys.shape[2])
-
     def advance(self, tokens: int) -> None:
         """Count columns that have been stored."""
         self.seen += tokens

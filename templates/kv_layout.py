@@ -486,14 +486,18 @@ class KVLayout:
     @property
     def section(self) -> dict:
         """What `from_config` reads of the heads in the `kv_surgery` section."""
-        selection = next((layer.selection for layer in self.layers if layer.selection), None)
         return {
             "version": VERSION,
             "head_dim": self.head_dim,
-            **({"selection": selection.section} if selection else {}),
+            **({"selection": self.selection.section} if self.selection else {}),
             **({"quantization": quantized} if (quantized := self.quantization_section) else {}),
             "layers": [layer.section for layer in self.layers],
         }
+
+    @property
+    def selection(self) -> Selection | None:
+        """How budgeted heads select; None: the others stream."""
+        return next((layer.selection for layer in self.layers if layer.selection), None)
 
     @property
     def quantization(self) -> Quantization | None:

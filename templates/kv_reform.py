@@ -9,7 +9,6 @@ from typing import Any
 
 from .kv_layout import setting, text_config
 
-STATES = ("q", "k", "v")
 COMPRESSORS = ("h2o", "tova", "streaming")
 
 
@@ -107,12 +106,3 @@ class Reform:
     def exit_layer(self) -> int:
         """The highest layer that is looked at; those above it do not run while the prompt is read."""
         return max(layer for layer, _, _ in self.heads)
-
-    def encode_bytes(self, tokens: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-        """Bytes held from chunk to chunk while a prompt of `tokens` is read: what the layers below the exit keep,
-        and every token's embedding.
-
-        A chunk adds one layer's states on their way through: keys and values of `encode_budget + chunk` tokens.
-        """
-        kept = 2 * self.exit_layer * kv_heads * min(tokens, self.encode_budget)
-        return (kept + len(self.heads) * tokens) * head_dim * itemsize

@@ -119,9 +119,8 @@ def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> torch.Tensor:
     """Scales [..., TILE, columns] of runs of channels as [planes, ..., runs, TILE] of runs that lie in one plane."""
     column = head_dim // scale.shape[-1]
     run = math.gcd(head_dim // planes, column)
-    parts = scale.mT[..., None, :].expand(
-        *scale.shape[:-2], -1, column // run, TILE
-    )  # of one column, nothing is copied
+    # of one column, nothing is copied
+    parts = scale.mT[..., None, :].expand(*scale.shape[:-2], -1, column // run, TILE)
     return parts.flatten(-3, -2).unflatten(-2, (planes, -1)).movedim(-3, 0)
 
 
@@ -237,9 +236,7 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
     """Codes uint8 [..., tokens, n] of the channels that the same bits of bytes hold, from the low bits on."""
     if bits == 3:
-        tokens, width = packed.shape[-2:]
-        parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
-        low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
+        low, third = _thirds(packed)
         pairs = third.to(torch.int16)  # a byte for both bytes of a word: of each plane, two bits that are eight apart
         pairs = (pairs << 6).bitwise_or_(pairs.bitwise_left_shift_(2))
         for place, plane in enumerate(_planes(low, 2)):
@@ -252,6 +249,14 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
         else:
             shifted = packed >> bits * plane
             yield shifted if plane == last else shifted.bitwise_and_(2**bits - 1)
+
+
+def _thirds(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of codes of 3 bits, packed as [..., tokens, width], those of the two low bits and of the third, by token."""
+    tokens, width = packed.shape[-2:]
+    parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
+    low, third = (part.unflatten(-1, (tokens, -1)) for part in parts)
+    return low, third
 
 
 def _third_bits(device: torch.device) -> torch.Tensor:
@@ -298,8 +303,7 @@ def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.T
     if back:
         parts = packed.split([width * 2 // 3, width // 3], -1)
         return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (tokens, -1))
-    parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
-    return torch.cat([part.unflatten(-1, (tokens, -1)) for part in parts], -1)
+    return torch.cat(_thirds(packed), -1)
 
 
 def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.templates import kv_layout
+from kvsurgery.templates.kv_layout import Quantization
 
 ROOT = Path(__file__).parent.parent
 WITH_OTHERS = {"markupsafe"}  # is jinja2's

@@ -3,9 +3,9 @@
     python benchmarks/real_model/selection_cost.py MODEL --profile er.safetensors --json selection_cost.json
 
 Heads that keep as many tokens at most, with blocks of several sizes, unquantized and in 4 bits, decode `--steps` tokens
-on one thread after a prompt of random tokens. Three parts are timed: to remember the queries that will choose (`watch`);
-to choose and move what a head keeps (`renew`), which happens once a block; and to quantize the tokens that this brings
-into tiles (`quantize`), which every quantized cache does once with each token.
+on one thread after a prompt of random tokens. Three parts are timed: to remember the queries that will choose
+(`watch`); to choose and move what a head keeps (`renew`), which happens once a block; and to quantize the tokens that
+this brings into tiles (`quantize`), which every quantized cache does once with each token.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table."""
-    lines = ["| heads | ms a step | to remember queries | to select | both | to quantize |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| heads | ms a step | to remember queries | to select | both | to quantize |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, result in found["results"].items():
         watch, renew, quantize = (result[part] / result["step"] for part in PARTS)
         cells = [name, f"{result['step']:.0f}", *(f"{share:.2%}" for share in (watch, renew, watch + renew, quantize))]

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from kvsurgery.bench.caches import stored_bytes
-from kvsurgery.bench.contenders import contenders, load_models, positions_of, usable
+from kvsurgery.bench.contenders import contenders, load_models, usable
 from kvsurgery.bench.measure import Workload, measure
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
 from kvsurgery.conversion.inspection import inspect_checkpoint
 from kvsurgery.errors import CheckpointError, KVSurgeryError
+from kvsurgery.evaluate.checkpoint import read_text_config
 from kvsurgery.evaluate.records import versions
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.processes import started_processes, usable_device
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
@@ -60,7 +62,8 @@ def benchmark(
     facts = inspect_checkpoint(folder, str(folder))
     if facts.surgery is None:
         raise CheckpointError(f"{folder} is not a converted checkpoint; give a folder that `kvsurgery convert` wrote")
-    where, new, positions = usable_device(device), options.get("new", Workload.new), positions_of(folder)
+    where, new = usable_device(device), options.get("new", Workload.new)
+    positions = read_text_config(folder).max_position_embeddings
     budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
     kind = torch.device(where).type
     lengths = lengths or default_lengths(kind, positions - new, budget)

@@ -9,7 +9,7 @@ import torch
 from transformers import QuantizedCache
 
 WIDTHS = {"quanto": (4, 2), "hqq": (8, 4, 2)}  # bits that the backends of QuantizedCache have
-STEP = 64  # tokens; what they ask of a prompt whose keys they scale per channel
+STEP = 64  # tokens; backends that scale keys per channel need prompts of a multiple of these
 
 
 def stored_bytes(thing: Any) -> int:

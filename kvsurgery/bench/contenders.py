@@ -14,13 +14,13 @@ from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedM
 from kvsurgery import console
 from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
-from kvsurgery.bench.results import CONVERTED, ORIGINAL
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.dtype import stored_dtype
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.answering import GATHERED_ALONE
 from kvsurgery.evaluate.checkpoint import copy_code, load
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import KVLayout
@@ -72,18 +72,6 @@ class Contender:
         if needed is not None and needed > free:
             return f"its KV cache takes {console.size(needed)}, {console.size(free)} are free"
         return None
-
-
-def positions_of(folder: Path) -> int:
-    """Tokens that a checkpoint has positions for.
-
-    Raises:
-        CheckpointError: transformers cannot read its config.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def load_models(

@@ -12,10 +12,11 @@ import torch
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.bench.contenders import Contender, step_weights
 from kvsurgery.bench.memory import peak_of
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, PHASES, Phase, Row
+from kvsurgery.bench.results import PHASES, Phase, Row
 from kvsurgery.bench.timing import Stopwatch, quartiles
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
 

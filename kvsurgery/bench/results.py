@@ -12,7 +12,6 @@ from kvsurgery.files import document, write_table, write_whole
 
 FILE, TABLE = "bench.json", "bench.csv"
 FORMAT, VERSION = "kvsurgery.bench", 1
-CONVERTED, ORIGINAL = "converted", "original"  # contenders that are always there
 PHASES = ("prefill", "chunked", "first_token", "decode")
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+
+from blake3 import blake3
 
 from kvsurgery.errors import CheckpointError
 
@@ -102,7 +104,7 @@ class Shard:
 
     @property
     def state(self) -> tuple[int | str | None, ...]:
-        """What is another when the bytes are.
+        """Size and time of change: they differ when the file's bytes were rewritten.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -146,6 +148,17 @@ class Shard:
             os.close(descriptor)
 
 
+def header_hashes(shards: Iterable[Shard]) -> dict[str, str]:
+    """The hash of each shard's header, by the shard's name."""
+    return {shard.name: blake3(shard.header).hexdigest() for shard in shards}
+
+
+def changed_headers(shards: Iterable[Shard], recorded: Mapping[str, str]) -> list[str]:
+    """Names of the shards whose header does not have its recorded hash, of missing and of unrecorded ones; sorted."""
+    hashes = header_hashes(shards)
+    return [name for name in sorted(hashes.keys() | recorded.keys()) if hashes.get(name) != recorded.get(name)]
+
+
 def file_status(path: Path) -> os.stat_result:
     """Size and times of a file.
 
@@ -156,14 +169,23 @@ def file_status(path: Path) -> os.stat_result:
         return path.stat()
 
 
+def check_regular(path: Path) -> None:
+    """Check that a path, if something is there, is a regular file: reading another kind may never end.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+
+
 def read_shard(path: Path) -> Shard:
     """Read and check one file's header.
 
     Raises:
         CheckpointError: the file is unreadable or breaks the format in any way.
     """
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+    check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

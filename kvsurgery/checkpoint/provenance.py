@@ -1,7 +1,7 @@
 """`kvsurgery.json`: where a converted checkpoint comes from, and all that is needed to verify and revert it.
 
-No timestamps and no paths: the same input gives the same bytes. A checksum over all of it finds accidental changes, to
-what nothing else would give away: the original side files, and the lists of what is checked.
+No timestamps and no paths: the same input gives the same bytes. A checksum over all of it finds accidental changes that
+no other hash covers: to the original side files and to the lists of what is checked.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.checkpoint.headers import Shard, Tensor, read_shard, reading
+from kvsurgery.checkpoint.headers import Shard, Tensor, check_regular, read_shard, reading
 from kvsurgery.checkpoint.journal import check_finished
 from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.templates.kv_layout import text_config
@@ -149,10 +149,14 @@ def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str
         raise CheckpointError(f"{folder / INDEX} does not name {min(extra)!r}, which is in {found[min(extra)]}")
 
 
+def weight_bytes(*folders: Path) -> int:
+    """Bytes of the safetensors files in folders."""
+    return sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
+
+
 def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """A JSON object from a file, and the file's bytes."""
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+    check_regular(path)
     with reading(path):
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large to be what its name says")

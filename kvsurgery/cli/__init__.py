@@ -64,7 +64,7 @@ def main() -> None:
     Exit codes: 1 failure, 2 usage, 3 mismatch, 130 interrupted. When the reader of a pipe closes it early, as `head`
     does, the command ends with 1 and without a message: click, rich and Python itself do the same.
     """
-    # people add it to the end of what failed
+    # `--debug` works anywhere, as people append it to the command that failed
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # file names need not be text that the terminal can show

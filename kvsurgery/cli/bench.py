@@ -176,7 +176,7 @@ def _notes(found: Bench) -> Iterator[str]:
 
 def _times_faster(found: Bench, row: Row) -> str:
     """How many steps this contender makes while the original makes one."""
-    from kvsurgery.bench.results import ORIGINAL
+    from kvsurgery.evaluate.results import ORIGINAL
 
     [original] = (
         other.decode

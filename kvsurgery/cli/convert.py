@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
-from kvsurgery.cli.recipe_options import profile_option, recipe_of, recipe_options, reform_options, save_recipe_option
+from kvsurgery.cli.recipe_options import (
+    profile_option,
+    recipe_of,
+    recipe_options,
+    reform_options,
+    save_recipe_option,
+    write_recipe,
+)
 from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option
 
 if TYPE_CHECKING:
@@ -136,7 +143,7 @@ def convert(
         else:
             plan.print_plan(facts)
             console.stderr.print("Next: give the same command with --out DIR in place of --dry-run")
-        _save(prepared, save_recipe)
+        write_recipe(prepared.policy.recipe, save_recipe)
         return
 
     if stream:
@@ -152,28 +159,17 @@ def convert(
         click.echo(json.dumps({**facts, **result}, indent=2))
     else:
         plan.print_policy(facts)
-        plan.print_kv_bytes(
-            facts["kv_bytes"], facts["kv_dtype"], facts["ranks"], facts["family"] if facts["replicated"] else None
-        )
+        plan.print_kv_bytes(facts)
         plan.print_result(result)
         if result["kv_check"] or prepared.policy.quantization is not None:
             console.stdout.print((result["kv_check"] or {"line": UNCHECKED})["line"])
-    _save(prepared, save_recipe)
+    write_recipe(prepared.policy.recipe, save_recipe)
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
     auto = auto_class(json.loads(prepared.files["config.json"]))
     loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"Load it with: {loads}")
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
-
-
-def _save(prepared: PreparedConversion, path: Path | None) -> None:
-    """Write the recipe that was decided."""
-    from kvsurgery import console
-
-    if path is not None:
-        prepared.policy.recipe.save(path)
-        console.stderr.print(f"wrote {path}")
 
 
 def _convert(

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
-from kvsurgery.cli.recipe_options import flags_of, profile_option, recipe_of, recipe_options, save_recipe_option
+from kvsurgery.cli.recipe_options import (
+    flags_of,
+    profile_option,
+    recipe_of,
+    recipe_options,
+    save_recipe_option,
+    write_recipe,
+)
 from kvsurgery.cli.running import revision_option
 from kvsurgery.recipe import Demand
 
 if TYPE_CHECKING:
-    from kvsurgery.policy.fit import Candidate, Fit
+    from kvsurgery.policy.fit import Fit
+    from kvsurgery.policy.prices import Candidate
 
 # of the candidates that nothing beats, how many are shown
 ROWS = 12
@@ -108,9 +116,7 @@ def fit(
     if picture is not None:
         _plot(found, name, picture)
         console.stderr.print(f"wrote {picture}")
-    if save_recipe is not None:
-        recipe.save(save_recipe)
-        console.stderr.print(f"wrote {save_recipe}")
+    write_recipe(recipe, save_recipe)
     place = [*([source] if source else []), *(["--revision", revision] if revision else [])]
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
     words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]

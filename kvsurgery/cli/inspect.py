@@ -104,7 +104,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
     from kvsurgery.emit.cache_description import describe_bits, describe_hold
 
-    print_kv_bytes(surgery.kv_bytes, surgery.kv_dtype, surgery.ranks, family if surgery.replicated else None)
+    print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
         how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")

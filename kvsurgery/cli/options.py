@@ -96,3 +96,9 @@ def in_group(name: str, *adding: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return command
 
     return decorate
+
+
+def group_reduce_option(text: str) -> Callable[[Any], Any]:
+    """The option `--group-reduce` of a command on profiles, with its help."""
+    how = click.Choice(["mean", "max"])
+    return click.option("--group-reduce", type=how, default="mean", show_default=True, help=text)

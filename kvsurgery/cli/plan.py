@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,8 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
-from kvsurgery.policy.fit import Candidate, Fit
+from kvsurgery.policy.fit import Fit
+from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import AUTO
 
@@ -59,10 +60,10 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
         **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
         "replicated": family.replicated,
-        "ranks": [{"processes": count, "kv_bytes": held} for count, held in rank_table(config, family.replicated)],
+        "ranks": rank_table(config, family.replicated),
         "bytes_to_write": checkpoint.size + sum(map(len, files.values())),
         "kv_dtype": loaded_dtype(config),
-        "kv_bytes": [{"tokens": name, "before": before, "after": after} for name, before, after in kv_table(config)],
+        "kv_bytes": kv_table(config),
     }
 
 
@@ -124,9 +125,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
         if layer["full"] + layer["streaming"] + len(layer["budgets"])  # linear attention has no heads
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
-    print_kv_bytes(
-        facts["kv_bytes"], facts["kv_dtype"], facts["ranks"], facts["family"] if facts["replicated"] else None
-    )
+    print_kv_bytes(facts)
     tensors = facts["tensors"]
     console.stdout.print(
         f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
@@ -220,31 +219,28 @@ def print_result(result: Mapping[str, Any]) -> None:
     console.stdout.print(line)
 
 
-def print_kv_bytes(
-    kv_bytes: Sequence[Mapping[str, Any]], dtype: str, ranks: Iterable[Mapping[str, Any]], replicated: str | None
-) -> None:
+def print_kv_bytes(facts: Mapping[str, Any]) -> None:
     """Tables of the KV cache: at several lengths, and at the last one in each process of tensor parallelism.
 
     Args:
-        kv_bytes: `tokens` ("128k"), and bytes `before` and `after`, for a model in this dtype.
-        ranks: `processes`, and the `kv_bytes` of each; empty where heads are laid out for one.
-        replicated: the family of which every process has all heads, if so.
+        facts: `kv_bytes`: of each length, `tokens` ("128k"), and bytes `before` and `after`; `kv_dtype`: of the model;
+            `ranks`: `processes`, and the `kv_bytes` of each; empty where heads are laid out for one; `replicated`:
+            whether every process of this `family` has all heads.
     """
     rows = [
         (row["tokens"], console.size(row["before"]), console.size(row["after"]), f"{row['after'] / row['before']:.2f}")
-        for row in kv_bytes
+        for row in facts["kv_bytes"]
     ]
-    console.stdout.print(
-        console.table(f"KV cache of one sequence, model in {dtype}", ["tokens", "before", "after", "ratio"], rows)
-    )
-    _print_ranks(ranks, kv_bytes[-1]["tokens"], replicated)
+    title = f"KV cache of one sequence, model in {facts['kv_dtype']}"
+    console.stdout.print(console.table(title, ["tokens", "before", "after", "ratio"], rows))
+    _print_ranks(facts, rows[-1][0])
 
 
-def _print_ranks(ranks: Iterable[Mapping[str, Any]], tokens: str, replicated: str | None) -> None:
-    rows = [(rank["processes"], *(console.size(of(rank["kv_bytes"])) for of in (min, max))) for rank in ranks]
+def _print_ranks(facts: Mapping[str, Any], tokens: str) -> None:
+    rows = [(rank["processes"], *(console.size(of(rank["kv_bytes"])) for of in (min, max))) for rank in facts["ranks"]]
     if not rows:
         return
     title = f"KV cache of a process, tensor parallelism, {tokens} tokens"
     console.stdout.print(console.table(title, ["processes", "at least", "at most"], rows))
-    if replicated:
-        console.stdout.print(f"transformers replicates the attention of {replicated}: processes save no KV cache")
+    if facts["replicated"]:
+        console.stdout.print(f"transformers replicates the attention of {facts['family']}: processes save no KV cache")

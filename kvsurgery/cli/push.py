@@ -32,6 +32,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     """
     from kvsurgery import console, hub
     from kvsurgery.checkpoint.provenance import Provenance
+    from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.verify import verify
 
     Provenance.read(folder)
@@ -42,8 +43,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
         beside = card_files(folder, report)
     # hashing takes minutes; a missing token should not wait for it
     hub.check_login(repo_id)
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with console.byte_progress("verifying", total) as advance:
+    with console.byte_progress("verifying", weight_bytes(folder)) as advance:
         found = verify(folder, progress=advance)
     if found.unrecorded:
         console.stderr.print(f"also uploading what the conversion did not write: {', '.join(found.unrecorded)}")

@@ -244,6 +244,15 @@ def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Deman
     return {"fit": Demand(**whole)}
 
 
+def write_recipe(recipe: Recipe, path: Path | None) -> None:
+    """Write a recipe to the file of --save-recipe, if one is given."""
+    from kvsurgery import console
+
+    if path is not None:
+        recipe.save(path)
+        console.stderr.print(f"wrote {path}")
+
+
 def flags_of(recipe: Recipe) -> list[str]:
     """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
     usual = Recipe()

@@ -28,13 +28,13 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     kvsurgery revert ./llama3-duo --out ./llama3
     """
     from kvsurgery import console
+    from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.revert import revert
     from kvsurgery.errors import Interrupted
 
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     try:
-        with console.byte_progress("reverting", total) as advance:
+        with console.byte_progress("reverting", weight_bytes(folder)) as advance:
             report = revert(folder, out, jobs=jobs or JOBS, progress=advance)
     except KeyboardInterrupt:
         raise Interrupted from None

@@ -45,6 +45,7 @@ def verify(
     kvsurgery verify ./llama3-duo --hashes
     """
     from kvsurgery import console
+    from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
 
@@ -52,8 +53,7 @@ def verify(
         raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
-    total = sum(path.stat().st_size for place in folders for path in place.glob("*.safetensors"))
-    with console.byte_progress("verifying", total) as advance:
+    with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
         report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
     compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
     if as_json:

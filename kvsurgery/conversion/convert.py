@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from kvsurgery import __version__
-from kvsurgery.checkpoint.headers import Shard, file_status
+from kvsurgery.checkpoint.headers import Shard, file_status, header_hashes
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
 from kvsurgery.checkpoint.side_files import SideFiles, side_files
@@ -150,11 +150,11 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
         source=checkpoint.name,
         revision=checkpoint.revision,
         family=plan.family,
-        permutation=plan.orders,
+        permutation=plan.policy.orders,
         profile=plan.profile,
         policy=plan.policy.hash,
         options=plan.policy.options,
-        headers={shard.name: blake3(shard.header).hexdigest() for shard in checkpoint.shards},
+        headers=header_hashes(checkpoint.shards),
         tensors={},
         emitted={name: file_hash(name, blake3(content).hexdigest()) for name, content in files.items()},
         copied=dict.fromkeys([*sides.copied, *([INDEX] if checkpoint.index is not None else [])]),

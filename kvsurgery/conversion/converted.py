@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.checkpoint.headers import Shard
+from kvsurgery.checkpoint.headers import Shard, changed_headers
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, Checkpoint, read_weights
 from kvsurgery.conversion.plan import Move, plan_moves
@@ -46,10 +44,8 @@ def open_converted(folder: Path) -> Converted:
         shards, index = read_weights(folder)
     except KVSurgeryError as error:
         raise Mismatch(str(error)) from error
-    headers = {shard.name: blake3(shard.header).hexdigest() for shard in shards}
-    for name in sorted(headers.keys() | provenance.headers.keys()):
-        if headers.get(name) != provenance.headers.get(name):
-            raise Mismatch(f"{folder / name} is not the file that the conversion wrote; {SAVED_AGAIN}")
+    if changed := changed_headers(shards, provenance.headers):
+        raise Mismatch(f"{folder / changed[0]} is not the file that the conversion wrote; {SAVED_AGAIN}")
     try:
         config = json.loads(provenance.originals[CONFIG])
         original = Checkpoint(folder, provenance.source, provenance.revision, config, shards, index)

@@ -229,10 +229,10 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hold(layout: KVLayout) -> dict[str, Any] | None:
-    for layer in layout.layers:
-        if layer.holds and layer.selection is not None:
-            return {name: getattr(layer.selection, name) for name in ("window", "hold", "select")}
-    return None
+    selection = layout.selection
+    if selection is None or selection.hold is None:
+        return None
+    return {name: getattr(selection, name) for name in ("window", "hold", "select")}
 
 
 def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
@@ -251,8 +251,8 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
         quantization=layout.quantization_section,
         reform=asdict(reform) if reform else None,
         kv_dtype=loaded_dtype(config),
-        kv_bytes=tuple(dict(zip(("tokens", "before", "after"), row, strict=True)) for row in kv_table(config)),
-        ranks=tuple({"processes": count, "kv_bytes": held} for count, held in rank_table(config, replicated)),
+        kv_bytes=tuple(kv_table(config)),
+        ranks=tuple(rank_table(config, replicated)),
         replicated=replicated,
         vllm=_serving(name, config),
         hold=_hold(layout),

@@ -76,11 +76,6 @@ class SurgeryPlan:
     moves: Mapping[str, Move]
 
     @property
-    def orders(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer, the source KV head at each place."""
-        return self.policy.orders
-
-    @property
     def moved(self) -> tuple[str, ...]:
         """Tensors whose bytes change places."""
         return tuple(name for name, move in self.moves.items() if not move.plain)

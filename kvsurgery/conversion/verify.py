@@ -9,6 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvsurgery.checkpoint.headers import changed_headers
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
 from kvsurgery.checkpoint.side_files import chunks, walk
 from kvsurgery.checkpoint.source import Checkpoint
@@ -99,10 +100,8 @@ def check_source(
         _check_file(source.folder, name, digest, "is not what was converted")
     for name, content in provenance.originals.items():
         _check_file(source.folder, name, file_hash(name, blake3(content).hexdigest()), "is not what was converted")
-    headers = {shard.name: blake3(shard.header).hexdigest() for shard in source.shards}
-    for name in sorted(headers.keys() | provenance.headers.keys()):
-        if headers.get(name) != provenance.headers.get(name):
-            raise Mismatch(f"{source.folder / name} is not what was converted")
+    if changed := changed_headers(source.shards, provenance.headers):
+        raise Mismatch(f"{source.folder / changed[0]} is not what was converted")
     for shard in source.shards:
         moves = {tensor.name: unmoved(tensor) for tensor in shard.tensors}
         move_bytes(shard, moves, expected=provenance.tensors, jobs=jobs, progress=progress)

@@ -37,28 +37,31 @@ def loaded_dtype(config: Mapping[str, Any]) -> str:
     return next((name for name in names if isinstance(name, str) and name in ITEMSIZES), "16 bit")
 
 
-def kv_table(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """(name of the length, bytes before, bytes after) of one sequence's KV cache in the loaded dtype, for a converted
-    config: the last row is for the model's own maximum."""
+def kv_table(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The KV cache of one sequence in the loaded dtype, for a converted config: `tokens`, the name of a length, and
+    bytes `before` and `after`. The last row is for the model's own maximum."""
     layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
     return [
-        (
-            length_name(length),
-            layout.dense_bytes(1, length, itemsize=itemsize),
-            layout.kv_bytes(1, length, itemsize=itemsize),
-        )
+        {
+            "tokens": length_name(length),
+            "before": layout.dense_bytes(1, length, itemsize=itemsize),
+            "after": layout.kv_bytes(1, length, itemsize=itemsize),
+        }
         for length in lengths_of(config)
     ]
 
 
-def rank_table(config: Mapping[str, Any], replicated: bool) -> list[tuple[int, list[int]]]:
-    """(processes, bytes that each of them holds) of one sequence's KV cache in the loaded dtype at the last length of
-    `kv_table`, for a converted config: one entry for every number of processes of tensor parallelism that its heads
-    are laid out for. With `replicated` attention, each of them holds all of it."""
+def rank_table(config: Mapping[str, Any], replicated: bool) -> list[dict[str, Any]]:
+    """The KV cache of one sequence in the loaded dtype at the last length of `kv_table`, for a converted config: a row
+    for every number of `processes` of tensor parallelism that its heads are laid out for, with the `kv_bytes` that
+    each of them holds. With `replicated` attention, each of them holds all of it."""
     layout, itemsize = KVLayout.from_config(config), ITEMSIZES[loaded_dtype(config)]
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     longest = lengths_of(config)[-1]
-    return [(count, [part.kv_bytes(1, longest, itemsize=itemsize) for part in own]) for count, own in parts.items()]
+    return [
+        {"processes": count, "kv_bytes": [part.kv_bytes(1, longest, itemsize=itemsize) for part in own]}
+        for count, own in parts.items()
+    ]
 
 
 def code_hashes(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -89,8 +92,8 @@ def model_card(
     front = ["library_name: transformers", *([f"base_model: {base_model}"] if on_hub else [])]
     front += ["tags:", "- kvsurgery", "- long-context", "- kv-cache", *_kept(original)]
     rows = [
-        f"| {name} | {size(before)} | {size(after)} | {after / before:.2f} |"
-        for name, before, after in kv_table(config)
+        f"| {row['tokens']} | {size(row['before'])} | {size(row['after'])} | {row['after'] / row['before']:.2f} |"
+        for row in kv_table(config)
     ]
     auto = auto_class(config)
     reads_images = auto == "AutoModelForImageTextToText"
@@ -223,7 +226,7 @@ def _several_devices(config: Mapping[str, Any], auto: str, replicated: bool) -> 
     table = rank_table(config, replicated)
     if not table:
         return ""
-    most, _ = table[-1]
+    most = table[-1]["processes"]
     lines = [
         "## Several devices",
         "",
@@ -245,7 +248,7 @@ def _several_devices(config: Mapping[str, Any], auto: str, replicated: bool) -> 
         "",
         "| processes | at least | at most |",
         "|---|---|---|",
-        *(f"| {count} | {size(min(held))} | {size(max(held))} |" for count, held in table),
+        *(f"| {row['processes']} | {size(min(row['kv_bytes']))} | {size(max(row['kv_bytes']))} |" for row in table),
     ]
     if replicated:
         lines += [
@@ -276,8 +279,8 @@ def _serving(config: Mapping[str, Any]) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _either(table: list[tuple[int, list[int]]]) -> str:
-    *others, last = (str(count) for count, _ in table)
+def _either(table: list[dict[str, Any]]) -> str:
+    *others, last = (str(row["processes"]) for row in table)
     return f"{', '.join(others)} or {last}" if others else last
 
 

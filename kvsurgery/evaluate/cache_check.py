@@ -64,7 +64,7 @@ class CacheCheck:
         )
 
 
-def check_cache(folder: Path, text: CheckText, *, device: str | None = None, dtype: str = "auto") -> CacheCheck:
+def check_cache(folder: Path, text: CheckText, *, dtype: str = "auto") -> CacheCheck:
     """Compare a converted checkpoint with its original, one model in memory at a time. The emitted code is executed.
 
     Each passage fills the cache with 1,024 tokens, and the 64 tokens that follow are read in one forward.
@@ -72,7 +72,7 @@ def check_cache(folder: Path, text: CheckText, *, device: str | None = None, dty
     Args:
         dtype: of the weights; "auto" is the checkpoint's.
     """
-    device = usable_device(device)
+    device = usable_device(None)
     model = load(folder, device=device, dtype=dtype, stock=True)
     exact = [_log_probabilities(model, passage, None) for passage in text.passages]
     del model

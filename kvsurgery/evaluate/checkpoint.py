@@ -8,14 +8,21 @@ from pathlib import Path
 import torch
 import transformers
 from blake3 import blake3
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
-from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
@@ -51,6 +58,18 @@ def check_original(folder: Path, converted: Path) -> None:
         )
 
 
+def read_text_config(folder: str | Path) -> PretrainedConfig:
+    """The config of a checkpoint's text model, as transformers reads it.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError) as error:
+        raise not_loaded(folder, error) from error
+
+
 def reader_of(folder: str | Path, seed: int = 0) -> Reader:
     """Whom questions to a checkpoint are written for.
 
@@ -59,10 +78,7 @@ def reader_of(folder: str | Path, seed: int = 0) -> Reader:
         CheckpointError: its config.json cannot be used.
     """
     read_config(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    config = read_text_config(folder)
     return Reader(_tokenizer(folder), config.max_position_embeddings, config.vocab_size, seed, Path(folder))
 
 
@@ -88,23 +104,24 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         UnsupportedModel: a family without a patch.
     """
     config = read_config(folder)
-    if "kv_surgery" in config and not stock:
+    converted = "kv_surgery" in config
+    if converted and not stock:
         counts = KVLayout.from_config(config).processes
         if tp not in counts:
             raise CheckpointError(
                 f"{tp} processes are to share {folder}, which was converted for {' or '.join(map(str, counts))}; start "
                 f"as many, or convert it with `tp` {tp}"
             )
-    name = auto_class(config) if "kv_surgery" in config else [*Family.of(config).classes][-1]
+    name = auto_class(config) if converted else [*Family.of(config).classes][-1]
     options = tensor_parallel(device, tp) if tp > 1 else {}
-    if "kv_surgery" in config and not stock:
+    if converted and not stock:
         options["trust_remote_code"] = True
     elif config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
     try:
         model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, **options).to(device).eval()
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise not_loaded(folder, error) from error
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
     stated = model.generation_config

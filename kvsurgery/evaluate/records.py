@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery import __version__
-from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.errors import KVSurgeryError, OutputError, cut
 from kvsurgery.evaluate.sample import Sample
-from kvsurgery.files import write_whole
+from kvsurgery.files import differences, write_whole
 
 SETTINGS = "settings.json"
 
@@ -123,28 +123,19 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         OutputError: it does not; the line names what differs.
     """
-    for name, old, new in _differences(read_settings(folder), {**settings, "models": ...}):
-        if name == "samples":
+    held = read_settings(folder)
+    del held["models"]
+    for keys, old, new in differences(held, settings):
+        if keys == ("samples",):
             raise OutputError(
                 f"{folder} holds an evaluation with the same settings but other samples: the tokenizer, or a file that "
                 "samples are made from, has changed; give another folder"
             )
-        if not name.startswith("models"):
-            raise OutputError(
-                f"{folder} holds an evaluation with {name} {_short(old)}, this one has {_short(new)}; give another "
-                "folder, or the same settings"
-            )
-
-
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Names, old and new values of what differs, as far down as both are objects."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        yield name, old, new
+        raise OutputError(
+            f"{folder} holds an evaluation with {'.'.join(keys)} {_short(old)}, this one has {_short(new)}; give "
+            "another folder, or the same settings"
+        )
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "nothing" if value is None else cut(json.dumps(value))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvsurgery.errors import TextError, short
 from kvsurgery.files import check_readable, reading_text
@@ -107,6 +107,11 @@ def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None,
     return {name: in_folder(source, name) for name in there if name in (chosen or names)}
 
 
+def is_texts(value: object) -> TypeGuard[list[str]]:
+    """Whether a value of a row is a list of texts."""
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
 def four_options(row: Mapping[str, Any], place: str) -> list[str]:
     """The options of a row, or of one of its questions.
 
@@ -117,7 +122,7 @@ def four_options(row: Mapping[str, Any], place: str) -> list[str]:
         TextError: they are not four texts.
     """
     options = row.get("options")
-    if not isinstance(options, list) or len(options) != 4 or not all(isinstance(option, str) for option in options):
+    if not is_texts(options) or len(options) != 4:
         raise TextError(f"{place}: `options` must be four texts")
     return options
 
@@ -208,6 +213,6 @@ def _check(row: Any, fields: Fields, place: str) -> None:
         if name not in row:
             raise TextError(f"{place}: `{name}` is missing; the fields are {', '.join(fields)}")
         value = row[name]
-        texts = kind is not list or (isinstance(value, list) and all(isinstance(each, str) for each in value))
-        if not isinstance(value, kind) or isinstance(value, bool) or not texts:
+        fits = is_texts(value) if kind is list else isinstance(value, kind) and not isinstance(value, bool)
+        if not fits:
             raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {short(value)}")

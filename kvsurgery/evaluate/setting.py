@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from kvsurgery.text.help import TEXT
+
 if TYPE_CHECKING:
     from kvsurgery.evaluate.sample import Task
 
@@ -35,6 +37,16 @@ class TaskSetting:
 def setting(value: Any, option: str, text: str, *, default: str | None = None, tokens: bool = False) -> Any:
     """A dataclass field with the default `value` that commands offer as an option: see `TaskSetting`."""
     return field(default=value, metadata={_KEY: TaskSetting(option, text, default, tokens)})
+
+
+def lengths_setting() -> Any:
+    """The lengths of prompts, by default what `default_lengths` gives."""
+    return setting(None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True)
+
+
+def text_setting() -> Any:
+    """The text of prompts, as `Haystack.read` takes it."""
+    return setting(None, "text", TEXT, default="generated")
 
 
 def settings_of(task: type[Task]) -> dict[str, TaskSetting]:

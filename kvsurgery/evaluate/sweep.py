@@ -30,7 +30,7 @@ SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitt
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SweptSetting:
     """One combination of the axes' values, and the conversion that it decides."""
 
     options: Mapping[str, Any]
@@ -76,15 +76,20 @@ class Grid:
     revision: str | None = None
     budgets: HeadProfile | None = None
 
-    def settings(self) -> list[Candidate | Refused]:
+    @property
+    def distinct_axes(self) -> dict[str, tuple[Any, ...]]:
+        """The axes with each value once."""
+        return {name: tuple(dict.fromkeys(values)) for name, values in self.axes.items()}
+
+    def settings(self) -> list[SweptSetting | Refused]:
         """Every combination, the first axis outermost. Only headers are read.
 
         Raises:
             PolicyError: not one gives a policy.
             KVSurgeryError: no conversion can be done, whatever the policy.
         """
-        values = [dict.fromkeys(values) for values in self.axes.values()]
-        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in product(*values)]
+        combinations = product(*self.distinct_axes.values())
+        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in combinations]
         refused = [setting for setting in settings if isinstance(setting, Refused)]
         if len(refused) == len(settings):
             raise PolicyError(f"no setting gives a policy: {refused[0].reason}")
@@ -95,7 +100,7 @@ class Grid:
         shared = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
         return {name: value for name, value in shared.items() if value not in (None, ())}
 
-    def _setting(self, options: Mapping[str, Any]) -> Candidate | Refused:
+    def _setting(self, options: Mapping[str, Any]) -> SweptSetting | Refused:
         """Plan one; what the policy refuses is kept as the reason."""
         values = {name: None if (name, value) == ("kv_bits", PLAIN) else value for name, value in options.items()}
         try:
@@ -110,7 +115,7 @@ class Grid:
             )
         except PolicyError as error:
             return Refused(options, str(error))
-        return Candidate(options, prepared)
+        return SweptSetting(options, prepared)
 
 
 def sweep(
@@ -143,48 +148,31 @@ def sweep(
         KVSurgeryError: as `PreparedConversion.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    source, axes = grid.source, {name: tuple(dict.fromkeys(values)) for name, values in grid.axes.items()}
     settings, place = grid.settings(), Path(folder).resolve()
-    if source.resolve() in (place, *place.parents):
+    if grid.source.resolve() in (place, *place.parents):
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
-    distinct: dict[str, Candidate] = {}
+    distinct: dict[str, SweptSetting] = {}
     for setting in settings:
-        if isinstance(setting, Candidate):
+        if isinstance(setting, SweptSetting):
             distinct.setdefault(setting.answers, setting)
-    with started_evaluation(folder, source, tasks, options, device, progress, note) as evaluation:
+    with started_evaluation(folder, grid.source, tasks, options, device, progress, note) as evaluation:
         processes, [some, *_] = evaluation.processes, distinct.values()
         with processes.first():
             if any(map(evaluation.missing, distinct)):
                 check_space(evaluation.folder, some.prepared.checkpoint.size)
         steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
-        evaluation.answer(ORIGINAL, source, steps.of(0, ORIGINAL))
-        for place, setting in enumerate(distinct.values(), 1):
-            varying = {axis: setting.options[axis] for axis in varied(axes)}
-            _answer(evaluation, setting, steps.of(place, named(varying)))
+        evaluation.answer(ORIGINAL, grid.source, steps.of(0, ORIGINAL))
+        for number, setting in enumerate(distinct.values(), 1):
+            varying = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}
+            _answer(evaluation, setting, steps.of(number, named(varying)))
         with processes.first():
-            original = evaluation.results({ORIGINAL: ORIGINAL}, command)
-            longest = LongestSample.of(source, evaluation.samples, evaluation.reader.max_context, options.dtype)
-            found = Sweep(
-                source=grid.name or str(source),
-                command=command,
-                settings={
-                    **original.settings,
-                    **({"profile": grid.profile.hash} if grid.profile else {}),
-                    "conversion": grid.to_json(),
-                },
-                versions=original.versions,
-                axes=axes,
-                tokens=longest.tokens,
-                dense_bytes=longest.dense_bytes(some.layout),
-                original=original.tasks,
-                points=tuple(_point(setting, evaluation, longest) for setting in settings),
-            )
+            found = _results(grid, settings, evaluation, command)
             if processes.rank == 0:
                 found.save(evaluation.folder)
         return found
 
 
-def _answer(evaluation: Evaluation, setting: Candidate, progress: Progress) -> None:
+def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -> None:
     """Convert and ask, unless all is answered. A conversion that was killed goes on."""
     first, prepared, name = evaluation.processes.rank == 0, setting.prepared, setting.answers
     out = evaluation.folder / name / SCRATCH
@@ -207,7 +195,29 @@ def _answer(evaluation: Evaluation, setting: Candidate, progress: Progress) -> N
         shutil.rmtree(out.parent, ignore_errors=True)
 
 
-def _point(setting: Candidate | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
+def _results(grid: Grid, settings: Sequence[SweptSetting | Refused], evaluation: Evaluation, command: str) -> Sweep:
+    """What the sweep found, once all is answered."""
+    original = evaluation.results({ORIGINAL: ORIGINAL}, command)
+    longest = LongestSample.of(grid.source, evaluation.samples, evaluation.reader.max_context, evaluation.options.dtype)
+    some = next(setting for setting in settings if isinstance(setting, SweptSetting))
+    return Sweep(
+        source=grid.name or str(grid.source),
+        command=command,
+        settings={
+            **original.settings,
+            **({"profile": grid.profile.hash} if grid.profile else {}),
+            "conversion": grid.to_json(),
+        },
+        versions=original.versions,
+        axes=grid.distinct_axes,
+        tokens=longest.tokens,
+        dense_bytes=longest.dense_bytes(some.layout),
+        original=original.tasks,
+        points=tuple(_point(setting, evaluation, longest) for setting in settings),
+    )
+
+
+def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
     if isinstance(setting, Refused):
         return Point(setting.options, skipped=setting.reason)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})

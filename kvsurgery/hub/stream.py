@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -94,17 +94,12 @@ class Streamed:
     def fill(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint of the folder with tensors in place of holes."""
         files = {file.name: file for file in self._files}
-        shards = (
-            RemoteShard(**{field.name: getattr(shard, field.name) for field in fields(shard)}, file=files[shard.name])
-            for shard in checkpoint.shards
-        )
-        return replace(checkpoint, shards=tuple(shards))
+        shards = tuple(RemoteShard(**vars(shard), file=files[shard.name]) for shard in checkpoint.shards)
+        return replace(checkpoint, shards=shards)
 
 
 @contextmanager
-def stream_checkpoint(
-    repo_id: str, revision: str | None = None, check: Callable[[Path], object] | None = None
-) -> Generator[Streamed]:
+def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path], object]) -> Generator[Streamed]:
     """Fetch all of a checkpoint but its weights, which are left to whoever reads them; the folder is gone afterwards.
 
     Every answer has to be of the commit, and of the size and the checksum that the first one of its file named. The
@@ -122,8 +117,7 @@ def stream_checkpoint(
             f"{repo_id} cannot be streamed while HF_HUB_OFFLINE is set: unset it, or convert without streaming"
         )
     with headers(repo_id, revision) as remote:
-        if check:
-            check(remote.folder)
+        check(remote.folder)
         with explained(repo_id, revision):
             _complete(repo_id, remote)
         yield Streamed(remote.folder, remote.commit, tuple(remote.shards.values()))

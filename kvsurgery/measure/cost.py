@@ -9,7 +9,6 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.text.lengths import DEPTHS, LONGEST, SHORTEST, default_lengths
 
 # an H100's 989 TFLOP/s in bfloat16, of which 40% are reached
@@ -23,7 +22,7 @@ PASSES = {"duo": 4, "attention": 1, "headkv-*": 1, "reform": 2}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method.
+    """What measuring a model with one method takes, estimated.
 
     Attributes:
         method: of `profile compute`.
@@ -65,7 +64,7 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
     result = []
     for method, lengths in _prompts(most):
         tokens = sum(lengths)
-        attended = sum(length * length / 2 for length in lengths) * 4 * _width(model)
+        attended = sum(length * length / 2 for length in lengths) * 4 * model.query_width
         flops = PASSES[method] * (2.0 * weights * tokens + attended)
         result.append(Cost(method, len(lengths), tokens, PASSES[method], flops, checkpoint.size))
     return result
@@ -79,11 +78,6 @@ def _prompts(most: int) -> Iterator[tuple[str, list[int]]]:
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
     yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES * len(DEPTHS))]
     yield "reform", 2 * SAMPLES * [min(CONTEXT, most)]
-
-
-def _width(model: ModelDimensions) -> int:
-    """Elements of the queries of a token, over all layers."""
-    return model.layers * model.query_heads * model.head_dim
 
 
 def _met(tensor: Tensor, checkpoint: Checkpoint) -> int:

@@ -17,7 +17,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
@@ -82,23 +82,11 @@ class MeasuredModel:
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         if "kv_surgery" in config:
-            if not (folder / PROVENANCE).exists():
-                raise CheckpointError(
-                    f"{source} was converted, but has no {PROVENANCE} that says where its heads were; "
-                    "give the original, or the folder that `kvsurgery convert` wrote"
-                )
-            converted = Provenance.read(folder)
+            converted = _provenance(folder, source)
             name, revision = converted.source, converted.revision
             config = json.loads(converted.originals[CONFIG])
         family = Family.of(config)
-        if family.no_measure:
-            raise UnsupportedModel(family.no_measure)
-        layers = family.layers(config)
-        if layers.sources:
-            raise UnsupportedModel(
-                f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
-                "import a profile"
-            )
+        layers = _measurable_layers(family, config, name)
         weights = Path(source) if Path(source).is_dir() else source
         where = {} if Path(source).is_dir() else {"revision": revision}
         dimensions = family.dimensions(config)
@@ -113,7 +101,7 @@ class MeasuredModel:
             auto = getattr(transformers, [*family.classes][-1])
             model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),
             _tokenizer(weights, where),
@@ -184,6 +172,37 @@ class MeasuredModel:
             if self.windows[layer] is None:  # others stay, and may have another number of heads
                 original[layer, list(order)] = groups[layer]
         return original.reshape(scores.shape)
+
+
+def _provenance(folder: Path, source: str) -> Provenance:
+    """Where the heads of a converted checkpoint were.
+
+    Raises:
+        CheckpointError: nothing says it any more.
+    """
+    if not (folder / PROVENANCE).exists():
+        raise CheckpointError(
+            f"{source} was converted, but has no {PROVENANCE} that says where its heads were; "
+            "give the original, or the folder that `kvsurgery convert` wrote"
+        )
+    return Provenance.read(folder)
+
+
+def _measurable_layers(family: Family, config: dict[str, Any], name: str) -> ModelLayers:
+    """What attention each layer of a model has.
+
+    Raises:
+        UnsupportedModel: its heads cannot be measured.
+    """
+    if family.no_measure:
+        raise UnsupportedModel(family.no_measure)
+    layers = family.layers(config)
+    if layers.sources:
+        raise UnsupportedModel(
+            f"the heads of {name} cannot be measured, since its last layers share the KV cache of earlier ones; "
+            "import a profile"
+        )
+    return layers
 
 
 def _tokenizer(weights: str | Path, where: dict[str, str | None]) -> PreTrainedTokenizerBase | None:

@@ -36,7 +36,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingPlan:
     """A training that fits a time.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pace:
     passkeys: int
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Pace:
+    def of(cls, facts: Mapping[str, Any]) -> TrainingPlan:
         """That of a training to go on with, by the facts beside its state.
 
         Raises:
@@ -74,7 +74,7 @@ class Pace:
 
 def paced(
     minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths(), window: int = 0
-) -> Pace:
+) -> TrainingPlan:
     """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
 
     Args:
@@ -99,7 +99,7 @@ def paced(
             f"gates take {LEAST} or more; give {enough} min"
         )
     passkeys = given.passkeys or min(max(shortest // PASSKEY, 1), PASSKEYS)
-    return Pace(min(steps, MOST), shortest, longest, passkeys)
+    return TrainingPlan(min(steps, MOST), shortest, longest, passkeys)
 
 
 def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
@@ -129,8 +129,7 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
     """
     tokens = min(max(PROBE, options.sink + options.recent + 2), measured.max_context)
     weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
-    model = measured.dimensions
-    width = model.layers * model.query_heads * model.head_dim
+    width = measured.dimensions.query_width
 
     def operations(length: int) -> float:
         return 2.0 * weights * length + 2.0 * width * length**2

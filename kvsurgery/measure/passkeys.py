@@ -15,7 +15,7 @@ import torch
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.prompts import Contexts, describe
-from kvsurgery.text.haystack import Haystack, first_tokens, special_ids, token_ids
+from kvsurgery.text.haystack import Haystack, first_tokens, ordinary_tokens, token_ids
 from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 
 
@@ -83,13 +83,11 @@ class Passkeys:
                 )
             return ids
 
-        special = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
-        known = min(len(tokenizer), measured.model.config.get_text_config().vocab_size)
         made = cls(
             contexts,
             contexts.read(text, tokenizer),
             size,
-            np.array([token for token in range(known) if token not in special]),
+            ordinary_tokens(tokenizer, measured.model.config.get_text_config().vocab_size),
             first_tokens(tokenizer) + encode(OPENING),
             [encode(HIDDEN.format(ordinal)) for ordinal in ORDINALS[:count]],
             [encode(ASKED.format(ordinal, ordinal)) for ordinal in ORDINALS[:count]],

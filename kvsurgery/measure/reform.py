@@ -100,20 +100,14 @@ def embedding_ranking(
         raise UnsupportedModel(measured.no_reform)
     if neighbours < 1:
         raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
-    unknown = set(samples) - set(TASKS)
-    if unknown or not samples:
-        raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
+    _check_samples(measured, samples, recurrence)
     everything = [sample for of_task in samples.values() for sample in of_task]
-    for sample in everything:
-        _check_positions(measured, sample, recurrence)
     query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
     heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
     # hidden states belong to no head
     copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in KINDS}
     mnr, done = {}, 0
     for task, of_task in samples.items():
-        if not of_task:
-            raise ProfileError(f"there are no {task} samples to rank heads by")
         totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in KINDS}
         for number, sample in enumerate(of_task):
             done += 1
@@ -138,6 +132,21 @@ def embedding_ranking(
         "tool": f"kvsurgery {__version__}",
     }
     return measured.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
+
+
+def _check_samples(
+    measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Recurrence
+) -> None:
+    """Raise ProfileError where samples are of unknown tasks, too long for the model, or missing."""
+    unknown = set(samples) - set(TASKS)
+    if unknown or not samples:
+        raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
+    for of_task in samples.values():
+        for sample in of_task:
+            _check_positions(measured, sample, recurrence)
+    for task, of_task in samples.items():
+        if not of_task:
+            raise ProfileError(f"there are no {task} samples to rank heads by")
 
 
 def sample_ranks(

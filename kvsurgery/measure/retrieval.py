@@ -114,13 +114,8 @@ def retrieval_scores(
     """
     if method not in METHODS:
         raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(METHODS)}")
-    kind, metric, _, reference = METHODS[method]
-    needles = [needle for needle in needles if needle.kind in (None, kind)]
-    if not needles:
-        raise ProfileError(
-            f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
-            f"{' and '.join(SETS[kind])}"
-        )
+    _, metric, _, reference = METHODS[method]
+    needles = _of_kind(needles, method)
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
@@ -168,6 +163,22 @@ def retrieval_scores(
             "tool": f"kvsurgery {__version__}",
         },
     )
+
+
+def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
+    """The needles of a method's kind, and those that are of none.
+
+    Raises:
+        ProfileError: there are none.
+    """
+    kind = METHODS[method][0]
+    chosen = [needle for needle in needles if needle.kind in (None, kind)]
+    if not chosen:
+        raise ProfileError(
+            f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
+            f"{' and '.join(SETS[kind])}"
+        )
+    return chosen
 
 
 def _step_scores(step: AnswerStep, real: range, tokens: np.ndarray, method: str) -> np.ndarray:

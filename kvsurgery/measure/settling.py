@@ -8,7 +8,7 @@ import numpy as np
 
 LATEST = 40  # steps that are compared: the first half of them with the second
 SHARES = (0.25, 0.5, 0.75)  # of the heads that a user may keep full
-MOVED = 1 / 16  # how far a gate may move, as a part of the way that one goes which falls at the full learning rate
+MOVED = 1 / 16  # how far a gate may move, relative to one that falls at the full learning rate
 EXCEPTIONS = 0.05  # share of the gates that may move further, and of full heads that may be others
 
 

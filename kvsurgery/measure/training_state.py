@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.files import write_bytes_whole
+from kvsurgery.files import differences, write_bytes_whole
 from kvsurgery.measure.settling import LATEST
 
 FORMAT = "kvsurgery.gate-training"
@@ -88,9 +89,10 @@ class TrainingState:
             ProfileError: no such file, a malformed one, or another training's.
         """
         state, theirs = cls.require(path)
-        different = _differences(theirs, json.loads(json.dumps(facts)))
-        if different:
-            raise ProfileError(f"{path} belongs to another training: {', '.join(different)}")
+        found = sorted(differences(theirs, json.loads(json.dumps(facts))), key=itemgetter(0))
+        if found:
+            phrases = [f"{' '.join(keys)} is {there} there and {here} here" for keys, there, here in found]
+            raise ProfileError(f"{path} belongs to another training: {', '.join(phrases)}")
         return state
 
     @classmethod
@@ -106,7 +108,7 @@ class TrainingState:
 
     @classmethod
     def refuse_to_replace(cls, path: Path) -> None:
-        """Nothing, where a training can begin to write its checkpoints.
+        """Check that a new training may write its checkpoints here.
 
         Raises:
             OutputError: another training's are there.
@@ -144,11 +146,3 @@ class TrainingState:
         if not sound:
             raise ProfileError(f"training checkpoint {path} is damaged; begin again without --resume")
         return cls(*floats, history.numpy()), facts
-
-
-def _differences(theirs: Any, ours: Any, name: str = "") -> list[str]:
-    """What differs between two trees of facts, a phrase each."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        keys = sorted({*theirs, *ours})
-        return [line for key in keys for line in _differences(theirs.get(key), ours.get(key), f"{name} {key}".strip())]
-    return [] if theirs == ours else [f"{name} is {theirs} there and {ours} here"]

@@ -46,6 +46,7 @@ class Policy:
         layout: layers, with the order of their heads: full ones first, inside a group in the source's order.
         recipe: complete, without anything that makes no difference.
         options: the same as provenance records it, with the profile's method.
+        reform: how long prompts are read; None: as usual.
         rounded: how many more heads are full than the recipe asks for, so that blocks can be alike.
     """
 
@@ -86,7 +87,7 @@ class Policy:
     @property
     def selection(self) -> Selection | None:
         """How budgeted heads select; None: the others stream."""
-        return next((layer.selection for layer in self.layers if layer.selection), None)
+        return self.layout.selection
 
     @property
     def quantization(self) -> Quantization | None:

@@ -19,14 +19,15 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.policy.budgets import MAX_BUDGET, allocate_budgets
+from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.cache_losses import STREAMING, CacheLosses
 from kvsurgery.profile.full_heads import ranked_heads
+from kvsurgery.profile.methods import MAX_BUDGET
 from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
 from kvsurgery.templates import kv_layout
+from kvsurgery.templates.kv_layout import Quantization
 
 # of logits, a guess for any model: 2 bits are left out, since they ruin some
 ERRORS = {8: 0.0004, 4: 0.0079, 3: 0.02}

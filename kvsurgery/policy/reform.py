@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.policy.policy import Policy, Reform
+from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.methods import REFORM
 from kvsurgery.recipe import ReformSizes
+from kvsurgery.templates.kv_reform import Reform
 
 
 def with_reform(

@@ -67,16 +67,29 @@ class Measured:
             CheckpointError: there is none.
             UnsupportedModel: a family without a patch.
         """
-        folder, name = Path(source), source
-        if folder.name == "config.json" and folder.is_file():
-            folder = folder.parent
-            name = str(folder)
-        elif not folder.is_dir():
+        folder, name = local_folder(source), source
+        if folder is None:
             from kvsurgery import hub
 
-            if not is_repo_id(source):
-                raise CheckpointError(f"{source} is not a model folder, a config.json or a Hub id")
             folder, revision = hub.fetch_config(source, revision)
+        elif folder != Path(source):
+            name = str(folder)
         config = read_config(folder)
         family = Family.of(config)
         return cls(name, family.dimensions(config), revision, family.windows(config))
+
+
+def local_folder(source: str) -> Path | None:
+    """The folder that a model's folder or config.json stands for, None for a Hub id.
+
+    Raises:
+        CheckpointError: it is none of these.
+    """
+    path = Path(source)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    if not is_repo_id(source):
+        raise CheckpointError(f"{source} is not a model folder, a config.json or a Hub id")
+    return None

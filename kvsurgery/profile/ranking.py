@@ -25,15 +25,13 @@ def places(scores: np.ndarray) -> np.ndarray:
     return (counts.cumsum() - (counts - 1) / 2)[level].reshape(scores.shape)
 
 
-def ranks(scores: np.ndarray, eligible: np.ndarray | None = None) -> np.ndarray:
+def ranks(scores: np.ndarray, eligible: np.ndarray) -> np.ndarray:
     """float64, the shape of `scores`: places of the heads of eligible layers as a share of their number; others 0.
 
     Args:
         scores: [layers, heads].
-        eligible: bool [layers]; by default all.
+        eligible: bool [layers].
     """
-    if eligible is None:
-        eligible = np.ones(len(scores), dtype=bool)
     result = np.zeros(scores.shape)
     result[eligible] = places(scores[eligible]) / scores[eligible].size
     return result

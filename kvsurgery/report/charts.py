@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
+from kvsurgery.console import size
 from kvsurgery.figure import inline_svg, new_figure, save_figure
 from kvsurgery.lengths import length_name
 from kvsurgery.report.colours import LIGHT, VARIABLES
@@ -155,6 +156,11 @@ def names_above(axes: Axes, columns: int = 2, handles: Sequence[Artist] | None =
 def tokens(count: Any) -> str:
     """A number of tokens for an axis: 500, 4k, 1M. Names of lengths are as they are."""
     return length_name(count) if isinstance(count, int) else label(count)
+
+
+def plain_size(count: float) -> str:
+    """Bytes for a chart: 16 GiB, 1.50 GiB."""
+    return size(count).replace(".00", "")
 
 
 def label(name: Any, longest: int = LONGEST) -> str:

@@ -12,7 +12,7 @@ from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
-from kvsurgery.report.headlines import decode_ratios, longest
+from kvsurgery.report.headlines import decode_ratios, kinds_of_heads, longest
 
 NOTHING = "–"
 
@@ -77,8 +77,7 @@ def _setting(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Sequen
 
 
 def _kinds(entry: Entry) -> Counter[str]:
-    heads = entry.checkpoint["surgery"]["heads"]
-    return Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
+    return kinds_of_heads(entry.checkpoint["surgery"]["heads"])
 
 
 def _eligible(entry: Entry) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.results import Bench
 from kvsurgery.console import size
 from kvsurgery.emit.cache_description import describe_widths
-from kvsurgery.evaluate.results import Results
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
 from kvsurgery.report.findings import verdict
 
 
@@ -23,7 +23,7 @@ class Tile:
 
 
 def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> str:
-    """What the page shows."""
+    """The first sentences of the page: what the checkpoint is, and which of its runs are shown."""
     runs = " and ".join([*["evaluation"] * (results is not None), *["benchmark"] * (bench is not None)])
     shown = f"This page shows its {runs}."
     surgery = checkpoint["surgery"]
@@ -33,10 +33,15 @@ def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | 
     return f"Converted{origin} to a head-level KV cache. {shown}"
 
 
+def kinds_of_heads(heads: Sequence[Sequence[str | int]]) -> Counter[str]:
+    """How many KV heads of all layers are of each kind; those with a budget are "budgeted"."""
+    return Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
+
+
 def conversion(checkpoint: Mapping[str, Any]) -> str:
     """Model, kinds of heads and bits."""
     surgery, shape = checkpoint["surgery"], checkpoint["dimensions"]
-    kinds = Counter("budgeted" if isinstance(kind, int) else kind for layer in surgery["heads"] for kind in layer)
+    kinds = kinds_of_heads(surgery["heads"])
     says = {
         "full": "keep every token",
         "streaming": "keep the first and the most recent tokens (streaming)",
@@ -48,8 +53,9 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
     if shape:
         text = f"{checkpoint['model_type']} with {shape['layers']} layers of {shape['kv_heads']} KV heads. {text}"
     if quantized := surgery["quantization"]:
-        kinds = "full heads" if surgery.get("hold") else "full and budgeted heads"
-        text += f" The cache of {kinds} is stored in {describe_widths(quantized['bits'])} ({quantized['scheme']})."
+        quantized_heads = "full heads" if surgery.get("hold") else "full and budgeted heads"
+        widths = describe_widths(quantized["bits"])
+        text += f" The cache of {quantized_heads} is stored in {widths} ({quantized['scheme']})."
     if surgery["reform"]:
         gathered = f"{surgery['reform']['recompute_budget']:,} tokens"
         text += f" For prompts over {gathered}, REFORM gathers the tokens that the question needs."
@@ -74,7 +80,7 @@ def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
 
 
 def tiles(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> list[Tile]:
-    """What to know first."""
+    """The figures at the top of the page: full heads and KV bytes, scores, and decode speed."""
     return [*_surgery(checkpoint["surgery"]), *_scores(results), *_speed(bench)]
 
 

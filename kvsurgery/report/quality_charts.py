@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
-from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis
+from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis, plain_size
 from kvsurgery.report.colours import LIGHT
 from kvsurgery.report.findings import score
 
@@ -129,7 +129,7 @@ def _scale(axes: Axes, metric: str) -> None:
 
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".00", "")))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.08, y=0.15)
     if metric == PERPLEXITY:

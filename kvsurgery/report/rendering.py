@@ -14,7 +14,7 @@ from kvsurgery.bench.results import Row
 from kvsurgery.console import size
 from kvsurgery.report import findings
 from kvsurgery.report.colours import DARK, LIGHT
-from kvsurgery.report.speed_charts import duration
+from kvsurgery.report.speed_charts import short_time
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,10 +30,10 @@ def render(template: str, **values: Any) -> str:
         "breaking": _breaking,
         "change": findings.change,
         "count": lambda number, of: f"{number:,} {of}" + "s" * (number != 1),
-        "duration": duration,
         "flat": flat,
         "peak": _peak,
         "score": findings.score,
+        "short_time": short_time,
         "size": size,
         "span": findings.span,
         "thousands": lambda number: f"{number:,}" if isinstance(number, int) else number,

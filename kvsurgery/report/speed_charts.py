@@ -31,7 +31,7 @@ def speed(bench: Bench) -> Chart | None:
     for phase in PHASES:
         points = _points(bench, rows, partial(_seconds, phase))
         if points:
-            panels.append(_panel(NAMES[phase], points, look, duration, "seconds"))
+            panels.append(_panel(NAMES[phase], points, look, short_time, "seconds"))
     points = _points(bench, rows, lambda row: row.kv_bytes)
     if points:
         panels.append(_panel("KV cache", points, look, size, "bytes"))
@@ -39,7 +39,7 @@ def speed(bench: Bench) -> Chart | None:
     return Chart("bench", tuple(panels), note=note) if panels else None
 
 
-def duration(seconds: float) -> str:
+def short_time(seconds: float) -> str:
     """Seconds for people: 12.3 ms."""
     for unit, scale in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsurgery.console import size
-from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above
+from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above, plain_size
 from kvsurgery.report.colours import LIGHT
+from kvsurgery.report.headlines import kinds_of_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(),
 def head_map(surgery: Mapping[str, Any]) -> Chart:
     """What each KV head keeps: layers across, the original's heads down."""
     heads = surgery["heads"]
-    counts = Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
+    counts = kinds_of_heads(heads)
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     alt = f"Map of {len(heads)} layers by {max(map(len, heads))} KV heads: {said}. See the table of layers."
     height = min(max(0.17 * max(map(len, heads)), 1.0), 4) + 0.7
@@ -95,10 +95,10 @@ def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     curve(axes, lines, [row["tokens"] for row in rows], LOOKS)
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count).replace(".00", "")))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
     for when, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
         (offset, across, up), colour = place, LOOKS[when]["color"]
         for point in enumerate(lines[when].values()):
-            words = axes.annotate(size(point[1]).replace(".00", ""), point, offset, textcoords="offset points")
+            words = axes.annotate(plain_size(point[1]), point, offset, textcoords="offset points")
             words.set(ha=across, va=up, fontsize=FONT - 1.5, color=colour)
     axes.margins(0.26, 0.15)

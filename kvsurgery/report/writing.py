@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from kvsurgery.bench.results import Bench
-from kvsurgery.errors import KVSurgeryError, OutputError
+from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.files import write_whole
 from kvsurgery.report import findings, headlines
@@ -71,10 +71,7 @@ def save_page(folder: Path, page: str, shown: Iterable[Chart]) -> None:
     """
     for chart in shown:
         chart.save(folder)
-    try:
-        write_whole(folder / PAGE, page)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder / PAGE}: {error.strerror}") from error
+    write_whole(folder / PAGE, page)
 
 
 def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:

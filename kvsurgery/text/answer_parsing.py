@@ -1,7 +1,4 @@
-"""Metrics that read one letter, number or word out of an answer, as LongBench v2 and InfiniteBench do: 0 or 1.
-
-Each takes what is said, what is right, and choices that it does not need.
-"""
+"""Metrics that read one letter, number or word out of an answer, as LongBench v2 and InfiniteBench do: 0 or 1."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from typing import Any
 LETTERS = "ABCD"
 
 
-def stated_letter(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def stated_letter(said: str, answers: Sequence[str]) -> float:
     """1 if "The correct answer is" is followed by the right letter, in parentheses or without (LongBench v2)."""
     said = said.replace("*", "")
     found = (re.search(rf"The correct answer is {form}", said) for form in (r"\(([A-D])\)", "([A-D])"))
     return float(next((match[1] for match in found if match), None) in answers)
 
 
-def chosen_option(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def chosen_option(said: str, answers: Sequence[str]) -> float:
     """1 if an answer begins with the right letter or names it where answers do (InfiniteBench, questions on books).
 
     Args:
@@ -39,7 +36,7 @@ def chosen_option(said: str, answers: Sequence[str], choices: Sequence[str] = ()
     return float(next((word in answers for word in said.split() if word in LETTERS), False))
 
 
-def broken_function(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def broken_function(said: str, answers: Sequence[str]) -> float:
     """1 if an answer begins with the right letter, or states it or the function's name (InfiniteBench, Code.Debug).
 
     Args:
@@ -53,13 +50,13 @@ def broken_function(said: str, answers: Sequence[str], choices: Sequence[str] = 
     return float(after is not None and after.startswith(tuple(answers)))
 
 
-def first_digits(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def first_digits(said: str, answers: Sequence[str]) -> float:
     """1 if the first digits said are the right ones (InfiniteBench, passkeys and strings of digits)."""
     found = re.search("[0-9]+", said)
     return float(found is not None and found[0] == answers[0])
 
 
-def first_number(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def first_number(said: str, answers: Sequence[str]) -> float:
     """1 if the first number said is the right one; of an integer only what is before the point counts (Math.Find)."""
     found = re.search(r"([0-9]+)(\.[0-9]+)?", said)
     if found is None:
@@ -67,14 +64,14 @@ def first_number(said: str, answers: Sequence[str], choices: Sequence[str] = ())
     return float(float(found[0]) == float(answers[0]) if "." in answers[0] else _same(found[1], answers[0]))
 
 
-def last_number(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def last_number(said: str, answers: Sequence[str]) -> float:
     """1 if the last word said is the right integer (InfiniteBench, Code.Run)."""
     words = _without(said, "\n.`'\":").split()
     stated = re.fullmatch("[+-]?[0-9]+", words[-1]) if words else None
     return float(stated is not None and _same(stated[0].removeprefix("+"), answers[0]))
 
 
-def number_prefix(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def number_prefix(said: str, answers: Sequence[str]) -> float:
     """Share of the numbers that are right before the first wrong one, signs aside (InfiniteBench, Math.Calc)."""
     right = 0
     for found, number in zip(re.findall("[0-9]+", said), answers, strict=False):
@@ -84,17 +81,17 @@ def number_prefix(said: str, answers: Sequence[str], choices: Sequence[str] = ()
     return right / len(answers)
 
 
-def says(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def says(said: str, answers: Sequence[str]) -> float:
     """1 if the right answer is said somewhere, as it stands (SCBench, retrieval of strings)."""
     return float(answers[0] in said)
 
 
-def among_words(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def among_words(said: str, answers: Sequence[str]) -> float:
     """1 if the right answer is among the words said (InfiniteBench, Retrieve.KV)."""
     return float(answers[0] in _words(said))
 
 
-def among_names(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def among_names(said: str, answers: Sequence[str]) -> float:
     """1 if the first of several names is among the words said, in capitals (InfiniteBench, dialogues)."""
     return float(answers[0] in _words(said.upper()))
 

@@ -47,6 +47,7 @@ ENDS = (
 )  # fmt: skip
 OPENINGS = ("", "", "", "Later that week ", "In those days ", "As far as anyone knew, ", "One morning ", "Even so, ")
 MAX_UNKNOWN = 0.1  # share of unknown tokens in a text that a model can read
+GENERATED_PIECES = 8  # of the greatest length, how many generated text has
 MAX_CHARACTERS = 1 << 24  # of a file; what follows is not read
 
 
@@ -121,8 +122,13 @@ class Haystack:
         return self.tokens[start : start + length]
 
 
+def tokens_needed(source: str | None, longest: int) -> int:
+    """Tokens to read of a text that pieces of up to `longest` are drawn from: generated text never ends."""
+    return longest * (GENERATED_PIECES if source is None else 1)
+
+
 def check_text(source: str | None) -> None:
-    """Check that `Haystack.read` can read a text, before the work that comes before it.
+    """Check that `Haystack.read` can read a text, without reading all of it.
 
     Raises:
         TextError: there is no such file or dataset, it cannot be read, or `datasets` is not installed.
@@ -159,6 +165,12 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that stand for no text."""
     added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
     return sorted({*tokenizer.all_special_ids, *added})
+
+
+def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
+    """int64: the token ids of a model with this vocabulary that are neither special nor added."""
+    apart = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
+    return np.array([token for token in range(min(len(tokenizer), vocabulary)) if token not in apart])
 
 
 def _file(path: str) -> str:

@@ -1,7 +1,4 @@
-"""Metrics of answers to questions about images and text, as MM-NIAH counts: 0 to 1.
-
-Each takes what is said, what is right, and choices that it does not need.
-"""
+"""Metrics of answers to questions about images and text, as MM-NIAH counts: 0 to 1."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ CONTRACTIONS = {word.replace("'", ""): word for word in WITH_APOSTROPHE.split()}
 CAMERA = {"the camera is moving left": "a", "the camera is moving right": "b"}
 
 
-def option_index(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def option_index(said: str, answers: Sequence[str]) -> float:
     """1 if an answer is the right option's letter, or its index from 0, up to a period.
 
     Args:
@@ -48,7 +45,7 @@ def option_index(said: str, answers: Sequence[str], choices: Sequence[str] = ())
     return float(said == chr(ord("a") + int(answers[0])))
 
 
-def counts_in_place(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def counts_in_place(said: str, answers: Sequence[str]) -> float:
     """Share of the numbers that a JSON list has in the right place (soft accuracy); the lists of an object are one.
 
     Args:
@@ -65,7 +62,7 @@ def counts_in_place(said: str, answers: Sequence[str], choices: Sequence[str] = 
     return sum(one == int(other) for one, other in zip(found, answers, strict=False)) / len(answers)
 
 
-def vqa_words(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def vqa_words(said: str, answers: Sequence[str]) -> float:
     """1 if an answer has the right words, as VQA spells them: without case, articles and punctuation, digits for words.
 
     Contractions count with and without their apostrophe.

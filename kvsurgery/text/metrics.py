@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import wraps
 from itertools import product
 
 from kvsurgery.errors import KVSurgeryError
@@ -124,12 +125,12 @@ def classification(said: str, answers: Sequence[str], choices: Sequence[str]) ->
     return max(shares, default=0.0)
 
 
-def string_match_all(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def string_match_all(said: str, answers: Sequence[str]) -> float:
     """Share of the answers that are said somewhere, without case (RULER)."""
     return sum(answer.lower() in said.lower() for answer in answers) / len(answers)
 
 
-def string_match_part(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def string_match_part(said: str, answers: Sequence[str]) -> float:
     """1 if one of the answers is said somewhere, without case (RULER)."""
     return float(any(answer.lower() in said.lower() for answer in answers))
 
@@ -228,6 +229,16 @@ def _best(metric: Callable[[str, str], float], *, first_line: bool = False) -> M
     return best
 
 
+def _without_choices(metric: Callable[[str, Sequence[str]], float]) -> Metric:
+    """A metric that has no use for what there is to choose from."""
+
+    @wraps(metric)
+    def measured(said: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+        return metric(said, answers)
+
+    return measured
+
+
 # what is said, what is right, what there is to choose from -> 0 to 1
 METRICS: Mapping[str, Metric] = {
     "exact_match": _best(exact_match),
@@ -241,22 +252,22 @@ METRICS: Mapping[str, Metric] = {
     "classification": classification,
     "code_similarity": _best(code_similarity),
     "number_share": _best(number_share),
-    "string_match_all": string_match_all,
-    "string_match_part": string_match_part,
+    "string_match_all": _without_choices(string_match_all),
+    "string_match_part": _without_choices(string_match_part),
     "babilong": babilong,
-    "stated_letter": answer_parsing.stated_letter,
-    "chosen_option": answer_parsing.chosen_option,
-    "broken_function": answer_parsing.broken_function,
-    "first_digits": answer_parsing.first_digits,
-    "first_number": answer_parsing.first_number,
-    "last_number": answer_parsing.last_number,
-    "number_prefix": answer_parsing.number_prefix,
-    "says": answer_parsing.says,
-    "among_words": answer_parsing.among_words,
-    "among_names": answer_parsing.among_names,
-    "option_index": image_answers.option_index,
-    "counts_in_place": image_answers.counts_in_place,
-    "vqa_words": image_answers.vqa_words,
+    "stated_letter": _without_choices(answer_parsing.stated_letter),
+    "chosen_option": _without_choices(answer_parsing.chosen_option),
+    "broken_function": _without_choices(answer_parsing.broken_function),
+    "first_digits": _without_choices(answer_parsing.first_digits),
+    "first_number": _without_choices(answer_parsing.first_number),
+    "last_number": _without_choices(answer_parsing.last_number),
+    "number_prefix": _without_choices(answer_parsing.number_prefix),
+    "says": _without_choices(answer_parsing.says),
+    "among_words": _without_choices(answer_parsing.among_words),
+    "among_names": _without_choices(answer_parsing.among_names),
+    "option_index": _without_choices(image_answers.option_index),
+    "counts_in_place": _without_choices(image_answers.counts_in_place),
+    "vqa_words": _without_choices(image_answers.vqa_words),
     "lines_match": _best(lines_match),
     "edit_similarity": _best(edit_similarity),
     "repeated_function": repeated_function,

@@ -14,7 +14,7 @@ from kvsurgery.bench import contenders as module
 from kvsurgery.bench.caches import WIDTHS
 from kvsurgery.bench.contenders import contenders, load_models, sharing, step_weights, usable
 from kvsurgery.errors import CheckpointError, KVSurgeryError
-from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.families import largest, make, stock, tokens
 from tests.helpers.surgery import Converted, convert_folder
 

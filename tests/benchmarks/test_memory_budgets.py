@@ -15,9 +15,9 @@ import memory_budgets
 
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import EXACT, Window
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_layout import Quantization
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = {

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.policy.policy import Quantization, decide
+from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_layout import Quantization
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

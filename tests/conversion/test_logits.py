@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsurgery.conversion.logits import compare_logits
 from kvsurgery.errors import Mismatch
-from kvsurgery.policy.policy import Quantization
+from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.families import EVERY
 from tests.helpers.surgery import convert_folder
 

@@ -48,7 +48,7 @@ def test_by_hand(tmp_path: Path) -> None:
     columns = ColumnShuffle(2 * 4 * 4, (2, 0, 1))
     assert plan.moves[layer + "o_proj.weight"] == Move((Run(0, 0, 12 * 24 * 4),), columns)
     assert sorted(plan.moved) == [layer + f"{name}_proj.weight" for name in "koqv"]
-    assert plan.orders == ((2, 0, 1), IDENTITY)
+    assert plan.policy.orders == ((2, 0, 1), IDENTITY)
 
 
 def test_identity_moves_nothing(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from kvsurgery.bench.benchmark import benchmark
-from kvsurgery.bench.results import CONVERTED, ORIGINAL, Bench
+from kvsurgery.bench.results import Bench
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import read_lines
+from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Options, evaluate
 from kvsurgery.processes import Processes, tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout

@@ -10,10 +10,9 @@ from transformers import AutoConfig
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.policy.memory import Footprint
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.distributed import process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start

@@ -62,9 +62,9 @@ def test_card_states_what_was_done(decided):
     assert "| streaming heads | 4 |" in card
     assert policy.hash[:16] in card
     assert profile.hash[:16] in card
-    for name, before, after in kv_table(config):
-        assert f"| {name} |" in card
-        assert f"{after / before:.2f}" in card
+    for row in kv_table(config):
+        assert f"| {row['tokens']} |" in card
+        assert f"{row['after'] / row['before']:.2f}" in card
 
 
 def test_card_says_how_to_load_code_safely(decided):
@@ -94,7 +94,8 @@ def test_a_local_base_model_is_no_link(decided):
 
 def test_kv_table_by_hand(decided):
     _, _, config = decided
-    rows = {name: (before, after) for name, before, after in kv_table(json.loads(json.dumps(config)))}
+    table = kv_table(json.loads(json.dumps(config)))
+    rows = {row["tokens"]: (row["before"], row["after"]) for row in table}
     # two layers of 4 heads of 16 elements; keys and values of 2 bytes; half of the heads keep 64 + 256 tokens
     assert rows["4k"] == (2 * 2 * 4 * 4096 * 16 * 2, 2 * (4 * 4096 + 4 * 320) * 16 * 2)
     assert [*rows] == ["512", "2k", "4k"]
@@ -105,7 +106,9 @@ def test_kv_table_in_the_dtype_of_the_model(decided, key):
     profile, policy, config = decided
     plain = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
     wide = {**plain, key: "float32"}
-    halves = [(name, 2 * before, 2 * after) for name, before, after in kv_table({**plain, key: "bfloat16"})]
+    halves = [
+        {**row, "before": 2 * row["before"], "after": 2 * row["after"]} for row in kv_table({**plain, key: "bfloat16"})
+    ]
     assert kv_table(wide) == halves
     assert "for a model in float32:" in model_card("org/base", wide, profile, policy, CODE)
 

@@ -14,10 +14,10 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST, answers, conversation, later_answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT
-from kvsurgery.policy.policy import Selection
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
+from kvsurgery.templates.kv_layout import Selection
 from tests.evaluate import recall
 from tests.helpers.families import tokens
 from tests.helpers.surgery import convert_folder, random_profile

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsurgery.measure.ablation import restricted
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.surgery import convert_folder
 from tests.helpers.tiny_recall import FOLDER, task
 

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.pace import LEAST, MOST, PASSKEYS, SHORT, WANTED, Lengths, Pace, paced, penalty, step_seconds
+from kvsurgery.measure.pace import (
+    LEAST,
+    MOST,
+    PASSKEYS,
+    SHORT,
+    WANTED,
+    Lengths,
+    TrainingPlan,
+    paced,
+    penalty,
+    step_seconds,
+)
 from kvsurgery.measure.training import GateOptions
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
@@ -80,9 +91,9 @@ def test_fewer_steps_weigh_the_mean_gate_more():
 
 def test_a_training_to_go_on_with():
     facts = {"steps": 300, "data": {"shortest": 384, "longest": 768, "passkeys": 3}}
-    assert Pace.of(facts) == Pace(300, 384, 768, 3)
+    assert TrainingPlan.of(facts) == TrainingPlan(300, 384, 768, 3)
     with pytest.raises(ProfileError, match="the training to resume does not say its 'shortest'"):
-        Pace.of({"steps": 300, "data": {"prompts": "my own"}})
+        TrainingPlan.of({"steps": 300, "data": {"prompts": "my own"}})
 
 
 def test_longer_steps_take_longer():

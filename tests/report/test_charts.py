@@ -7,7 +7,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from kvsurgery.report.charts import label, perplexity_axis, tokens
-from kvsurgery.report.speed_charts import duration, speed
+from kvsurgery.report.speed_charts import short_time, speed
 from kvsurgery.report.surgery_charts import head_map
 from tests.report import builders
 
@@ -71,8 +71,8 @@ def test_alternative_texts_say_what_is_drawn():
 @pytest.mark.parametrize(
     ("value", "shown"), [(0.0123, "12.3 ms"), (2.5, "2.5 s"), (4.2e-5, "42 µs"), (1, "1 s"), (3e-9, "3 ns")]
 )
-def test_durations(value, shown):
-    assert duration(value) == shown
+def test_short_times(value, shown):
+    assert short_time(value) == shown
 
 
 @pytest.mark.parametrize(

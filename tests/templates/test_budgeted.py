@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvsurgery.policy.policy import Selection
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates import kv_heads
 from kvsurgery.templates.kv_budget import most_important
-from kvsurgery.templates.kv_layout import EVERY, KVLayout
+from kvsurgery.templates.kv_layout import EVERY, KVLayout, Selection
 from kvsurgery.templates.kv_layout import Selection as LayoutSelection
 from kvsurgery.templates.kv_torch import Scoring, attention_received
 from tests.helpers.emitted import BUDGETED, emitted

@@ -13,6 +13,7 @@ from kvsurgery.templates.kv_encode import Rotation, best_places
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform
 from tests.helpers.emitted import emitted
+from tests.helpers.encode_bytes import encode_bytes
 from tests.helpers.families import FAMILIES, REFORM, largest, tokens
 from tests.helpers.surgery import convert_folder, reform_profile
 
@@ -209,7 +210,7 @@ def test_what_is_held_from_chunk_to_chunk_is_what_is_predicted():
             states for layer in reading.cache.layers if layer.is_initialized for states in (layer.keys, layer.values)
         ]
         held = sum(states.untyped_storage().nbytes() for states in (*stored, embeddings) if states.numel())
-        assert held == reading.reform.encode_bytes(length, kv_heads=4, head_dim=6, itemsize=4)
+        assert held == encode_bytes(reading.reform, length, kv_heads=4, head_dim=6, itemsize=4)
 
 
 def test_another_forward_in_the_middle_of_a_chunk_is_left_alone():

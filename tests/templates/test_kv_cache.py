@@ -332,7 +332,7 @@ class TestRefusals:
         cache, states = module_of(llama, "kv_cache").KVSurgeryCache(llama.config), torch.zeros(1, 4, 5, 6)
         handle, _ = cache.update(states, states, 0)
         with pytest.raises(RuntimeError, match="filled by calling the converted model"):
-            handle.layer.append(states, states)
+            handle.layer.make_room(5)
 
     @pytest.mark.parametrize("implementation", ["static", "offloaded"])
     def test_another_cache_implementation(self, llama, implementation):

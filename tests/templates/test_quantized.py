@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from kvsurgery.policy.policy import Quantization, Selection
 from kvsurgery.templates import kv_layout
+from kvsurgery.templates.kv_layout import Quantization, Selection
 from tests.helpers import emitted
 from tests.helpers.families import FAMILIES, largest, make, rounding, tokens
 from tests.helpers.slow_cache import SlowCache

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.policy.policy import Quantization
-from kvsurgery.templates.kv_layout import TILE
+from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_tiles import (
     QuantizedGroup,
     dequantize,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
-from kvsurgery.policy.policy import Quantization
 from kvsurgery.processes import tensor_parallel
-from kvsurgery.templates.kv_layout import TILE, KVLayout
+from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
 from tests.distributed.start import start
 from tests.helpers.families import largest, tokens
 from tests.helpers.reference import reference_logits

@@ -7,17 +7,13 @@ from typing import Literal
 
 import click
 
+from kvsurgery.cli.options import group_reduce_option
+
 
 @click.command()
 @click.argument("a", metavar="PROFILE")
 @click.argument("b", metavar="PROFILE")
-@click.option(
-    "--group-reduce",
-    type=click.Choice(["mean", "max"]),
-    default="mean",
-    show_default=True,
-    help="How scores of the query heads of a group become their KV head's.",
-)
+@group_reduce_option("How scores of the query heads of a group become their KV head's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the difference of every head.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write A, B and B - A as a PNG as well.")
 def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool, plot: Path | None) -> None:

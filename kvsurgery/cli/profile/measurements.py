@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     Measurement = tuple[HeadProfile | CacheLosses, np.ndarray | None]  # a training has a history
 
 KV_BITS, RLKV_LITE = "kv-bits", "rlkv-lite"
-TEXTS = 8  # of generated text, how many contexts are drawn from
 
 
 def _gates(
@@ -64,7 +63,7 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     from dataclasses import replace
 
     from kvsurgery import console
-    from kvsurgery.measure.pace import Lengths, Pace, paced, penalty, step_seconds
+    from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, penalty, step_seconds
     from kvsurgery.measure.training import GateOptions
     from kvsurgery.measure.training_state import TrainingState
 
@@ -74,17 +73,17 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
         if begun is None:
             given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
             seconds, window = step_seconds(measured, gates, mesh), gates.sink + gates.recent
-            pace = paced(minutes, seconds, measured.max_context, given, window)
+            plan = paced(minutes, seconds, measured.max_context, given, window)
         else:
-            pace = Pace.of(begun)
-        gates = replace(gates, steps=pace.steps, until_settled=True)
-        chosen = {"min_context": pace.shortest, "max_context": pace.longest, "passkeys": pace.passkeys}
+            plan = TrainingPlan.of(begun)
+        gates = replace(gates, steps=plan.steps, until_settled=True)
+        chosen = {"min_context": plan.shortest, "max_context": plan.longest, "passkeys": plan.passkeys}
         options |= {name: options[name] or value for name, value in chosen.items()}
     gates = replace(gates, reg=penalty(gates.steps) if options["reg"] is None else options["reg"])
     if begun is not None:
         return replace(gates, until_settled=begun.get("until_settled", False))
     if minutes is not None and mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {minutes:g} min: {pace.flags} --reg {gates.reg:g}")
+        console.stderr.print(f"chosen for {minutes:g} min: {plan.flags} --reg {gates.reg:g}")
     return gates
 
 
@@ -132,10 +131,10 @@ def _reform(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], o
 
     from kvsurgery.measure.reform import PAPER, embedding_ranking
     from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
-    from kvsurgery.text.haystack import Haystack
+    from kvsurgery.text.haystack import Haystack, tokens_needed
 
-    several = TEXTS if options["text"] is None else 1
-    haystack = Haystack.read(options["text"], measured.text, several * options["context"], options["seed"])
+    needed = tokens_needed(options["text"], options["context"])
+    haystack = Haystack.read(options["text"], measured.text, needed, options["seed"])
     drawn = {"count": options["samples"], "length": options["context"], "seed": options["seed"]}
     profile = embedding_ranking(
         measured,

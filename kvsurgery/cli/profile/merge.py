@@ -7,6 +7,8 @@ from typing import Literal
 
 import click
 
+from kvsurgery.cli.options import group_reduce_option
+
 
 @click.command()
 @click.argument("paths", metavar="PROFILE...", nargs=-1, required=True)
@@ -18,12 +20,8 @@ import click
     help="Mean or largest score of a head, for profiles of one method; or for any methods, the geometric mean of its "
     "ranks, from 0 to 1.",
 )
-@click.option(
-    "--group-reduce",
-    type=click.Choice(["mean", "max"]),
-    default="mean",
-    show_default=True,
-    help="How scores of the query heads of a group become their KV head's, where other profiles score KV heads.",
+@group_reduce_option(
+    "How scores of the query heads of a group become their KV head's, where other profiles score KV heads."
 )
 @click.option("--base-model", help="Model name to record.  [default: (what all profiles name)]")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The profile to write.")

@@ -62,21 +62,16 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
 @contextmanager
 def _folder(source: str, revision: str | None) -> Generator[Path]:
     """A folder with the config and the headers of a model."""
-    from kvsurgery.errors import CheckpointError
-    from kvsurgery.repo_id import is_repo_id
+    from kvsurgery.profile.measured import local_folder
 
-    path = Path(source)
-    if path.name == "config.json" and path.is_file():
-        yield path.parent
-    elif path.is_dir():
-        yield path
-    elif is_repo_id(source):
+    folder = local_folder(source)
+    if folder is not None:
+        yield folder
+    else:
         from kvsurgery import hub
 
         with hub.headers(source, revision) as remote:
             yield remote.folder
-    else:
-        raise CheckpointError(f"{source} is not a model folder, a config.json or a Hub id")
 
 
 def _costs(folder: Path) -> list[Cost]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.images import image_processor, image_prompt
-from kvsurgery.evaluate.rows import named_files, read_rows
+from kvsurgery.evaluate.rows import is_texts, named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.evaluate.setting import THERE, setting
 
@@ -131,7 +131,7 @@ class _Question:
 
 def _texts(meta: Mapping[str, Any], name: str, place: str) -> list[str]:
     value = meta.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    if not is_texts(value):
         raise TextError(f"{place}: `{name}` must be a list of texts, or null")
     return value
 

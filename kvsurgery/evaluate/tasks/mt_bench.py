@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
+from kvsurgery.evaluate.rows import check_source, in_folder, is_texts, read_rows
 from kvsurgery.evaluate.sample import Conversation, Reader, Sample
 from kvsurgery.evaluate.setting import SOURCE, setting
 from kvsurgery.text.chat import around_turn, between_turns, turn_tokens
@@ -55,7 +55,7 @@ class MTBenchTask:
             # FastChat's file and the Hub's call them differently
             turns, name = row.get("turns", row.get("prompt")), row.get("question_id", row.get("prompt_id"))
             reference = row.get("reference") or []
-            if not turns or name is None or not all(map(_texts, (turns, reference))):
+            if not turns or name is None or not all(map(is_texts, (turns, reference))):
                 raise TextError(
                     f"{source}, row {number}: `question_id` must be there, and `turns` and `reference` lists of texts"
                 )
@@ -71,10 +71,6 @@ class MTBenchTask:
                 ),
                 facts={"category": row["category"]},
             )
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 TASK = MTBenchTask

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import setting
+from kvsurgery.evaluate.setting import lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
 from kvsurgery.text.haystack import Haystack, check_text, token_ids
 from kvsurgery.text.lengths import DEPTHS, default_lengths
@@ -37,11 +37,9 @@ class NeedleTask:
         choice: what a trial chose; an `Evaluation` fills it in.
     """
 
-    lengths: tuple[int, ...] | None = setting(
-        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
-    )
+    lengths: tuple[int, ...] | None = lengths_setting()
     depths: tuple[float, ...] = setting(DEPTHS, "depths", says.DEPTHS, default="ten")
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
     needles: str = setting(AUTO, "needles", says.NEEDLES)
     choice: NeedleChoice | None = None
 

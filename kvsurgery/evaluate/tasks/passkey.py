@@ -15,10 +15,10 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import Haystack, check_text, first_tokens, special_ids, token_ids
+from kvsurgery.text.haystack import Haystack, check_text, first_tokens, ordinary_tokens, token_ids, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 KEY, CUE, ORDINAL = "{key}", "{cue}", "{ordinal}"
 WORDS = (HIDDEN.format(ORDINAL) + KEY + END, ASKED.format(ORDINAL, ORDINAL))
 BARE = (KEY, CUE)  # where a vocabulary does not have the words
-TEXTS = 8  # of generated text, how many prompts are drawn from
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,11 @@ class PasskeyTask:
             them.
     """
 
-    lengths: tuple[int, ...] | None = setting(
-        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
-    )
+    lengths: tuple[int, ...] | None = lengths_setting()
     count: int = setting(10, "passkeys", says.PASSKEYS)
     size: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS)
     prompts: int = setting(5, "samples", SAMPLES)
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
     hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")
     asked: str | None = setting(
         None, "passkey_asked", "the question; {cue} at its end gives the first token of the passkey"
@@ -90,7 +87,7 @@ class PasskeyTask:
         """
         self.check()
         words, lengths = self._words(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
-        needed = max(lengths) * (TEXTS if self.text is None else 1)
+        needed = tokens_needed(self.text, max(lengths))
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
         alphabet = _alphabet(reader, haystack)
         prompts = (
@@ -206,9 +203,7 @@ class _Words:
 
 def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:
     """Tokens that passkeys are made of: none that are special or added, nor, if half is left, what the text has."""
-    tokenizer = reader.tokenizer
-    special = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
-    known = np.array([token for token in range(min(len(tokenizer), reader.vocabulary)) if token not in special])
+    known = ordinary_tokens(reader.tokenizer, reader.vocabulary)
     foreign = np.setdiff1d(known, haystack.tokens)
     return foreign if 2 * len(foreign) >= len(known) else known
 

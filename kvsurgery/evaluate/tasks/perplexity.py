@@ -13,12 +13,9 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting
-from kvsurgery.text import help as says
-from kvsurgery.text.haystack import Haystack, check_text, first_tokens
+from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
+from kvsurgery.text.haystack import Haystack, check_text, first_tokens, tokens_needed
 from kvsurgery.text.lengths import default_lengths
-
-TEXTS = 8  # of text without end, how many pieces are drawn from
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,12 @@ class PerplexityTask:
         text: a file, a dataset's id such as WikiText's or PG-19's, or None for generated text.
     """
 
-    lengths: tuple[int, ...] | None = setting(
-        None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True
-    )
+    lengths: tuple[int, ...] | None = lengths_setting()
     continuation: int = setting(
         256, "continuation", "number of last tokens that are decoded one by one and measured", tokens=True
     )
     pieces: int = setting(10, "samples", SAMPLES)
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
 
     def check(self) -> None:
         """Check numbers, and that the text can be read.
@@ -65,8 +60,7 @@ class PerplexityTask:
         self.check()
         self._check_lengths(lengths, len(start))
         longest = max(lengths)
-        needed = longest * (TEXTS if self.text is None else 1)
-        haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
+        haystack = Haystack.read(self.text, reader.tokenizer, tokens_needed(self.text, longest), reader.seed)
         for number, length in islice(product(range(self.pieces), lengths), limit):
             piece = haystack.piece(np.random.default_rng([reader.seed, number]), longest - len(start))
             yield Sample(

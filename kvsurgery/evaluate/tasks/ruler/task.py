@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting
+from kvsurgery.evaluate.setting import SAMPLES, setting, text_setting
 from kvsurgery.evaluate.tasks.ruler.puzzles import (
     Niah,
     Puzzle,
@@ -27,7 +27,6 @@ from kvsurgery.evaluate.tasks.ruler.puzzles import (
 )
 from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
 from kvsurgery.files import check_readable
-from kvsurgery.text import help as says
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text, text_of
 
@@ -68,7 +67,7 @@ class RulerTask:
         None, "ruler_tasks", "tasks such as niah_single_1,vt", default="all that can be made"
     )
     count: int = setting(20, "samples", SAMPLES)
-    text: str | None = setting(None, "text", says.TEXT, default="generated")
+    text: str | None = text_setting()
     squad: str | None = setting(None, "squad", "SQuAD file for qa_1")
     hotpot: str | None = setting(None, "hotpot", "HotpotQA file for qa_2")
 
