@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,9 @@ def convert(model: GGUFModel, gguf: Path, folder: Path) -> None:
     if model.restore is not None:
         model.restore(tokenizer)
     tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as transformers 4 calls it too
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def check(model: GGUFModel, folder: Path) -> None:

@@ -14,8 +14,8 @@ NAME = r"\w[\w.-]*"
 
 
 def is_repo_id(source: str) -> bool:
-    """Whether a source that is not a local folder can be a Hub repository: `name` or `owner/name`."""
-    return re.fullmatch(rf"{NAME}(/{NAME})?", source) is not None
+    """Whether a source that is not a local folder can be a Hub repository: `name` or `owner/name`, and no file here."""
+    return re.fullmatch(rf"{NAME}(/{NAME})?", source) is not None and not os.path.isfile(source)
 
 
 def is_address(source: str) -> bool:

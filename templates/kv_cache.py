@@ -97,7 +97,8 @@ class HandingLayer(CacheLayerMixin):
     ) -> tuple[Handle, Handle]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        handle = Handle(self, key_states, value_states, [])
+        # under autocast, keys are wider than values once they are rotated
+        handle = Handle(self, key_states, value_states.to(key_states.dtype), [])
         return handle, handle
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
@@ -152,9 +153,9 @@ class KVLayerCache(HandingLayer):
         full = head_group(key_states, layout.full, layout.quantization)
         streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
         self.groups = [full, streaming]
-        if selecting := selecting_heads(layout):
-            self.budgeted = selecting(key_states, layout, self.columns.prompt)
-            self.groups += self.budgeted.groups
+        selecting = selecting_heads(layout)
+        self.budgeted = selecting(key_states, layout, self.columns.prompt) if selecting else None
+        self.groups += self.budgeted.groups if self.budgeted else []
         self.present = [group for group in self.groups if group.heads]
         self.is_initialized = True
 

@@ -64,6 +64,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
         if generation_config.use_cache is False:
             return
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit drafts with some of the layers, and this checkpoint's cache is of all of them; "
+                "leave it out, or pass an assistant_model"
+            )
         cache = model_kwargs.get(CACHE)
         if cache is None:
             quantization = None
@@ -83,7 +88,8 @@ class KVSurgeryGeneration(KVSurgeryModel):
         cache.confirm(cache.get_seq_length())
         # a draft is asked for a few tokens again and again
         if generation_config.max_new_tokens is not None and not getattr(generation_config, "is_assistant", False):
-            cache.reserve(max_cache_length + 1)
+            # drafts from the prompt may be longer than what is left to generate
+            cache.reserve(max_cache_length + 1 + (generation_config.prompt_lookup_num_tokens or 0))
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
         cache = kwargs.get(CACHE)

@@ -370,12 +370,19 @@ def text_config(config):
 
 
 def layer_setting(config, layer: int, name: str):
-    """What such a config has under a name for one layer; `per_layer_config` says where layers differ."""
+    """What such a config has under a name for one layer; `per_layer_config` says where layers differ.
+
+    Raises:
+        ValueError: `per_layer_config` is malformed.
+    """
     layers = setting(config, "per_layer_config")
-    if isinstance(layers, dict):
-        own = {int(index): settings for index, settings in layers.items()}.get(layer, {})
-        return own[name] if name in own else setting(config, name)
-    return setting(config if layers is None else layers[layer], name)
+    try:
+        if isinstance(layers, dict):
+            own = {int(index): settings for index, settings in layers.items()}.get(layer, {})
+            return own[name] if name in own else setting(config, name)
+        return setting(config if layers is None else layers[layer], name)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"per_layer_config of config.json is malformed: {error!r}") from error
 
 
 @dataclass(frozen=True)

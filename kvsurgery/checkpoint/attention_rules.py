@@ -172,6 +172,8 @@ class AttentionRules:
         They lie under keys of the family, or in `per_layer_config`, which transformers 5 writes in their place.
         """
         if not self.full_attention:
+            if config.get("per_layer_config") not in (None, {}):
+                raise UnsupportedModel("config.json: per_layer_config is not supported for models of this family")
             return {}
         if "per_layer_config" not in config:
             keys = {"head_dim": self.full_attention["head_dim"]}

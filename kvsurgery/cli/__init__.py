@@ -12,6 +12,7 @@ import click
 from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, RecipeError
 
+LONGEST = 1000  # characters of an error
 # name -> (module, one line for --help); the module holds a click command of its own name
 COMMANDS = {
     "bench": ("bench", "Compare time and memory with the original."),
@@ -97,9 +98,11 @@ def _flush_stdout() -> None:
 
 
 def _line(error: Exception) -> str:
-    """An error in the words of the command line: options in place of fields."""
-    if not isinstance(error, KVSurgeryError) or isinstance(error, RecipeError):
-        return str(error)
-    from kvsurgery.cli.recipe_options import in_flags
+    """An error in the words of the command line, options in place of fields, in one line whatever a file brings in."""
+    message = str(error)
+    if isinstance(error, KVSurgeryError) and not isinstance(error, RecipeError):
+        from kvsurgery.cli.recipe_options import in_flags
 
-    return in_flags(str(error))
+        message = in_flags(message)
+    message = " ".join(message.splitlines())
+    return message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."

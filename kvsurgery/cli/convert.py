@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
+from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import (
+    check_recipe_file,
     profile_option,
     recipe_of,
     recipe_options,
@@ -20,6 +21,7 @@ from kvsurgery.cli.recipe_options import (
     write_recipe,
 )
 from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option
+from kvsurgery.recipe import BUDGETED, STREAMING
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -114,11 +116,11 @@ def convert(
     from kvsurgery.cli.source import request_of, warn
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
-    from kvsurgery.files import check_file, check_folder
+    from kvsurgery.files import check_folder
 
     recipe = recipe_of(options)
     if save_recipe is not None:
-        check_file(save_recipe)
+        check_recipe_file(save_recipe)
     if kv_check is not None:
         from kvsurgery.text.haystack import check_text
 
@@ -137,6 +139,7 @@ def convert(
     if dry_run or out is None:
         prepared = request.prepare(weights=False)
         warn(prepared)
+        _note_idle(options, prepared)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -149,10 +152,12 @@ def convert(
     if stream:
         with request.streamed() as (prepared, remote):
             warn(prepared)
+            _note_idle(options, prepared)
             result = _convert(prepared, out, jobs, kv_check, remote)
     else:
         prepared = request.prepare()
         warn(prepared)
+        _note_idle(options, prepared)
         result = _convert(prepared, out, jobs, kv_check)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
@@ -170,6 +175,16 @@ def convert(
     loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
     console.stderr.print(f"Load it with: {loads}")
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
+
+
+def _note_idle(options: dict[str, Any], prepared: PreparedConversion) -> None:
+    """Say which options make no difference beside the others; those that a fit may use or not are left to it."""
+    from kvsurgery import console
+
+    used = prepared.policy.recipe.in_use
+    idle = [flag(name) for name in (*STREAMING, *BUDGETED) if options[name] is not None and name not in used]
+    if idle and prepared.fit is None:
+        console.stderr.print(f"no head of this conversion uses {', '.join(idle)}")
 
 
 def _convert(

@@ -12,6 +12,7 @@ import click
 
 from kvsurgery.cli.running import quiet_transformers, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
+from kvsurgery.errors import KVSurgeryError
 
 if TYPE_CHECKING:
     from kvsurgery.evaluate.results import Interval, Results, TaskResult
@@ -105,6 +106,8 @@ def evaluate(
         click.echo(json.dumps(asdict(results), indent=2))
     else:
         _show(results)
+    if not any(task.count for task in results.tasks):
+        raise KVSurgeryError("nothing was measured: every sample is left out")
 
 
 def _show(results: Results) -> None:

@@ -11,6 +11,7 @@ import click
 
 from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
 from kvsurgery.cli.recipe_options import (
+    check_recipe_file,
     flags_of,
     profile_option,
     recipe_of,
@@ -108,6 +109,8 @@ def fit(
         raise click.UsageError("--method reform keeps every head full, so there is nothing to choose; leave it out")
     if picture is not None:
         check_picture(picture)
+    if save_recipe is not None:
+        check_recipe_file(save_recipe)
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     prepared = request.prepare(weights=False)
     warn(prepared)

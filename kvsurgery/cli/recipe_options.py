@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, flag, in_group
-from kvsurgery.errors import PolicyError
+from kvsurgery.errors import OutputError, PolicyError, RecipeError
+from kvsurgery.files import check_file
 from kvsurgery.recipe import Demand, Recipe
 from kvsurgery.templates.kv_layout import SELECTS
 
@@ -99,15 +100,15 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         ),
     },
     CACHE: {
-        "sink": (int, "First tokens that a streaming head keeps."),
-        "recent": (int, "Latest tokens that a streaming head keeps."),
+        "sink": (Tokens(), "First tokens that a streaming head keeps."),
+        "recent": (Tokens(), "Latest tokens that a streaming head keeps."),
         "budgets_from": (
             click.Path(),
             "The head profile whose scores decide the budgets, such as the shares of LU-KV or WG-KV: a file or an "
             "address on the Hub.  [default: (--profile)]",
         ),
         "budget": (
-            int,
+            Tokens(),
             "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
             'published "KV = 128" is --budget 120 --window 8.  [default: (what a profile of budgets says)]',
         ),
@@ -123,7 +124,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kernel_size": (int, "Number of neighbouring tokens over which this attention is pooled."),
         "pool": (click.Choice(["max", "avg"]), "How this attention is pooled."),
         "hold": (
-            int,
+            Tokens(),
             "Select again after every block of this many tokens (32 if no number is given), so that a budgeted head "
             "never keeps more than budget, window and a block.  [default: (it keeps all tokens after the prompt)]",
         ),
@@ -147,12 +148,12 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             int,
             "Elements that share a scale.  [default: (a tile of 128 tokens, or all channels of a head)]",
         ),
-        "kv_residual": (int, "Minimum number of newest tokens that are not quantized."),
+        "kv_residual": (Tokens(), "Minimum number of newest tokens that are not quantized."),
         "kv_streaming": (
             bool,
             "Also quantize the windows of streaming heads and of the model's sliding layers if they are long enough.",
         ),
-        "kv_sink": (int, "Number of first tokens of a full or budgeted head that are not quantized."),
+        "kv_sink": (Tokens(), "Number of first tokens of a full or budgeted head that are not quantized."),
         "kv_rotate": (
             click.Choice(["none", "values", "both"]),
             "What is rotated within a head before it is quantized: values, or both keys and values. Rotated keys help "
@@ -242,6 +243,20 @@ def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Deman
     if "context" not in whole:
         raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
     return {"fit": Demand(**whole)}
+
+
+def check_recipe_file(path: Path) -> None:
+    """Check that the file of --save-recipe can be written, and is no other file that would be lost.
+
+    Raises:
+        OutputError: it cannot, or it is.
+    """
+    check_file(path)
+    if path.exists():
+        try:
+            Recipe.load(path)
+        except RecipeError as error:
+            raise OutputError(f"{path} exists and is not a recipe; give another file to --save-recipe") from error
 
 
 def write_recipe(recipe: Recipe, path: Path | None) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvsurgery.evaluate.sample import Task
 
 _RUN = (
-    click.option("--limit", type=POSITIVE, help="Maximum number of samples of each task."),
+    click.option("--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."),
     click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
     click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}  [default: (all)]"),
     seed_option,

@@ -139,10 +139,10 @@ def hub_id(place: str) -> Generator[None]:
         CheckpointError: the place is a file, or no name that a model on the Hub can have.
         HubError: as raised inside.
     """
-    if not is_repo_id(place):
-        raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
     if Path(place).exists():
         raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
+    if not is_repo_id(place):
+        raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
     try:
         yield
     except HubError as error:

@@ -54,7 +54,8 @@ def check_original(folder: Path, converted: Path) -> None:
     origin = Provenance.read(converted)
     if config != json.loads(origin.originals["config.json"]):
         raise CheckpointError(
-            f"{folder} is not what {converted} was converted from: its config.json differs; give {origin.source}"
+            f"{folder} is not what {converted} was converted from: its config.json differs; give the original, "
+            f"recorded as {origin.source}"
         )
 
 

@@ -123,8 +123,7 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         OutputError: it does not; the line names what differs.
     """
-    held = read_settings(folder)
-    del held["models"]
+    held = {name: value for name, value in read_settings(folder).items() if name != "models"}
     for keys, old, new in differences(held, settings):
         if keys == ("samples",):
             raise OutputError(

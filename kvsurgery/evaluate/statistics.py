@@ -47,7 +47,7 @@ def task_result(
         table = np.array([[own[key] for key in common] for own in values.values()], dtype=np.float64)
         means, resampled = (_scaled(part, metric) for part in (table.mean(1), resampled_means(table, seed)))
         scores = {model: interval(means[place], resampled[place]) for place, model in enumerate(values)}
-        if len(values) == 2:
+        if len(values) == 2 and len(common) > 1:  # one sample says nothing about another
             difference = interval(means[1] - means[0], resampled[1] - resampled[0])
     skipped = dict(sorted(Counter(why).items()))
     return TaskResult(task, metric, len(common), skipped, scores, difference, tuple(_cells(samples, values, metric)))

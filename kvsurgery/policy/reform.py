@@ -61,6 +61,12 @@ def _fitting(reform: Reform, positions: int, given: dict[str, Any]) -> Reform:
             default=None,
         )
         if larger is None or getattr(reform, larger) < 2:
+            fixed = next((name for name in ("chunk", "encode_budget") if given.get(name, 0) >= positions), None)
+            if fixed:
+                raise PolicyError(
+                    f"`reform.{fixed}` {given[fixed]} leaves no room in the {positions} positions of the model; give a "
+                    "smaller one"
+                )
             raise PolicyError(
                 f"`reform.chunk` {reform.chunk} and `reform.encode_budget` {reform.encode_budget} together exceed the "
                 f"{positions} positions of the model; give smaller ones"

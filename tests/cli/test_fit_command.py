@@ -296,7 +296,6 @@ class TestRefusals:
             (("--batch", 0), r"--batch lies in \[1, "),
             (("--new-tokens", 1000), "--new-tokens are a part of --context"),
             (("--chunk", 0), "--chunk is at least 1 token"),
-            (("--sink", -1), "--sink must be >= 0"),
             (("--kv-group-size", 3), "--kv-bits 8: the group size 3"),
             (("--rest", "budgeted", "--beta", 1), "--beta must be > 1"),
             (("--tp", 2), r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2"),
@@ -327,7 +326,10 @@ class TestRefusals:
             (("--context", 9), "--context goes with --fit"),
             (("--batch", 1), "--batch goes with --fit"),
             *(
-                (("--fit", "1GB", "--context", 9, flag, value), f"--fit decides {flag}; leave one of them out")
+                (
+                    ("--fit", "1GB", "--context", 9, flag, value),
+                    f"fitting a memory budget decides {flag}; leave that out",
+                )
                 for flag, value in [("--sparsity", 0), ("--threshold", 0), ("--full-heads", 0), ("--budget", 9)]
             ),
             (("--fit", "1GB", "--context", 9, "--kv-bits", 4, "--sparsity", 1), "decides --sparsity and --kv-bits;"),

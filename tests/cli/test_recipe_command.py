@@ -37,7 +37,8 @@ def test_a_dry_run_saves_too(here):
 
 def test_options_override_the_file(here):
     Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nsparsity = 0.5\nsink = 4\n[fit]\nmemory = 1\ncontext = 1\n')
-    assert "one.toml: `fit` decides `sparsity`" in refused("convert", "llama", "--recipe", "one.toml", "--dry-run")
+    words = "one.toml: fitting a memory budget decides `sparsity`"
+    assert words in refused("convert", "llama", "--recipe", "one.toml", "--dry-run")
     Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nsparsity = 0.5\nsink = 4\n')
     command = ("convert", "llama", "--recipe", "one.toml", "--dry-run", "--json")
     policy = json.loads(done(*command, "--full-heads", 2, "--recent", 9).out)["policy"]

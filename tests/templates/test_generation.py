@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
+from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.families import FAMILIES, WITH_STATES, largest, make, tokens
 from tests.helpers.reference import reference_logits
 from tests.helpers.surgery import RECENT, SINK, convert_folder
@@ -136,6 +137,28 @@ def test_prompt_lookup(mixed, family):
     # transformers 4 may keep drafted tokens beyond `max_new_tokens`, also of a stock model
     assert found.sequences[:, : expected.shape[1]].equal(expected)
     assert found.past_key_values.columns.margin <= 12
+    # nothing grew, although drafts may go beyond the last token
+    assert found.past_key_values.layers[0].capacity == 48 + 30 + 5
+
+
+def test_drafts_by_some_of_the_layers_are_refused(mixed):
+    model = mixed("llama").model
+    expected = model.generate(tokens(1, 12), **GREEDY)
+    with pytest.raises(ValueError, match=r"assistant_early_exit.*pass an assistant_model"):
+        model.generate(tokens(1, 12), **GREEDY, assistant_early_exit=1)
+    assert model.generate(tokens(1, 12), **GREEDY).equal(expected)  # it was left as it was
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization(8, "per-token", 2, 5)], ids=["16 bit", "8 bits"])
+def test_autocast(checkpoint, tmp_path, quantization):
+    """Keys are wider than values then, once they are rotated."""
+    model = convert_folder(checkpoint("llama"), tmp_path / "out", quantization=quantization).load()
+    inputs = batch(3, 150)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    expected = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert largest(found.logits[0] - expected.logits[0], expected.logits[0]) <= 0.1
+    assert found.past_key_values.layers[0].full.keys.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", SAMPLE)

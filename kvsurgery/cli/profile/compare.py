@@ -29,11 +29,14 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
     import json
 
     from kvsurgery import console
+    from kvsurgery.figure import check_picture
     from kvsurgery.profile import comparison, heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
     from kvsurgery.profile.loading import load_scores
 
+    if plot is not None:
+        check_picture(plot)
     profiles = load_scores(a), load_scores(b)
     found = comparison.compare(*profiles, group_reduce)
     if profiles[0].base_model != profiles[1].base_model:

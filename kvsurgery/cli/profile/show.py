@@ -39,12 +39,15 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     import json
 
     from kvsurgery import console
+    from kvsurgery.figure import check_picture
     from kvsurgery.profile import heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
     from kvsurgery.profile.cache_losses import CacheLosses
     from kvsurgery.profile.loading import load
 
+    if plot is not None:
+        check_picture(plot)
     file = load(path)
     if isinstance(file, CacheLosses):
         _show_losses(file, as_json)
