@@ -205,6 +205,11 @@ def test_source_that_is_no_checkpoint(here: Path, source: str, words: str) -> No
     nothing_happens(here, words, "convert", source, "--profile", PROFILE, "--out", "out")
 
 
+def two_lines() -> None:
+    header = json.dumps({"scores": {"dtype": "F\n32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    Path(PROFILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 BAD_PROFILES: dict[str, tuple[Callable[[], Any], str]] = {
     "NaN": (lambda: save_profile([[0.2, np.nan, 0.4], [0.7, 0.1, 0.8]]), "score of layer 0, head 1 is nan"),
     "infinity": (lambda: save_profile([[0.2, 0.9, 0.4], [0.7, 0.1, np.inf]]), "score of layer 1, head 2 is inf"),
@@ -227,6 +232,7 @@ BAD_PROFILES: dict[str, tuple[Callable[[], Any], str]] = {
     "DuoAttention's file": (lambda: Path(PROFILE).write_text("0.1\t0.2\n"), "not a head profile.*profile import"),
     "HeadKV's file": (lambda: Path(PROFILE).write_text('{"0-0": [0.1]}' * 9), "not a head profile.*profile import"),
     "empty file": (lambda: Path(PROFILE).write_bytes(b""), "not a head profile"),
+    "a dtype of two lines": (two_lines, "not a head profile"),
     "cut": (lambda: os.truncate(PROFILE, 100), "not a head profile"),
     "a folder": (lambda: (Path(PROFILE).unlink(), Path(PROFILE).mkdir()), f"{PROFILE}: it is not a regular file"),
     "missing": (lambda: Path(PROFILE).unlink(), f"cannot read head profile {PROFILE}: No such file"),

@@ -257,3 +257,19 @@ class TestWithoutAProfile:
 
     def test_the_checkpoint_is_named(self, here: Path) -> None:
         assert "no checkpoint is named" in refused("convert", "--kv-bits", 4, "--out", "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        (("--window", 4, "--pool", "avg"), "--window, --pool"),
+        (("--rest", "budgeted", "--budget", 9, "--sink", 4, "--recent", 9), "--sink, --recent"),
+        (("--sink", 4, "--recent", 9), None),
+    ],
+    ids=str,
+)
+def test_options_that_no_head_uses_are_named(here, options, idle):
+    said = done("convert", "llama", "--profile", PROFILE, *options, "--dry-run").err
+    assert [line for line in said.splitlines() if "no head of" in line] == (
+        [f"no head of this conversion uses {idle}"] if idle else []
+    )

@@ -66,9 +66,21 @@ def test_one_model_alone():
     assert result["scores"]["original"]["mean"] == 1
 
 
+def test_nothing_that_could_be_asked_is_a_failure():
+    """The table and the page say what was left out, and why."""
+    Path("long.txt").write_text(" ".join([Path("text.txt").read_text()] * 3))
+    asked = ("--tasks", "perplexity", "--text", "long.txt", "--lengths", "8K", "--samples", "1")
+    result = run("eval", MODEL, *asked, "--out", "beyond")
+    assert result.code == 1
+    assert "samples left out, original: " in result.err
+    assert result.err.splitlines()[-1] == "kvsurgery: nothing was measured: every sample is left out"
+    assert Path("beyond/index.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("recall-cli", "--source", "text.txt", *NEEDLE), "text.txt is neither a folder nor a Hub id"),
         (("nowhere", *NEEDLE), "nowhere is not a folder"),
         (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is neither a folder nor a Hub id"),
         (

@@ -51,6 +51,11 @@ def test_options_override_the_file(here):
     assert fitted["fit"]["context"] == 9
 
 
+def test_what_a_file_says_makes_no_error_endless(here):
+    Path("one.toml").write_text(f'profiles = ["{PROFILE}"]\nselect = "{"x" * 5000}"\n')
+    assert 900 < len(refused("convert", "llama", "--recipe", "one.toml", "--dry-run")) < 1100
+
+
 def test_fit_saves_what_it_prints(here):
     words = ("--profile", PROFILE, "--memory", "1GB", "--context", "1K", "--sink", 4, "--save-recipe", "one.toml")
     printed = done("fit", "llama", *words).out.splitlines()[-1].split()

@@ -73,7 +73,14 @@ def test_without_an_answer_there_are_no_scores():
     assert [(cell.count, cell.scores) for cell in found.cells] == [(0, {})]
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(0, 3))
+def test_one_sample_says_nothing_about_another():
+    both = {"original": answers([1.0]), "converted": answers([0.0])}
+    found = task_result("t", "qa_f1", samples(1), both, seed=0)
+    assert (found.count, found.difference) == (1, None)
+    assert {model: score.mean for model, score in found.scores.items()} == {"original": 1, "converted": 0}
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.integers(0, 3))
 def test_intervals_are_paired_reproducible_and_hold_the_mean_of_equals(values, seed):
     both = {"original": answers(values), "converted": answers(values)}
     found = task_result("t", "qa_f1", samples(len(values)), both, seed)
