@@ -293,5 +293,4 @@ def test_the_docs_say_what_selection_costs() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "selection-cost.json").read_text())
     said = (ROOT / "docs" / "results.md").read_text()
     assert "\n".join(selection_cost.table(found)) in said
-    shares = {name: (each["watch"] + each["renew"]) / each["step"] for name, each in found["results"].items()}
-    assert max(share for name, share in shares.items() if not name.endswith(" 32")) < 0.02
+    assert max((each["watch"] + each["renew"]) / each["step"] for each in found["results"].values()) < 0.02

@@ -89,7 +89,8 @@ def test_beams_and_assisted_decoding_cost_what_is_predicted(mixed, llama, layout
     assert beams.allocated_bytes() == layout.kv_bytes(3, 30, 10, itemsize=4)
     assisted = llama.generate(ids.repeat(1, 2), prompt_lookup_num_tokens=4, **options).past_key_values
     assert 0 < assisted.columns.margin <= 6
-    assert assisted.allocated_bytes() == layout.kv_bytes(1, 60, 10, margin=assisted.columns.margin, itemsize=4)
+    # the last draft may go beyond the last token
+    assert assisted.allocated_bytes() == layout.kv_bytes(1, 60, 10 + 4, margin=assisted.columns.margin, itemsize=4)
 
 
 def test_streaming_heads_stay_constant_and_storage_is_not_copied(llama, layout):
