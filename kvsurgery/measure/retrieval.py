@@ -104,7 +104,7 @@ def retrieval_scores(
         trials: the grid that each needle is hidden in.
         method: a key of `METHODS`.
         choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
-        progress: called after each trial with trials done, trials in all, and right answers.
+        progress: called before the first trial and after each with trials done, trials in all, and right answers.
         mesh: the processes that share heads, and their groups trials.
 
     Raises:
@@ -121,6 +121,8 @@ def retrieval_scores(
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(measured, measured.dimensions.query_heads)
     total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
+    if progress is not None and mesh.processes.rank == 0:
+        progress(0, len(grid), 0)  # what came before says nothing of how long a trial takes
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:

@@ -71,7 +71,11 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert (made["reg"], made["until_settled"], made["steps_done"]) == (1.12, True, 4)
     assert "settled" not in said.err
     assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
-    assert "give 1 min" in refused(*start, *lengths, "--minutes", 0.001)
+    result = run(*start, *lengths, "--minutes", 0.001)
+    assert result.code == 1
+    [timing, why] = result.err.splitlines()
+    assert timing == "timing some steps of the training"
+    assert "give 1 min" in why
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
     done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.05)
     made = HeadProfile.load("p.safetensors").provenance

@@ -135,6 +135,12 @@ def test_without_a_valid_token_nothing_happens(hub, converted, tmp_path, token):
     assert hub.repos == {}
 
 
+def test_a_name_that_no_repository_has_is_refused_first(hub, converted, tmp_path):
+    result = hub.run(tmp_path, "push", converted, "some/body/duo", HF_TOKEN="none")
+    assert result.returncode == 2
+    assert "'some/body/duo' is not a repository name" in result.stderr
+
+
 def test_a_token_without_the_right_is_one_line(hub, converted, tmp_path):
     result = hub.run(tmp_path, "push", converted, "somebody/duo")
     assert result.returncode == 1

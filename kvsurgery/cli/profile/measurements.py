@@ -71,6 +71,8 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     begun = TrainingState.require(options["checkpoint"])[1] if options["resume"] else None
     if (minutes := options["minutes"]) is not None:
         if begun is None:
+            if mesh.processes.rank == 0:
+                console.stderr.print("timing some steps of the training")
             given = Lengths(options["min_context"], options["max_context"], options["passkeys"])
             seconds, window = step_seconds(measured, gates, mesh), gates.sink + gates.recent
             plan = paced(minutes, seconds, measured.max_context, given, window)
