@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
 
 NAME = "tests_hold_reference"
@@ -23,6 +25,7 @@ class LayerState:
     """All tokens of a layer, what its budgeted heads still have of them, and what they had before each selection."""
 
     due: int
+    sinks: torch.Tensor | None = None  # learned, [query_heads]
     queries: list[torch.Tensor] = field(default_factory=list)  # [query_heads, head_dim] each
     keys: list[torch.Tensor] = field(default_factory=list)  # [kv_heads, head_dim] each
     values: list[torch.Tensor] = field(default_factory=list)
@@ -37,10 +40,13 @@ class HoldReference:
     Args:
         model: the stock model with the weights of the converted one, heads in its order.
         prompt: columns after which heads select first.
+        cache: a stock one for the states of linear attention, which cannot be taken back.
     """
 
-    def __init__(self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0):
-        self.model, self.layout, self.prompt, self.pad = model, layout, prompt, pad
+    def __init__(
+        self, model: torch.nn.Module, layout: KVLayout, prompt: int, pad: int = 0, cache: DynamicCache | None = None
+    ):
+        self.model, self.layout, self.prompt, self.pad, self.cache = model, layout, prompt, pad, cache
         self.tokens = 0
         self.states = [LayerState(prompt, alive={head: [] for head in budgets(layer)}) for layer in layout.layers]
 
@@ -59,38 +65,48 @@ class HoldReference:
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, vocabulary] of further tokens."""
         decoder = self.model.get_decoder()
+        decoder = getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer
         usual = decoder.config._attn_implementation
         decoder.config._attn_implementation = NAME
         for layer in decoder.layers:
-            layer.self_attn.hold_reference = self
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.hold_reference = self
         logits = []
         try:
             for token in ids.tolist():
                 position = torch.tensor([[self.tokens]])
                 with torch.no_grad():
-                    output = self.model(torch.tensor([[token]]), position_ids=position, use_cache=False)
+                    cached = {CACHE: self.cache, "use_cache": self.cache is not None}
+                    output = self.model(torch.tensor([[token]]), position_ids=position, **cached)
                 logits.append(output.logits[0])
                 self.tokens += 1
         finally:
             decoder.config._attn_implementation = usual
         return torch.cat(logits) if logits else torch.empty(0, self.model.config.vocab_size)
 
-    def attend(self, module, query, key, value, scaling, softcap) -> torch.Tensor:
+    def attend(self, module, query, key, value, scaling, softcap, sinks) -> torch.Tensor:
         """Attention of one token [heads, head_dim] in one layer."""
         layer, state, column = self.layout.layers[module.layer_idx], self.states[module.layer_idx], self.now
         if column == state.due > self.prompt:
             self.select(layer, state, column, scaling, softcap)
+        state.sinks = sinks
         state.queries.append(query)
         state.keys.append(key)
         state.values.append(value)
         group, output = len(query) // len(key), []
+        window, alive = self.layout.attended[module.layer_idx], state.alive
+        if layer.source is not None:  # it sees what another has kept, and at the end of the prompt what that had
+            source = self.states[layer.source]
+            alive = source.before[-1][1] if source.before and column == self.prompt - 1 else source.alive
         for head in range(len(query)):
             kv_head = head // group
             if kv_head in state.alive and head % group == 0:
                 state.alive[kv_head].append(self.tokens)
-            places = state.alive.get(kv_head, range(self.tokens + 1))
-            if layer.native:
-                places = places[max(0, self.tokens + 1 - layer.recent) :]
+            places = alive.get(kv_head, range(self.tokens + 1))
+            if window.chunked:
+                places = places[self.tokens // window.recent * window.recent :]
+            elif window.native:
+                places = places[max(0, self.tokens + 1 - window.recent) :]
             weights = self.weights(state, head, kv_head, self.tokens, places, scaling, softcap)
             output.append(weights @ torch.stack([state.values[place][kv_head] for place in places]).double())
         if column == self.prompt - 1:
@@ -109,7 +125,9 @@ class HoldReference:
         scores = keys @ state.queries[position][head].double() * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        return scores.softmax(-1)
+        if state.sinks is not None:
+            scores = torch.cat([scores, state.sinks[head : head + 1].double()])
+        return scores.softmax(-1)[: len(places)]
 
     def select(self, layer: LayerLayout, state: LayerState, column: int, scaling, softcap) -> None:
         how = layer.selection
@@ -171,9 +189,10 @@ def budgets(layer: LayerLayout) -> dict[int, int]:
     return {head: kind for head, kind in enumerate(layer.kinds) if isinstance(kind, int)}
 
 
-def attention(module, query, key, value, mask, scaling=None, softcap=None, **kwargs):
+def attention(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     """The attention function of the stock model, for one token of one row."""
-    output = module.hold_reference.attend(module, query[0, :, 0], key[0, :, 0], value[0, :, 0], scaling, softcap)
+    states = query[0, :, 0], key[0, :, -1], value[0, :, -1]  # a cache hands over earlier tokens too
+    output = module.hold_reference.attend(module, *states, scaling, softcap, s_aux)
     return output[None, None], None
 
 

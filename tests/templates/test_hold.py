@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from transformers import DynamicCache
 
 from kvsurgery.templates import kv_hold, kv_layout, kv_tiles
 from kvsurgery.templates.kv_budget import BudgetedHeads
@@ -24,8 +25,9 @@ from kvsurgery.templates.kv_tiles import dequantize, quantize
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.cache_operations import CacheOperations, stock_and_emitted
 from tests.helpers.emitted import CLASSES, LOSSLESS, emitted
-from tests.helpers.families import largest, stock, tokens
+from tests.helpers.families import FAMILIES, WITH_STATES, largest, stock, tokens
 from tests.helpers.hold_reference import HoldReference
+from tests.helpers.surgery import convert_folder
 
 WINDOW, HOLD = 3, 5
 SELECTION = {"window": WINDOW, "kernel_size": 3, "pool": "max", "hold": HOLD}
@@ -163,6 +165,20 @@ def test_any_operations(family, kind, monkeypatch):
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=12, phases=[Phase.generate])
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_reference(checkpoint, tmp_path, family):
+    sizes = {"window": WINDOW, "kernel_size": 3, "hold": HOLD}
+    converted = convert_folder(checkpoint(family), tmp_path / "held", rest="budgeted", budget=6, full_heads=3, **sizes)
+    stock = type(converted.stock).from_pretrained(converted.folder).eval()  # its heads are in the new order
+    states, cache = DynamicCache(config=stock.config) if family in WITH_STATES else None, None
+    reference = HoldReference(stock, KVLayout.from_config(converted.model.config), 14, cache=states)
+    for ids in tokens(1, 40).split([14, 1, 1, 9, 1, 1, 1, 12], 1):
+        with torch.no_grad():
+            output = converted.model(ids, past_key_values=cache, use_cache=True)
+        cache, expected = output.past_key_values, reference.feed(ids[0])
+        assert largest(output.logits[0] - expected, expected) <= 1e-4
 
 
 @pytest.fixture
