@@ -12,10 +12,10 @@ import click
 from kvsurgery.cli.options import CACHE, HEADS, Grouped, Size, Tokens, in_group
 from kvsurgery.cli.recipe_options import (
     check_recipe_file,
+    fit_options,
     flags_of,
     profile_option,
     recipe_of,
-    recipe_options,
     save_recipe_option,
     write_recipe,
 )
@@ -61,7 +61,7 @@ ALTERNATIVES = 3
         "whole prompt is read at once if that takes less memory.",
     ),
 )
-@recipe_options
+@fit_options
 @save_recipe_option
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Plot score against memory as a PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,30 @@ import click
 from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, flag, in_group
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.files import check_file
-from kvsurgery.recipe import Demand, Recipe
+from kvsurgery.recipe import CHOICES, Demand, Recipe
 from kvsurgery.templates.kv_layout import SELECTS
 
 
 def recipe_options(command: Any) -> Any:
     """Add `--recipe`, and an option for every field of a recipe that has one value in a command."""
-    for group, names in FIELDS.items():
-        command = in_group(group, *map(_option, names))(command)
-    return recipe_file(command)
+    return _fields(command)
+
+
+def fit_options(command: Any) -> Any:
+    """The same without fields that a fit decides."""
+    return _fields(command, DECIDED)
 
 
 def kind_options(command: Any) -> Any:
     """The same without fields that are the axes of a sweep, and those of several devices."""
+    return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]))
+
+
+def _fields(command: Any, without: Container[str] = ()) -> Any:
+    """Add `--recipe` and the options of all fields but some."""
     for group, names in FIELDS.items():
-        if group != DEVICES:
-            command = in_group(group, *(_option(name) for name in names if name not in NOT_SWEPT))(command)
+        if kept := [name for name in names if name not in without]:
+            command = in_group(group, *map(_option, kept))(command)
     return recipe_file(command)
 
 
@@ -77,6 +85,7 @@ def _option(name: str) -> Callable[[Any], Any]:
 # the axes of a sweep, and with them what has no other value in one
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 NOT_SWEPT = (*AXES, "threshold", "kv_budget")
+DECIDED = (*CHOICES, "budget", "kv_bits", "kv_budget")
 # what options stand for that are given without a value
 BARE = {"hold": 32}
 # group -> field of a recipe -> its type, and what it says; `method` is short for others
