@@ -48,7 +48,7 @@ def test_sizes_fit_the_model(positions, chunk, encode_budget):
 @pytest.mark.parametrize(
     ("positions", "sizes", "words"),
     [
-        (4096, {"chunk": 4096}, "`reform.chunk` 4096 and `reform.encode_budget` 1 together exceed the 4096 positions"),
+        (4096, {"chunk": 4096}, "`reform.chunk` 4096 leaves no room in the 4096 positions"),
         (4096, {"chunk": 3000, "encode_budget": 2000}, "together exceed the 4096 positions"),
         (4096, {"recompute_budget": 5000}, "`reform.recompute_budget` 5000 exceeds the 4096 positions"),
         (4096, {"recompute_budget": 300}, "recompute_budget 300 is less than the first and last 256 tokens"),
