@@ -58,7 +58,7 @@ class Interrupted(KVSurgeryError):
 
 def not_loaded(source: object, error: Exception) -> CheckpointError:
     """The error for a checkpoint that transformers cannot load, with the first line of its reason."""
-    return CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}")
+    return CheckpointError(f"{source} cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]}")
 
 
 def short(value: object) -> str:

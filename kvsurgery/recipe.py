@@ -199,7 +199,7 @@ class Recipe:
         self._check_auto()
         decided = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
         if decided and self.fit is not None:
-            raise PolicyError(f"fitting a memory budget decides {_listed(decided)}; leave that out")
+            raise PolicyError(f"fitting a memory budget decides {_listed(decided)}; leave out what it decides")
 
     def _check_auto(self) -> None:
         """Raise PolicyError where bits of layers cannot be chosen as the recipe says."""

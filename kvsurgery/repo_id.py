@@ -13,9 +13,14 @@ HOSTS = ("huggingface.co", "hf.co")
 NAME = r"\w[\w.-]*"
 
 
+def is_repo_name(text: str) -> bool:
+    """Whether a Hub repository can have this name: `name` or `owner/name`."""
+    return re.fullmatch(rf"{NAME}(/{NAME})?", text) is not None
+
+
 def is_repo_id(source: str) -> bool:
-    """Whether a source that is not a local folder can be a Hub repository: `name` or `owner/name`, and no file here."""
-    return re.fullmatch(rf"{NAME}(/{NAME})?", source) is not None and not os.path.isfile(source)
+    """Whether a source that is not a local folder can be a Hub repository; a local file is none."""
+    return is_repo_name(source) and not os.path.isfile(source)
 
 
 def is_address(source: str) -> bool:

@@ -146,7 +146,7 @@ def attention_received(
     size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
     blocks = [slice(first, first + size) for first in range(0, columns, size)]
     if len(blocks) == 1 and scoring.sinks is None:  # as below, in a third of the time
-        return scores(blocks[0]).softmax(-1).mean((2, 3))
+        return scores(blocks[0]).softmax(-1, dtype=torch.float32).mean((2, 3))
     whole = [scores(block) for block in blocks[: len(blocks) == 1]]
     sums = [part.logsumexp(-1) for part in whole or map(scores, blocks)]
     lse = (sums[0] if whole else torch.stack(sums).logsumexp(0))[..., None]

@@ -58,7 +58,7 @@ def timed(spent: dict[str, float], part: str, call: Callable) -> Callable:
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
-    """Milliseconds of CPU time of a decode step, and those of its parts."""
+    """Milliseconds of CPU time of a decode step, and of its parts by the clock on the wall."""
     torch.manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, PROMPT))
     output, spent = model(tokens, use_cache=True), dict.fromkeys(PARTS, 0.0)

@@ -106,7 +106,16 @@ def evaluate(
         click.echo(json.dumps(asdict(results), indent=2))
     else:
         _show(results)
-    if not any(task.count for task in results.tasks):
+    check_measured(results)
+
+
+def check_measured(results: Results) -> None:
+    """Check that some model has a score. Tasks without a metric, whose answers others judge, have no result.
+
+    Raises:
+        KVSurgeryError: all samples were left out, of every model.
+    """
+    if results.tasks and not any(cell.scores for task in results.tasks for cell in task.cells):
         raise KVSurgeryError("nothing was measured: every sample is left out")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.repo_id import is_repo_name
 
 
 @click.command()
@@ -37,7 +37,7 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.verify import verify
 
-    if not is_repo_id(repo_id):
+    if not is_repo_name(repo_id):
         raise click.UsageError(f"{repo_id!r} is not a repository name; the Hub's names look like owner/name")
     Provenance.read(folder)
     beside = {}

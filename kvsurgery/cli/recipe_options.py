@@ -65,7 +65,7 @@ profile_option = click.option(
     multiple=True,
     metavar="PROFILE",
     help="The head profile: a file, or hf://owner/repo/path[@revision]. For long prompts add a reform profile, or give "
-    "only that. Without one, here or in the recipe, --kv-bits quantizes the cache of every head.",
+    "only that. Without one, here or in the recipe, `convert --kv-bits` quantizes the cache of every head.",
 )
 
 
@@ -82,6 +82,7 @@ def _option(name: str) -> Callable[[Any], Any]:
     return click.option(flag(name), type=kind, help=text + shown, **bare)
 
 
+LARGEST_RECIPE = 1 << 20  # bytes of a file that is read as one, before it is overwritten
 # the axes of a sweep, and with them what has no other value in one
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
 NOT_SWEPT = (*AXES, "threshold", "kv_budget")
@@ -175,7 +176,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
         "kv_measured": (
             click.Path(),
             "File of losses measured by `profile compute --method kv-bits`. They decide what is rotated and clipped "
-            "and, with --kv-bits auto, the width of each layer.",
+            "and, with `convert --kv-bits auto`, the width of each layer.",
         ),
     },
     DEVICES: {
@@ -263,9 +264,13 @@ def check_recipe_file(path: Path) -> None:
     check_file(path)
     if path.exists():
         try:
+            if not path.is_file() or path.stat().st_size > LARGEST_RECIPE:
+                raise RecipeError(f"{path} is no file of this kind")
             Recipe.load(path)
         except RecipeError as error:
-            raise OutputError(f"{path} exists and is not a recipe; give another file to --save-recipe") from error
+            raise OutputError(
+                f"{path} exists and is not a recipe; give another file to --save-recipe ({error})"
+            ) from error
 
 
 def write_recipe(recipe: Recipe, path: Path | None) -> None:

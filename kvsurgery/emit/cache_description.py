@@ -22,12 +22,12 @@ def describe_bits(quantization: Mapping[str, Any]) -> str:
 
 
 def describe_widths(bits: int | Sequence[int | None]) -> str:
-    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, nothing quantized in 2"."""
+    """One width, or how many layers have each: "4 bits in 20 layers, 3 in 8, unquantized in 2"."""
     if isinstance(bits, int):
         return f"{bits} bits"
     counts = Counter(bits)
     [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
-    plain = [f"nothing quantized in {counts[None]}"] if None in counts else []
+    plain = [f"unquantized in {counts[None]}"] if None in counts else []
     words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
     return ", ".join(words + plain)
 

@@ -168,10 +168,10 @@ def retrieval_scores(
 
 
 def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
-    """The needles of a method's kind, and those that are of none.
+    """The needles of a method's kind, and needles without a kind.
 
     Raises:
-        ProfileError: there are none.
+        ProfileError: no needle is of either.
     """
     kind = METHODS[method][0]
     chosen = [needle for needle in needles if needle.kind in (None, kind)]

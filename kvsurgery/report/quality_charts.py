@@ -43,11 +43,13 @@ class Place:
     @classmethod
     def of(cls, kv_bytes: int | None, result: TaskResult | None, number: str = "", front: bool = False) -> Place | None:
         """The place of a checkpoint with these bytes and this result; None where one of them is missing."""
-        if kv_bytes is None or result is None or result.difference is None or not result.scores:
+        if kv_bytes is None or result is None or not {ORIGINAL, CONVERTED} <= result.scores.keys():
             return None
-        whole = result.scores[ORIGINAL].mean
-        ends = whole + result.difference.low, whole + result.difference.high
-        return cls(kv_bytes, result.scores[CONVERTED].mean, *ends, number, front)
+        whole, score = result.scores[ORIGINAL].mean, result.scores[CONVERTED].mean
+        ends = score, score  # a single sample has no interval
+        if result.difference is not None:
+            ends = whole + result.difference.low, whole + result.difference.high
+        return cls(kv_bytes, score, *ends, number, front)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ ENDS = (
 )  # fmt: skip
 OPENINGS = ("", "", "", "Later that week ", "In those days ", "As far as anyone knew, ", "One morning ", "Even so, ")
 MAX_UNKNOWN = 0.1  # share of unknown tokens in a text that a model can read
-GENERATED_PIECES = 8  # of the greatest length, how many generated text has
+GENERATED_PIECES = 8  # a generated text has this many times the tokens of its longest piece
 MAX_CHARACTERS = 1 << 24  # of a file; what follows is not read
 
 
@@ -123,7 +123,7 @@ class Haystack:
 
 
 def tokens_needed(source: str | None, longest: int) -> int:
-    """Tokens to read of a text that pieces of up to `longest` are drawn from: generated text never ends."""
+    """Tokens to read of a text whose pieces have up to `longest` tokens; more of one that is generated."""
     return longest * (GENERATED_PIECES if source is None else 1)
 
 

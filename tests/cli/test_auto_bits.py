@@ -99,7 +99,7 @@ def test_measured_on_another_model(measured: Path) -> None:
     [
         ({"bits": 4}, "4 bits (kivi, values rotated)"),
         ({"bits": [4, 4, 3]}, "4 bits in 2 layers, 3 in 1 (kivi, values rotated)"),
-        ({"bits": [None, 3, 8]}, "8 bits in 1 layer, 3 in 1, nothing quantized in 1 (kivi, values rotated)"),
+        ({"bits": [None, 3, 8]}, "8 bits in 1 layer, 3 in 1, unquantized in 1 (kivi, values rotated)"),
         (
             {"bits": [2, 8, 3], "rotate": ["both", "none", "values"], "clip": [True, False, True], "group_size": 32},
             "8 bits in 1 layer, 3 in 1, 2 in 1 (kivi, groups of 32, values rotated at 3 bits, keys and values rotated "

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvsurgery.cli.evaluate import check_measured
+from kvsurgery.errors import KVSurgeryError
+from kvsurgery.evaluate.results import Cell
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.evaluate.recall import MODEL, convert, write_language
 from tests.helpers.command import done, refused, run
+from tests.report import builders
 
 NEEDLE = ("--tasks", "needle", "--lengths", "96", "--depths", "0,1", "--batch", "2", "--device", "cpu")
 OWN = ("--text", "text.txt", "--needles", "needles.jsonl")
@@ -75,6 +79,15 @@ def test_nothing_that_could_be_asked_is_a_failure():
     assert "samples left out, original: " in result.err
     assert result.err.splitlines()[-1] == "kvsurgery: nothing was measured: every sample is left out"
     assert Path("beyond/index.html").exists()
+
+
+def test_some_scores_or_none_to_be_had_are_no_failure():
+    """Of tasks that others judge there are none; where the original skips all, the converted model may answer."""
+    check_measured(builders.results(tasks=()))
+    answered = Cell({"tokens": 96}, 4, {"converted": 0.5})
+    check_measured(builders.results(tasks=(builders.task("needle", 1, 1, scores={}, cells=(answered,)),)))
+    with pytest.raises(KVSurgeryError, match="every sample is left out"):
+        check_measured(builders.results(tasks=(builders.task("needle", 1, 1, scores={}),)))
 
 
 @pytest.mark.parametrize(

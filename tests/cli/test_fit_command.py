@@ -328,7 +328,7 @@ class TestRefusals:
             *(
                 (
                     ("--fit", "1GB", "--context", 9, flag, value),
-                    f"fitting a memory budget decides {flag}; leave that out",
+                    f"fitting a memory budget decides {flag}; leave out what it",
                 )
                 for flag, value in [("--sparsity", 0), ("--threshold", 0), ("--full-heads", 0), ("--budget", 9)]
             ),

@@ -7,6 +7,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from kvsurgery.report.charts import label, perplexity_axis, tokens
+from kvsurgery.report.quality_charts import Place
 from kvsurgery.report.speed_charts import short_time, speed
 from kvsurgery.report.surgery_charts import head_map
 from tests.report import builders
@@ -94,3 +95,10 @@ def test_numbers_of_tokens(count, shown):
 )
 def test_names_are_as_long_as_there_is_room(name, shown):
     assert label(name, 6) == shown
+
+
+def test_a_single_sample_has_a_place_without_a_bar():
+    place = Place.of(1 << 20, builders.task("needle", 0.9, 0.8, difference=None))
+    assert place is not None
+    assert (place.score, place.low, place.high) == (0.8, 0.8, 0.8)
+    assert Place.of(1 << 20, builders.task("needle", 0.9, 0.8, scores={}, difference=None)) is None
