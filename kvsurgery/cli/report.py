@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 
 @click.command()
@@ -16,7 +17,8 @@ import click
     show_default=True,
     help="Output folder of a comparison.",
 )
-def report(folders: tuple[Path, ...], out: Path) -> None:
+@click.pass_context
+def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     """Write a page of results, or of several checkpoints and sweeps side by side.
 
     Each DIR is a folder that eval, bench or sweep wrote. For a single DIR of eval or bench, its page is written there
@@ -36,6 +38,8 @@ def report(folders: tuple[Path, ...], out: Path) -> None:
     from kvsurgery.report.comparison import is_sweep
 
     if len(folders) == 1 and not is_sweep(folders[0]):
+        if ctx.get_parameter_source("out") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
         page, notices = write_report(folders[0]), ()
     else:
         page, compared = write_comparison(folders, out)

@@ -8,7 +8,7 @@ from matplotlib import image
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.report import write_comparison
 from kvsurgery.report.comparison import compare
-from tests.helpers.command import done, refused
+from tests.helpers.command import done, refused, run
 from tests.report import builders
 from tests.report.builders import needles, saved
 from tests.report.reading import Page
@@ -171,6 +171,10 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         saved(tmp_path / "a", needles("a", 0.9, 0.5))
         assert done("report", "a").err.strip() == "wrote a/index.html"
+        result = run("report", "a", "--out", "page")
+        assert result.code == 2
+        assert "--out is for a comparison" in result.err
+        assert not (tmp_path / "page").exists()
         assert not (tmp_path / "comparison").exists()
 
     def test_a_page_of_own_results_stays(self, tmp_path, monkeypatch):
