@@ -27,7 +27,7 @@ import transformers
 from models import stock
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
-from trials import Prompt, prompts
+from trials import Prompt, chained_prompts, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Reading, Recurrent, Truncation, duplicate
@@ -36,6 +36,7 @@ from synthetic import dimensions, emitted
 from kvsurgery import __version__, console
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
+from kvsurgery.figure import new_figure, save_figure
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack, token_ids
@@ -99,13 +100,15 @@ def recalled(samples: list[dict[str, Any]], name: str, than: str | None = None) 
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Lines of a Markdown table: the share of right answers by length, and seconds to the first word at the last."""
+    """Lines of a Markdown table: texts, of each length where these differ, the share of right answers by length, and
+    seconds to the first word at the last. Methods that read no text have no row."""
     lengths = sorted((length for length, samples in found["results"].items() if samples), key=int)
     heads = ["method", "texts", *(f"{int(length):,} tokens" for length in lengths), f"seconds at {int(lengths[-1]):,}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
-        texts = {sum(method.name in sample for sample in found["results"][length]) for length in lengths} - {0}
-        cells, last = [method.name, " to ".join(map(str, sorted({min(texts), max(texts)})))], "-"
+        texts = [sum(method.name in sample for sample in found["results"][length]) for length in lengths]
+        read = [str(count) for count in texts if count]
+        cells, last = [method.name, ", ".join(read if len({*read}) > 1 else read[:1])], "-"
         for length in lengths:
             own = [sample for sample in found["results"][length] if method.name in sample]
             if own:
@@ -115,8 +118,31 @@ def table(found: dict[str, Any]) -> list[str]:
             else:
                 cells.append("-")
                 last = "-"
-        lines.append(f"| {' | '.join([*cells, last])} |")
+        if any(texts):
+            lines.append(f"| {' | '.join([*cells, last])} |")
     return lines
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Recall over the length of the text, a line for each method, bars for 95% intervals."""
+    figure = new_figure(8, 4.5)
+    axis = figure.subplots()
+    for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
+        read = {
+            int(length): recalled(own, method.name)
+            for length, samples in found["results"].items()
+            if (own := [sample for sample in samples if method.name in sample])
+        }
+        means = [each.mean for each in read.values()]
+        bars = np.array([[each.mean - each.low, each.high - each.mean] for each in read.values()]).T
+        axis.errorbar([*read], means, yerr=bars, marker="o", markersize=4, capsize=2, label=method.name)
+    lengths = [*map(int, found["results"])]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.set(xlabel="tokens of a text", ylabel="facts recalled", ylim=(0, 1))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize="small", ncols=2)
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -125,9 +151,11 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True, help="its embedding heads")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
+    parser.add_argument("--two-hops", action="store_true", help="ask questions that two facts answer together")
     parser.add_argument("--texts", type=int, default=25, help="texts of each length")
     parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not measured again")
+    parser.add_argument("--plot", type=Path, help="draw them as a PNG")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -142,17 +170,19 @@ def main() -> None:
         "text": arguments.text.name,
         "texts": arguments.texts,
         "settings": json.loads(json.dumps(asdict(settings))),
+        **({"hops": 2} if arguments.two_hops else {}),
     }
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
-    if {name: found[name] for name in facts} != facts:
+    if {name: found.get(name) for name in (*facts, "hops")} != {"hops": None} | facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
     found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results, few = found.setdefault("results", {}), choosing(settings)
+    make = chained_prompts if arguments.two_hops else prompts
     every = few + recurrent(settings, token_ids(tokenizer, CATALYST))
     for length in arguments.lengths:
         own = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
-        for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
+        for number, prompt in enumerate(make(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
             here = every if number < arguments.recurrent_texts else few
             if length + ROOM > model.config.max_position_embeddings:
                 here = [method for method in here if not isinstance(method, Full)]
@@ -167,6 +197,8 @@ def main() -> None:
             right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
             console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right")
     print("\n".join(table(found)))
+    if arguments.plot:
+        plot(found, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvsurgery.text.haystack import Haystack, token_ids
 from kvsurgery.text.needle_sets import read_set
 
+SAME = " The {} has the same secret word as the {}."
+
 
 @dataclass(frozen=True)
 class Question:
@@ -32,12 +34,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that holds facts, int64 [tokens], the questions about them, in the order of the facts, and how the text
-    goes on, int64 [new + 1] or empty."""
+    """A text that holds facts.
+
+    Attributes:
+        text: int64 [tokens].
+        questions: about the facts, in their order.
+        following: how the text goes on, int64 [new + 1] or empty.
+        places: of the last token of each fact.
+    """
 
     text: np.ndarray
     questions: tuple[Question, ...]
     following: np.ndarray
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,11 +93,41 @@ def hide(
     rng: np.random.Generator,
 ) -> Prompt:
     """A text with facts at random depths, questions about them, and how the text goes on."""
-    parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(facts))))
-    sentences = [*stated(tokenizer, facts), []]
-    pieces = [piece for part, fact in zip(parts, sentences, strict=True) for piece in (part, fact)]
-    tokens = np.concatenate(pieces).astype(np.int64)
-    return Prompt(tokens, questions(tokenizer, facts), following.astype(np.int64))
+    tokens, places = placed(text, stated(tokenizer, facts), rng)
+    return Prompt(tokens, questions(tokenizer, facts), following.astype(np.int64), places)
+
+
+def placed(
+    text: np.ndarray, sentences: list[list[int]], rng: np.random.Generator
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A text, int64 [tokens], with sentences at random depths in their order, and where the last token of each is."""
+    parts = np.split(text, np.sort(rng.integers(0, len(text) + 1, len(sentences))))
+    pieces = [piece for part, sentence in zip(parts, [*sentences, []], strict=True) for piece in (part, sentence)]
+    ends = np.cumsum([len(piece) for piece in pieces])[1:-1:2] - 1
+    return np.concatenate(pieces).astype(np.int64), tuple(ends.tolist())
+
+
+def chained_prompts(
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, facts: int, count: int, seed: int
+) -> list[Prompt]:
+    """Prompts like those of `prompts` whose questions take two hops: one fact says which place has the same secret word
+    as the place that is asked about, another one says that word. Both stand in random order."""
+    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    for _ in range(count):
+        drawn = needles_of(rng, needles, 2 * facts)
+        told, asked_for = drawn[:facts], [cue for cue, _ in drawn[facts:]]
+        links = [SAME.format(*map(_place, pair)) for pair in zip(asked_for, (cue for cue, _ in told), strict=True)]
+        sentences = [*stated(tokenizer, told), *(token_ids(tokenizer, link) for link in links)]
+        sentences = [sentences[place] for place in rng.permutation(len(sentences))]
+        text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
+        chained = [(cue, word) for cue, (_, word) in zip(asked_for, told, strict=True)]
+        made.append(Prompt(text, questions(tokenizer, chained), np.zeros(0, np.int64), places))
+    return made
+
+
+def _place(cue: str) -> str:
+    """What the beginning of a fact is about."""
+    return cue.removeprefix("The secret word of the ").removesuffix(" is")
 
 
 def questions(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> tuple[Question, ...]:

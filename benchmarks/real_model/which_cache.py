@@ -41,7 +41,7 @@ from kvsurgery import __version__, console
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
-from kvsurgery.recipe import Recipe
+from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.text.haystack import Haystack
 
 ORIGINAL = "original"
@@ -151,7 +151,12 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
     losses, others = load_scores(measured), [load_scores(profile) for profile in profiles]
 
     def ours(
-        sparsity: float, bits: int | None, scores: HeadProfile, chosen_by: str, residual: int | None = None
+        sparsity: float,
+        bits: int | None,
+        scores: HeadProfile,
+        chosen_by: str,
+        residual: int | None = None,
+        window: tuple[int, int] | None = None,
     ) -> Converted:
         recipe = Recipe(sparsity=sparsity, rest="streaming")
         if bits:
@@ -163,7 +168,24 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         if residual is not None:
             recipe = replace(recipe, kv_residual=residual)
             name, series = (f"{words}, residual {residual}" for words in (name, series))
+        if window is not None:
+            recipe = replace(recipe, sink=window[0], recent=window[1])
+            name, series = (f"{words}, window {window[0]} + {window[1]}" for words in (name, series))
         return Converted(name, series, recipe=recipe, profile=scores)
+
+    def budgeted(budget: int, bits: int | None = None) -> Converted:
+        recipe, series = Recipe(rest="budgeted", budget=budget), f"kvsurgery, budgets {by_others[0]}"
+        name = f"kvsurgery, budgets of {budget} {by_others[0]}"
+        if bits:
+            recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
+            name, series = f"{name}, {bits} bits", f"{series} and bits"
+        return Converted(name, series, recipe=recipe, profile=others[0])
+
+    def by_layer(kv_budget: float) -> Converted:
+        recipe = Recipe(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(measured))
+        name, series = f"kvsurgery, all heads full, {kv_budget:g} bits by layer", "kvsurgery, bits by layer"
+        name, series = (f"{words}, residual 0" for words in (name, series))
+        return Converted(name, series, recipe=replace(recipe, kv_residual=0), profile=losses)
 
     def quantized(backend: str, bits: int) -> Quantized:
         return Quantized(
@@ -196,6 +218,12 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         ),
         ours(0.5, 2, losses, by_loss),
         *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
+        *(budgeted(budget) for budget in (512, 256, 1024, 128, 64)),
+        *(budgeted(budget, 4) for budget in (512, 1024, 256)),
+        by_layer(3.3),
+        *(ours(sparsity, 4, losses, by_loss, window=(16, 64)) for sparsity in (0.75, 0.5)),
+        ours(0.875, 4, losses, by_loss),
+        *(ours(sparsity, 8, losses, by_loss) for sparsity in (0, 0.5)),
     ]
 
 
@@ -238,6 +266,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=8, help="in each")
     parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
     parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
+    parser.add_argument("--only", action="append", help="caches by name, beside the original")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -253,8 +282,13 @@ def main() -> None:
     if found.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
     found["versions"] = versions
+    found["places"] = [place for prompt in texts for place in prompt.places]
     results, original = found.setdefault("results", {}), []
-    wanted = contenders(arguments.measured, arguments.profile)
+    wanted = [
+        contender
+        for contender in contenders(arguments.measured, arguments.profile)
+        if contender.name in (ORIGINAL, *(arguments.only or [contender.name]))
+    ]
     for contender in wanted:
         if contender.name in results and contender.name != ORIGINAL:
             continue

@@ -29,6 +29,7 @@ from trials import Prompt, Window, answered, divergence, nats, next_tokens, prom
 from kvsurgery import __version__, console
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
 
@@ -39,10 +40,11 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True)
 class Trials:
-    """What every model is asked."""
+    """What every model is asked: about facts, and how windows go on, of which the last are the model's own answers."""
 
     prompts: list[Prompt]
     windows: list[Window]
+    answers: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def measure(model: PreTrainedModel, trials: Trials, original: list[torch.Tensor]
     }
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
+    """What is typed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
     parser.add_argument("--profile", type=Path, action="append", required=True, help="head scores; called by file name")
@@ -119,43 +122,58 @@ def main() -> None:
     )
     parser.add_argument("--shares", default=SHARES, help="of heads that are full")
     parser.add_argument("--draws", type=int, default=RANDOM, help="choices of random heads")
+    parser.add_argument("--only", action="append", help="choices by name, such as 'gates, 50%% full, 16+64'")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     if not (arguments.text or arguments.answers):
         parser.error("--text or --answers is missing")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    return arguments
 
-    profiles = {path.stem: HeadProfile.load(path) for path in arguments.profile}
-    sizes = [(int(sink), int(recent)) for sink, recent in (size.split("+") for size in arguments.size.split(","))]
-    wanted = choices(profiles, [*map(float, arguments.shares.split(","))], sizes, arguments.draws)
+
+def made_trials(arguments: argparse.Namespace) -> Trials:
+    """What every model is asked, from the texts and answers that are given."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     hidden_in = Haystack.read(str(arguments.facts_in), tokenizer, arguments.length)
-    trials = Trials(
-        prompts(tokenizer, hidden_in, arguments.length, arguments.facts, arguments.prompts, seed=0),
-        [
-            window
-            for text in arguments.text
-            for window in windows(
-                Haystack.read(str(text), tokenizer, arguments.prompt + arguments.new + 1),
-                arguments.prompt,
-                arguments.new,
-                arguments.windows,
-            )
-        ],
-    )
+    made = [
+        window
+        for text in arguments.text
+        for window in windows(
+            Haystack.read(str(text), tokenizer, arguments.prompt + arguments.new + 1),
+            arguments.prompt,
+            arguments.new,
+            arguments.windows,
+        )
+    ]
     answers = read_answers(arguments.answers) if arguments.answers else []
-    trials.windows.extend(Window(np.array(each.prompt + each.answer), len(each.prompt)) for each in answers)
+    made += [Window(np.array(each.prompt + each.answer), len(each.prompt)) for each in answers]
+    return Trials(
+        prompts(tokenizer, hidden_in, arguments.length, arguments.facts, arguments.prompts, seed=0), made, len(answers)
+    )
+
+
+def main() -> None:
+    arguments = options()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    profiles = {path.stem: load_scores(path) for path in arguments.profile}
+    sizes = [(int(sink), int(recent)) for sink, recent in (size.split("+") for size in arguments.size.split(","))]
+    wanted = [
+        choice
+        for choice in choices(profiles, [*map(float, arguments.shares.split(","))], sizes, arguments.draws)
+        if choice.name in (arguments.only or [choice.name])
+    ]
+    trials = made_trials(arguments)
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "prompt", "new", "windows")}
     settings |= {"facts_in": arguments.facts_in.name, "texts": [text.name for text in arguments.text]}
-    settings |= {"answers": len(answers)} if answers else {}
+    settings |= {"answers": trials.answers} if trials.answers else {}
     versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
+        raise SystemExit(f"{arguments.json} was measured with {found['settings']}; give it another name")
     results = found.setdefault("results", {})
     found["versions"] = versions
+    found["places"] = [place for prompt in trials.prompts for place in prompt.places]
 
     def keep(name: str, facts: dict[str, Any], begin: float) -> None:
         results[name] = facts

@@ -102,7 +102,7 @@ def test_what_fits_is_answered_as_by_the_model(folder: Path) -> None:
                     assert beyond_context.answer(own, question, 4)[0] == answer.tolist()
 
 
-def test_the_table_has_a_share_for_each_length() -> None:
+def test_the_table_has_a_share_for_each_length(tmp_path: Path) -> None:
     def sample(right: bool, seconds: float, names: list[str] = NAMES) -> dict:
         return {name: {"right": [right, True], "seconds": [seconds, seconds]} for name in names}
 
@@ -110,7 +110,9 @@ def test_the_table_has_a_share_for_each_length() -> None:
     table = beyond_context.table({"results": results})
     assert table[0] == "| method | texts | 4,000 tokens | 16,000 tokens | seconds at 16,000 |"
     assert table[2] == "| full attention | 2 | 100% [100%, 100%] | - | - |"
-    assert table[3] == "| REFORM | 1 to 2 | 100% [100%, 100%] | 50% [50%, 50%] | 5.0 |"
+    assert table[3] == "| REFORM | 2, 1 | 100% [100%, 100%] | 50% [50%, 50%] | 5.0 |"
+    beyond_context.plot({"results": {length: own for length, own in results.items() if own}}, tmp_path / "beyond.png")
+    assert (tmp_path / "beyond.png").stat().st_size > 10_000
 
 
 def test_the_documents_say_what_was_measured() -> None:

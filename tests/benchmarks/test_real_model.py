@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
 import heads_report
+import paired
 import selections
 import trials
 import which_heads
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.evaluate.results import Interval
+from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
@@ -98,7 +103,7 @@ def written(model: PreTrainedModel, words: PreTrainedTokenizerFast, source: Path
 
 
 def test_a_run_goes_on_from_its_file(
-    words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, text, results = tmp_path / "model", tmp_path / "text.txt", tmp_path / "found.json"
     shape = written(model, words, source, text)
@@ -124,36 +129,79 @@ def test_a_run_goes_on_from_its_file(
     assert again["original"]["right"] == [1] * 8
     assert set(again) == set(names)
     sys.argv[sys.argv.index("--prompts") + 1] = "3"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="was measured with"):
         which_heads.main()
-    assert "was measured with" in capsys.readouterr().err
+
+
+def test_places_are_where_facts_end(words: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for prompt in trials.prompts(words, haystack, LENGTH, FACTS, count=4, seed=0):
+        assert len(prompt.places) == FACTS
+        for place, question in zip(prompt.places, prompt.questions, strict=True):
+            assert words.decode(prompt.text[: place + 1]).endswith(f"{words.decode(question.tokens).strip()}.")
+
+
+def test_two_hops_take_two_facts(words: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for prompt in trials.chained_prompts(words, haystack, 3 * LENGTH, FACTS, count=4, seed=0):
+        text = words.decode(prompt.text)
+        assert (len(prompt.text), len(prompt.places)) == (3 * LENGTH, 2 * FACTS)
+        for question in prompt.questions:
+            asked = words.decode(question.tokens).strip()
+            place, word = asked.removeprefix("The secret word of the ").split(" is ")
+            [(_, other)] = [
+                link
+                for link in re.findall(r"The (\w+) has the same secret word as the (\w+)\.", text)
+                if link[0] == place
+            ]
+            assert f"{asked}." not in text
+            assert text.count(f"The secret word of the {other} is {word}.") == 1
+
+
+def result(right: list[int], nats: list[float]) -> dict:
+    return {"right": right, "nats": nats, "kl": [0.25, 0.75]}
+
+
+FOUND = {
+    "settings": {"prompts": 2, "length": 100},
+    "places": [2, 30, 40, 90],  # sinks or the window of 4 + 20 tokens hold the first and the last
+    "results": {
+        "original": {"right": [1, 1, 1, 0], "nats": [3.0, 5.0], "kl": [0, 0]},
+        "gates, 50% full, 4+20": result([1, 1, 1, 0], [3.1, 5.1]),
+        "random 0, 50% full, 4+20": result([0, 0, 0, 0], [3.5, 5.5]),
+        "random 1, 50% full, 4+20": result([1, 1, 0, 0], [3.7, 5.7]),
+        "gates, 50% full, 4+60": result([1, 0, 1, 0], [3.0, 5.0]),
+    },
+}
 
 
 def test_the_table_counts_by_prompt_and_pairs_by_window(tmp_path: Path) -> None:
-    def result(right: list[int], nats: list[float]) -> dict:
-        return {"right": right, "nats": nats, "kl": [0.25, 0.75]}
-
-    results = {
-        "original": {"right": [1, 1, 1, 0], "nats": [3.0, 5.0], "kl": [0, 0]},
-        "gates, 50% full, 4+64": result([1, 1, 1, 0], [3.1, 5.1]),
-        "random 0, 50% full, 4+64": result([0, 0, 0, 0], [3.5, 5.5]),
-        "random 1, 50% full, 4+64": result([1, 1, 0, 0], [3.7, 5.7]),
-    }
-    found = {"settings": {"prompts": 2}, "results": results}
-    original, gates, random = heads_report.rows(found)
-    assert (original.recall.mean, original.ratio.mean, original.share) == (0.75, 1, None)
-    assert (gates.recall.mean, gates.recall.low, gates.recall.high) == (0.75, 0.5, 1)
+    assert heads_report.windows(FOUND) == ["4+20", "4+60"]
+    original, gates, random = heads_report.rows(FOUND, "4+20")
+    assert (original.scores.recall.mean, original.scores.ratio.mean, original.share) == (0.75, 1, None)
+    recall = gates.scores.recall
+    assert (recall.mean, recall.low, recall.high) == (0.75, 0.5, 1)
     # paired: windows differ in what they cost, not in how much more a choice of heads costs
-    assert gates.ratio.low == pytest.approx(gates.ratio.high) == pytest.approx(np.exp(0.1))
-    assert (random.recall.mean, random.draws) == (0.25, (0, 0.5))
-    assert random.ratio.mean == pytest.approx(np.exp(0.6))
-    assert heads_report.table(found)[2:] == [
-        "| all | original | 75% [50%, 100%] | × 1 | 0 |",
-        "| 50% | gates | 75% [50%, 100%] | × 1.105 [1.105, 1.105] | 0.5000 |",
-        "| 50% | random | 25% [0%, 50%] (0% to 50% in 2 draws) | × 1.822 [1.822, 1.822] | 0.5000 |",
+    assert gates.scores.ratio.low == pytest.approx(gates.scores.ratio.high) == pytest.approx(np.exp(0.1))
+    assert (random.scores.recall.mean, random.draws) == (0.25, (0, 0.5))
+    assert heads_report.table(FOUND, "4+20")[2:] == [
+        "| all | original | 75% [50%, 100%] | 100% | × 1 | 0 |",
+        "| 50% | gates | 75% [50%, 100%] | 100% (+0 [+0, +0]) | × 1.105 [1.105, 1.105] | 0.5000 [0.2500, 0.7500] |",
+        "| 50% | random | 25% [0%, 100%] (0% to 50% in 2 draws) | 25% (-75 [-100, +0]) | × 1.822 [1.649, 2.014] | "
+        "0.5000 [0.2500, 0.7500] |",
     ]
-    heads_report.plot(found, tmp_path / "heads.png")
+    assert "| 50% | gates | 50% [50%, 50%] | " in heads_report.table(FOUND, "4+60")[3]
+    heads_report.plot(FOUND, "4+20", tmp_path / "heads.png")
     assert (tmp_path / "heads.png").stat().st_size > 10_000
+
+
+def test_draws_widen_an_interval() -> None:
+    """Draws that differ by more than texts do: the interval reaches from the one to the other."""
+    far = np.ones(40, dtype=bool)
+    right = [result([value] * 40, [1.0, 1.0]) for value in (0, 1)]
+    whole = paired.scores(right, result([1] * 40, [1.0, 1.0]), 10, far)
+    assert (whole.recall.mean, whole.recall.low, whole.recall.high) == (0.5, 0, 1)
+    assert (whole.more.mean, whole.more.low, whole.more.high) == (-0.5, -1, 0)
+    alone = paired.scores(right[:1], result([1] * 40, [1.0, 1.0]), 10, far)
+    assert (alone.recall.low, alone.recall.high) == (0, 0)
 
 
 def test_selections_are_compared_at_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -197,36 +245,85 @@ def test_selections_count_what_the_original_recalls() -> None:
     ]
 
 
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def page(name: str = "docs/results.md") -> str:
+    return " ".join((ROOT / name).read_text().split())
+
+
 def test_the_documented_tables_are_the_committed_results() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "which-heads.json").read_text())
-    answers = json.loads((ROOT / "benchmarks" / "results" / "which-heads-answers.json").read_text())
-    windows = json.loads((ROOT / "benchmarks" / "results" / "which-heads-windows.json").read_text())
-    for heads in (found, answers, windows):
-        assert "\n".join(heads_report.table(heads)) in (ROOT / "docs" / "results.md").read_text()
+    said = (ROOT / "docs" / "results.md").read_text()
+    for name in ("which-heads", "which-heads-answers", "which-heads-windows"):
+        found = results(name)
+        for size in heads_report.windows(found):
+            assert "\n".join(heads_report.table(found, size)) in said
     for name in ("smollm2", "bundled"):
-        found_selections = json.loads((ROOT / "benchmarks" / "results" / f"selections-{name}.json").read_text())
-        assert "\n".join(selections.table(found_selections)) in (ROOT / "docs" / "results.md").read_text()
+        assert "\n".join(selections.table(results(f"selections-{name}"))) in said
     for name in ("gates", "attention", "er"):
         profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
-        assert any(key.startswith(f"{name}, ") for key in found["results"])
+        assert any(key.startswith(f"{name}, ") for key in results("which-heads")["results"])
         assert (profile.model.layers, profile.model.kv_heads) == (30, 3)
 
 
+def test_what_the_docs_say_of_random_heads() -> None:
+    rows = {(row.heads, row.share): row for row in heads_report.rows(results("which-heads"), "16+64")}
+    for share in (50, 33, 25):
+        random = rows["random", share].scores
+        assert all(rows[name, share].scores.recall.low > random.recall.high for name in ("gates", "er", "attention"))
+    random = rows["random", 75]
+    assert [f"{value:.0%}" for value in (random.draws[0], random.draws[-1])] == ["33%", "73%"]
+    assert rows["attention", 75].scores.recall.low < random.scores.recall.high < rows["gates", 75].scores.recall.low
+    assert all(rows["first layers", share].scores.outside.mean == 0 for share in (75, 50, 33, 25))
+
+
+def test_what_the_docs_say_of_scores_beside_each_other() -> None:
+    found = results("which-heads")
+    far = paired.outside(found, 16, 64)
+
+    def pair(share: int, one: str, other: str) -> tuple[Interval, Interval]:
+        """Recall outside of the window and divergence, of one choice less the other."""
+        first, second = (found["results"][f"{name}, {share}% full, 16+64"] for name in (one, other))
+        kl = np.subtract(first["kl"], second["kl"])[None]
+        more = paired.scores([first], second, found["settings"]["prompts"], far).more
+        return more, interval(kl.mean(), resampled_means(kl, 0)[0])
+
+    def points(share: int, one: str, other: str) -> str:
+        more = pair(share, one, other)[0]
+        return f"{100 * more.mean:.0f} [{100 * more.low:.0f}, {100 * more.high:.0f}]"
+
+    gates_at_75, er_at_75 = points(75, "gates", "attention").split(" ", 1), points(75, "er", "attention")
+    assert (
+        f"gates recall {gates_at_75[0]} points {gates_at_75[1]} more than attention at 75%, and ER {er_at_75}" in page()
+    )
+    assert f"at 33% attention recalls {points(33, 'attention', 'er')} more than ER" in page()
+    less = {
+        (one, other, share)
+        for one, other in itertools.permutations(("gates", "er", "attention"), 2)
+        for share in (75, 50, 33, 25)
+        if pair(share, one, other)[1].high < 0
+    }
+    assert less == {
+        *(("gates", "er", share) for share in (75, 33, 25)),
+        *(("gates", "attention", share) for share in (75, 33)),
+        *(("attention", "er", share) for share in (33, 25)),
+    }
+
+
 def test_longer_windows_keep_what_the_docs_say() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "which-heads-windows.json").read_text())
-    rows = {(row.heads, row.size): row for row in heads_report.rows(found)}
-    original, gates = rows["original", None], rows["gates", "64+256"]
-    said = (ROOT / "docs" / "results.md").read_text()
+    found = results("which-heads-windows")
+    rows = {row.heads: row.scores for row in heads_report.rows(found, "64+256")}
+    original, gates = rows["original"], rows["gates"]
     kept, more = gates.recall.mean / original.recall.mean, gates.ratio.mean - 1
-    assert f"gates keep {kept:.0%} of the facts that the original recalls, and perplexity rises by {more:.1%}" in said
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"64 + 256 keep {kept:.0%} of the facts, and perplexity rises by {more:.1%}" in readme
+    assert f"gates keep {kept:.0%} of the facts that the original recalls, and perplexity rises by {more:.1%}" in page()
+    assert f"64 + 256 keep {kept:.0%} of the facts, and perplexity rises by {more:.1%}" in page("README.md")
     assert kept > 0.95
     assert more < 0.02
-    assert rows["er", "64+256"].recall.mean >= original.recall.mean
-    assert rows["gates of 20 minutes", "64+256"].recall.low <= original.recall.mean
-    assert f"Perplexity rises least with them, by {rows['gates of 20 minutes', '64+256'].ratio.mean - 1:.1%}" in said
-    assert max(row.ratio.mean for (_, size), row in rows.items() if size == "64+1024") < 1.0045
+    assert rows["er"].recall.mean >= original.recall.mean
+    assert rows["gates of 20 minutes"].recall.low <= original.recall.mean
+    assert f"Perplexity rises least with them, by {rows['gates of 20 minutes'].ratio.mean - 1:.1%}" in page()
+    assert max(row.scores.ratio.mean for row in heads_report.rows(found, "64+1024")) < 1.0045
 
 
 def test_gates_of_20_minutes_are_what_their_readme_says() -> None:

@@ -1,0 +1,93 @@
+"""Measure the first rows of the tables on a real language model again, and compare them with the committed results.
+
+    python benchmarks/real_model/first_rows.py TEXTS
+
+TEXTS is a folder with `wikitext-2.test.raw`, the test set of WikiText-2, and `pride_and_prejudice.txt`, the novel of
+Project Gutenberg. The exit code is 1 where a row differs by more than another processor or version of torch explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+RESULTS, EXAMPLE = HERE.parent / "results", HERE.parents[1] / "examples" / "smollm2"
+NOVEL, ENCYCLOPEDIA = "pride_and_prejudice.txt", "wikitext-2.test.raw"
+FACTS, DIVERGENCE = 0.03, 0.1  # how far a share of facts may be off, and a divergence as a part of itself
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one script that are measured again.
+
+    Attributes:
+        script: of this folder.
+        results: the committed file.
+        options: of the script, beside MODEL and `--json`.
+        rows: names of its results.
+    """
+
+    script: str
+    results: str
+    options: tuple[str | Path, ...]
+    rows: tuple[str, ...]
+
+
+def tables(texts: Path) -> list[Table]:
+    """What is measured: which heads, and which cache."""
+    heads, cache = "gates, 50% full, 16+64", "kvsurgery, all heads full, 4 bits"
+    gates, er, losses = (EXAMPLE / f"{name}.safetensors" for name in ("gates", "er", "losses"))
+    novel, encyclopedia = texts / NOVEL, texts / ENCYCLOPEDIA
+    read = ("--facts-in", encyclopedia, "--text", encyclopedia, "--text", argparse.__file__)
+    measured = ("--measured", losses, "--profile", er, "--text", novel, "--facts", "12", "--prompts", "9")
+    return [
+        Table("which_heads.py", "which-heads.json", ("--profile", gates, *read, "--only", heads), ("original", heads)),
+        Table("which_cache.py", "which-cache.json", (*measured, "--only", cache), ("original", cache)),
+    ]
+
+
+def differences(row: str, again: dict[str, Any], committed: dict[str, Any]) -> list[str]:
+    """What differs by too much, a line each."""
+    found = []
+    recall = [float(np.mean(of["right"])) for of in (again, committed)]
+    if abs(recall[0] - recall[1]) > FACTS:
+        found.append(f"{row}: {recall[0]:.0%} of the facts, and {recall[1]:.0%} in the committed results")
+    kl = [float(np.mean(of["kl"])) for of in (again, committed)]
+    if abs(kl[0] - kl[1]) > DIVERGENCE * kl[1] + 1e-6:
+        found.append(f"{row}: KL {kl[0]:.4f}, and {kl[1]:.4f} in the committed results")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("texts", type=Path, metavar="TEXTS", help="folder of the two texts")
+    parser.add_argument("--model", type=Path, default=EXAMPLE / "model", help="that examples/smollm2/make.py writes")
+    arguments = parser.parse_args()
+    for name in (NOVEL, ENCYCLOPEDIA):
+        if not (arguments.texts / name).is_file():
+            parser.error(f"{arguments.texts / name} is missing")
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        for table in tables(arguments.texts):
+            made = Path(folder) / table.results
+            command = [HERE / table.script, arguments.model, *table.options, "--json", made]
+            subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], check=True)
+            again, committed = (json.loads(path.read_text())["results"] for path in (made, RESULTS / table.results))
+            for row in table.rows:
+                found = differences(row, again[row], committed[row])
+                print("\n".join(found or [f"{row}: as in {table.results}"]), flush=True)
+                wrong += found
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
