@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from models import converted, stock
-from selections import recalls
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
@@ -240,7 +239,10 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Lines of a Markdown table, of the cases that were measured with all contenders."""
+    """Lines of a Markdown table, of the cases that were measured with all contenders.
+
+    Facts are counted over all cases and quarters: those recalled, of those that the original recalls there.
+    """
     quarter, steps = found["settings"]["new"] // QUARTERS, found["settings"]["steps"]
     ends = [f"{(number + 1) * quarter:,}" for number in range(QUARTERS)]
     own = bool(found["results"][ORIGINAL][0]["own"])
@@ -257,8 +259,8 @@ def table(found: dict[str, Any]) -> list[str]:
         cells += [f"{value:.1f}" for value in np.exp(mean["nats"])]
         cells += [f"{mean['same'].mean():.1%}", f"{mean['kl'].mean():.4f}"]
         for part in ("right", "own") if own else ("right",):
-            shares = recalls(*([{"right": case[part]} for case in some] for some in (of_cases, base)))
-            cells.append("-" if np.isnan(shares).all() else f"{np.nanmean(shares):.0%}")
+            right, known = (np.array([case[part] for case in some]) for some in (of_cases, base))
+            cells.append(f"{(right * known).sum()} of {known.sum()}" if known.any() else "-")
         cells += [f"{mean['step_ms'][place]:.0f}" for place in (0, -1) if steps]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
