@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -32,20 +33,22 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from models import converted, stock
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import record_versions
 
 ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
 SPAN = 1024  # tokens of an answer whose time is taken together while it is written
@@ -309,7 +312,6 @@ def main() -> None:
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results, answers, marks = (found.setdefault(*part) for part in (("results", {}), ("answers", []), ("marks", [])))
     every = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
     size, models = (arguments.prompt, arguments.new), {}
@@ -331,6 +333,7 @@ def main() -> None:
                 del results[contender.name]
                 continue
             own[number:] = [result, *own[number + 1 :]]
+            record_versions(found, contender.name)
             found["results"] = {each.name: results[each.name] for each in every if each.name in results}
             arguments.json.write_text(json.dumps(found) + "\n")
             console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")
