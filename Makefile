@@ -17,7 +17,7 @@ demo: .venv/ready
 	rm -rf demo
 	.venv/bin/python examples/demo.py demo
 
-# every command on a real language model, which is downloaded once (93 MB)
+# the main commands on a real language model, which is downloaded once (93 MB)
 real: .venv/ready
 	rm -rf real
 	unset OMP_NUM_THREADS; .venv/bin/python examples/smollm2/tour.py real

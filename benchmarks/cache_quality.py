@@ -1,6 +1,6 @@
 """What a quantized cache loses on a language model: divergence of the next token, and perplexity.
 
-    python benchmarks/cache_quality.py MODEL book.txt other.txt --json quality.json
+    python benchmarks/cache_quality.py MODEL book.txt other.txt --windows 2 --json quality.json
 
 MODEL is converted with every head full. The cache takes 1,024 tokens of a text, and one forward reads the 192 tokens
 that follow, as a later prompt. The divergence is the mean Kullback-Leibler divergence, in nats, of the distribution of
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from caches import converted
+from provenance import record_versions
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -31,7 +32,7 @@ from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import first_tokens, token_ids
 
 STEPS = {
-    "0.1.0": "as in 0.1.0",
+    "0.1.0": "scheme of version 0.1.0",
     "+ sinks": "+ sinks",
     "+ rotated values": "+ values rotated",
     "+ clipped ranges": "+ ranges clipped",
@@ -125,20 +126,25 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
-    known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    size = {"prompt": arguments.prompt, "new": arguments.new}
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    found = {"model": arguments.model.name, **size, "windows": {}, **found}
+    if {name: found[name] for name in size} != size:
+        parser.error(f"{arguments.json} was measured with other --prompt and --new; give it another name")
     length = arguments.prompt + arguments.new + 1
     chosen = {name: how for name, how in settings().items() if how is None or arguments.only in name}
     with tempfile.TemporaryDirectory() as scratch:
         model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
     for text in arguments.texts:
         for start, tokens in windows(text, tokenizer, length, arguments.windows).items():
-            window = known.setdefault(f"{text.name} {start} {arguments.prompt} {arguments.new}", {})
+            window = found["windows"].setdefault(f"{text.name} {start}", {})
             missing = {name: how for name, how in chosen.items() if name not in window}
             if missing:
                 window |= measure(model, tokens, arguments.prompt, missing)
-                arguments.json.write_text(json.dumps(known, indent=1) + "\n")
-    rows = [(name, *figures(known, name)) for name in chosen]
-    console.stdout.print(console.table(f"{len(known)} windows", ["cache", "KL", "perplexity"], rows))
+                record_versions(found, f"{text.name} {start}")
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    rows = [(name, *figures(found["windows"], name)) for name in chosen]
+    console.stdout.print(console.table(f"{len(found['windows'])} windows", ["cache", "KL", "perplexity"], rows))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def settings() -> dict[str, Quantization | None]:
     found: dict[str, Quantization | None] = {}
     for bits in (4, 2):
         found[f"kvsurgery, {bits} bits"] = Quantization(bits)
-        found[f"kvsurgery 0.1.0, {bits} bits"] = plain(bits)
+        found[f"kvsurgery, scheme of version 0.1.0, {bits} bits"] = plain(bits)
         found[f"KIVI in groups of 32, {bits} bits"] = plain(bits, group_size=32)
     found |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
     found["kvsurgery, unquantized"] = None

@@ -8,11 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers.utils import logging
-
-from kvsurgery import __version__
 
 
 def run(
@@ -50,9 +46,4 @@ def run(
     wanted["texts"] = [text.name for text in arguments.texts]
     if found.setdefault("settings", wanted) != wanted:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {
-        "kvsurgery": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
     measure(arguments, found)

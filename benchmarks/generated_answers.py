@@ -24,14 +24,17 @@ from statistics import fmean, median
 from typing import Any
 
 import comparison
+import numpy as np
 import torch
 import torch.nn.functional as F
 from caches import ORIGINAL, contenders, converted, filled
 from peers.held import held_bytes
+from provenance import record_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsurgery import console
 from kvsurgery.bench.caches import unusable
+from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, token_ids
 
@@ -97,7 +100,7 @@ def beside(answers: torch.Tensor, original: torch.Tensor) -> dict[str, list]:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Lines of a Markdown table; brackets are a 95% bootstrap interval over the answers."""
     last = found["settings"]["new"]
     quarters = [f"{last * (number + 1) // QUARTERS:,}" for number in range(QUARTERS)]
     head = [
@@ -115,7 +118,9 @@ def table(found: Mapping[str, Any]) -> list[str]:
         share = result["kv_bytes"] / results[ORIGINAL]["kv_bytes"]
         cells = [name, f"{share:.0%}", *(f"{kl:.4f}" for kl in result["kl"]), f"{fmean(result['same']):.1%}"]
         if "agreement" in result:
-            cells += [f"{median(result['first_difference']):.0f}", f"{fmean(result['agreement']):.0%}"]
+            same = interval(fmean(result["agreement"]), resampled_means(np.array([result["agreement"]]), 0)[0])
+            cells += [f"{median(result['first_difference']):.0f}"]
+            cells += [f"{same.mean:.0%} [{same.low:.0%}, {same.high:.0%}]"]
         lines.append("| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |")
     return lines
 
@@ -148,6 +153,7 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         if model is stock and name != ORIGINAL and (reason := unusable(make)):
             console.stderr.print(f"left out: {name} ({reason})")
             continue
+        record_versions(found, name)
         if name == ORIGINAL or "kl" not in result:
             cache = filled(make(), states)
             figures = compared(model, cache, answers, original)

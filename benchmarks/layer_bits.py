@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import record_versions
 from transformers.utils import logging
 
 from kvsurgery.dimensions import ModelLayers
@@ -94,6 +95,7 @@ def main() -> None:
             trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             found = trial.divergence(torch.stack(rows)).tolist()
             known["losses"][str(number)] = dict(zip(bits, found, strict=True))
+            record_versions(known, f"passage {number}")
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")
     print("\n".join(table(known)))
 

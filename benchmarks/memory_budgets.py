@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from provenance import record_versions
 from transformers.utils import logging
 
 from kvsurgery.conversion.prepared import PreparedConversion
@@ -140,6 +141,7 @@ def main() -> None:
             trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             rows = rows_of([policies[name] for name in missing], profile, caches)
             own |= dict(zip(missing, trial.converted_divergence(rows).tolist(), strict=True))
+            record_versions(known, f"passage {number}")
             arguments.json.write_text(json.dumps(known, indent=1) + "\n")
     print("\n".join(table(known)))
 

@@ -24,14 +24,17 @@ from statistics import fmean, median
 from typing import Any
 
 import comparison
+import numpy as np
 import torch
 import torch.nn.functional as F
 from caches import ORIGINAL, contenders, converted, filled
 from peers.held import held_bytes
+from provenance import record_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from kvsurgery import console
 from kvsurgery.bench.caches import unusable
+from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.text.haystack import Haystack
 
 States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
@@ -73,15 +76,27 @@ def read(
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Lines of a Markdown table: perplexity relative to the original's; brackets are 95% bootstrap intervals over the
+    pieces of text."""
     lines = ["| cache | bytes | KL | perplexity | time of a step |", "|---" * 5 + "|"]
     results = found["results"]
+    base = results[ORIGINAL]
     for name, parts in sorted(results.items(), key=lambda pair: -pair[1][0]["kv_bytes"]):
-        share = parts[0]["kv_bytes"] / results[ORIGINAL][0]["kv_bytes"]
-        loss, nats = (fmean(part[figure] for part in parts) for figure in ("kl", "nats"))
+        share = parts[0]["kv_bytes"] / base[0]["kv_bytes"]
+        loss = over_pieces([max(part["kl"], 0) for part in parts])
+        more = over_pieces([part["nats"] - other["nats"] for part, other in zip(parts, base, strict=True)])
+        cells = ["{:.4f} [{:.4f}, {:.4f}]".format(*loss), "× {:.3f} [{:.3f}, {:.3f}]".format(*map(math.exp, more))]
+        if name == ORIGINAL:
+            cells = ["0", f"{math.exp(fmean(part['nats'] for part in parts)):.2f}"]
         slower = fmean(part["seconds"] / part["stock_seconds"] for part in parts)
-        lines.append(f"| {name} | {share:.0%} | {max(loss, 0):.4f} | {math.exp(nats):.2f} | × {slower:.2f} |")
+        lines.append(f"| {' | '.join([name, f'{share:.0%}', *cells, f'× {slower:.2f}'])} |")
     return lines
+
+
+def over_pieces(values: list[float]) -> tuple[float, float, float]:
+    """A mean over pieces of text, and its 95% interval; between two pieces, that is their two values."""
+    found = interval(fmean(values), resampled_means(np.array([values]), 0)[0])
+    return found.mean, found.low, found.high
 
 
 def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -113,6 +128,7 @@ def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
             part = read((stock, model), caches, piece[None, arguments.prompt :])
             parts.append({**part, "kv_bytes": held_bytes(caches[1], widest=2)})
         results[name] = parts
+        record_versions(found, name)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.stderr.print(f"{name}: KL {fmean(part['kl'] for part in parts):.5f}")
 

@@ -27,9 +27,15 @@ def measured(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
     return [(contender, rows[contender.name]) for contender in CONTENDERS if contender.name in rows]
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Print the table, and what was refused or left out."""
-    found = measured(report)
+def label(contender: Contender, row: Row) -> str:
+    """A contender's name; a press is called by the share of the cache that it is told to keep."""
+    if contender.equals:
+        return f"{contender.series}, {row['said']:.0%}"
+    return f"QuantizedCache, {contender.name}" if contender.kind == "quantized" else contender.name
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """Lines of a Markdown table; prefill and decode are times as shares of stock's."""
     stock = report["contenders"].get(STOCK.name, {})
 
     def cell(row: Row, name: str, form: str) -> str:
@@ -41,33 +47,26 @@ def show(report: Mapping[str, Any]) -> None:
     def size(row: Row, name: str) -> str:
         return console.size(row[name]) if name in row else "-"
 
-    rows = [
-        (
-            contender.name,
-            size(row, "kv_bytes"),
-            cell(row, "of_full", ".1%"),
-            cell(row, "said", ".1%"),
-            size(row, "kv_bytes_at_end"),
-            *(cell(row, name, ".1%") for name in ("recall_asked", "recall_later")),
-            *(cell(row, name, ".0%") for name in ("long_recall_asked", "long_recall_later")),
-            cell(row, "perplexity", ".2f"),
-            *(times(row, name) for name in ("prefill_ms", "decode_ms")),
-        )
-        for contender, row in found
-    ]
-    following, long = (f"{report[name]:,}" for name in ("following_tokens", "long_tokens"))
-    columns = ["contender", "KV bytes", "of full", "says", f"{following} later", "asked", "later"]
-    columns += [f"{long}: asked", "later", "perplexity", "prefill x", "decode x"]
-    title = (
-        f"Recall after {report['tokens']:,} tokens ({report['queries']} prompts) and {long} ({report['long_queries']})"
-    )
-    console.stdout.width = max(console.stdout.width, 150)
-    console.stdout.print(console.table(title, columns, rows))
-    for contender, row in found:
+    following, long = (f"{report[name]:,} tokens" for name in ("following_tokens", "long_tokens"))
+    heads = ["", "KV cache", f"{following} later", "recall at the end", "recall later"]
+    heads += [f"after {long}: at the end", "later", "perplexity", "prefill", "decode"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for contender, row in measured(report):
+        cells = [label(contender, row), size(row, "kv_bytes"), size(row, "kv_bytes_at_end")]
+        cells += [cell(row, f"{part}recall_{when}", ".0%") for part in ("", "long_") for when in ("asked", "later")]
+        cells += [cell(row, "perplexity", ".2f"), *(times(row, name) for name in ("prefill_ms", "decode_ms"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the table, and what was refused or left out."""
+    print("\n".join(table(report)))
+    for contender, row in measured(report):
         for part, reason in row["refused"].items():
-            console.stdout.print(f"{contender.name} refused {part}: {reason}")
+            print(f"{contender.name} refused {part}: {reason}")
     for name, reason in report["left_out"].items():
-        console.stdout.print(f"left out: {name} ({reason})")
+        print(f"left out: {name} ({reason})")
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:

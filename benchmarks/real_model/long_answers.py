@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -32,21 +33,22 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from models import converted, stock
-from selections import recalls
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import record_versions
 
 ORIGINAL, SINK, QUARTERS, FACTS, TOP_P = "original", 4, 4, 6, 0.95
 SPAN = 1024  # tokens of an answer whose time is taken together while it is written
@@ -240,7 +242,10 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Lines of a Markdown table, of the cases that were measured with all contenders."""
+    """Lines of a Markdown table, of the cases that were measured with all contenders.
+
+    Facts are counted over all cases and quarters: those recalled, of those that the original recalls there.
+    """
     quarter, steps = found["settings"]["new"] // QUARTERS, found["settings"]["steps"]
     ends = [f"{(number + 1) * quarter:,}" for number in range(QUARTERS)]
     own = bool(found["results"][ORIGINAL][0]["own"])
@@ -257,8 +262,8 @@ def table(found: dict[str, Any]) -> list[str]:
         cells += [f"{value:.1f}" for value in np.exp(mean["nats"])]
         cells += [f"{mean['same'].mean():.1%}", f"{mean['kl'].mean():.4f}"]
         for part in ("right", "own") if own else ("right",):
-            shares = recalls(*([{"right": case[part]} for case in some] for some in (of_cases, base)))
-            cells.append("-" if np.isnan(shares).all() else f"{np.nanmean(shares):.0%}")
+            right, known = (np.array([case[part] for case in some]) for some in (of_cases, base))
+            cells.append(f"{(right * known).sum()} of {known.sum()}" if known.any() else "-")
         cells += [f"{mean['step_ms'][place]:.0f}" for place in (0, -1) if steps]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -307,7 +312,6 @@ def main() -> None:
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results, answers, marks = (found.setdefault(*part) for part in (("results", {}), ("answers", []), ("marks", [])))
     every = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
     size, models = (arguments.prompt, arguments.new), {}
@@ -329,6 +333,7 @@ def main() -> None:
                 del results[contender.name]
                 continue
             own[number:] = [result, *own[number + 1 :]]
+            record_versions(found, contender.name)
             found["results"] = {each.name: results[each.name] for each in every if each.name in results}
             arguments.json.write_text(json.dumps(found) + "\n")
             console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")

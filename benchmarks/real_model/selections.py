@@ -19,13 +19,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, hide, needles_of, stated, windows
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile
@@ -36,6 +35,7 @@ from kvsurgery.text.needle_sets import read_set
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from budgets import HERE, load_task
+from provenance import record_versions
 
 ORIGINAL, QUARTERS, FACTS = "original", 4, 4
 ASKED = 0, 2, 4  # after how many quarters of what follows
@@ -162,7 +162,6 @@ def main() -> None:
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings}
     if found["settings"] != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results = found.setdefault("results", {})
     profile = HeadProfile.load(arguments.profile or HERE / "profile.safetensors")
     models = {ORIGINAL: stock(source)}
@@ -173,6 +172,7 @@ def main() -> None:
             own = results.setdefault(name, [])
             if len(own) == number:
                 own.append(measure(model, case))
+                record_versions(found, name)
                 arguments.json.write_text(json.dumps(found) + "\n")
                 console.stderr.print(f"{number + 1} of {len(cases)}, {name}: {own[-1]}")
     print("\n".join(table(found)))

@@ -1,4 +1,4 @@
-"""Run every command on SmolLM2-135M-Instruct as a user would, and check what comes out.
+"""Run the main commands on SmolLM2-135M-Instruct as a user would, and check what comes out.
 
     python examples/smollm2/tour.py [FOLDER] [--short] [--wheel FILE]
 

@@ -197,8 +197,8 @@ def test_the_table_counts_what_the_original_recalls() -> None:
         "TOVA, 30": [case(1.5, [1, 0, 0, 1], [1, 0]), case(2.5, [0, 1, 1, 1], [1, 1]), case(9.0, [0] * 4, [0] * 2)],
     }
     assert long_answers.table({"settings": {"new": 400, "steps": 3}, "results": results})[2:] == [
-        "| original | 1.00 KiB | 4.5 | 4.5 | 4.5 | 4.5 | 50.0% | 0.2500 | 100% | 100% | 10 | 13 |",
-        "| TOVA, 30 | 1.00 KiB | 7.4 | 7.4 | 7.4 | 7.4 | 50.0% | 0.2500 | 33% | 75% | 10 | 13 |",
+        "| original | 1.00 KiB | 4.5 | 4.5 | 4.5 | 4.5 | 50.0% | 0.2500 | 16 of 16 | 9 of 9 | 10 | 13 |",
+        "| TOVA, 30 | 1.00 KiB | 7.4 | 7.4 | 7.4 | 7.4 | 50.0% | 0.2500 | 8 of 16 | 6 of 9 | 10 | 13 |",
     ]
 
 
@@ -229,6 +229,11 @@ def test_the_readme_says_what_was_measured() -> None:
     assert f"with a cache of {console.size(held[name])}, the original with {console.size(held['original'])}" in said
     same = np.mean([case["same"] for case in found[name]])
     assert f"The most likely next token is the original's at {same:.0%} of all positions" in said
+    right, known = (np.array([case["right"] for case in found[who]]) for who in (name, "original"))
+    assert (
+        f"of {known.sum()} facts of the prompts that the original recalls later, it recalls {(right * known).sum()}"
+        in said
+    )
 
 
 def test_the_docs_say_what_was_measured() -> None:
@@ -241,6 +246,26 @@ def test_the_docs_say_what_was_measured() -> None:
         for name in ("216 that hold, blocks of 32", "451 that hold, 4 bits", "674 that hold, 2 bits")
     )
     assert [each / plain for each in packed] == pytest.approx([1 / 2, 4 / 3], rel=0.1)
+    quarters = {name: np.array([case["kl"] for case in cases]) for name, cases in found.items()}
+    grow = ("original", "budgets of 120, all that follows is kept")
+    packed_quarters = quarters.pop("budgets of 451 that hold, 4 bits")
+    assert all((packed_quarters < other).all() for name, other in quarters.items() if name not in grow)
+    same = {name: np.mean([case["same"] for case in cases]) for name, cases in found.items()}
+    assert (quarters["budgets of 216 that hold, blocks of 32"] < quarters["TOVA, 256"]).sum() == 5
+    assert 0 < same["TOVA, 256"] - same["budgets of 216 that hold, blocks of 32"] < 0.005
+    said = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    prompts, answers = (np.array([case[part] for case in found["original"]]) for part in ("right", "own"))
+    facts = (prompts.sum(), prompts.any(1).sum(), answers.sum(), answers.any(1).sum())
+    assert (
+        "over all quarters {} of the prompts, which are {} different facts, and {} of the answers, which are {}".format(
+            *facts
+        )
+        in said
+    )
+    counts = {name: (np.array([case["right"] for case in found[name]]) * prompts).sum() for name in found}
+    recalled = f"the budgets in 4 bits recall {counts['budgets of 451 that hold, 4 bits']} of {prompts.sum()} facts"
+    assert f"{recalled} of the prompts, H2O {counts['H2O, 256']}, and the others at most 2" in said
+    assert sorted(counts.values())[-5] == 2
     for name, [case] in json.loads((results / "long-text.json").read_text())["results"].items():
         growth = case["step_ms"][-1] / case["step_ms"][0]
         assert growth > 2 if name == "original" else growth < 1.1
@@ -293,4 +318,8 @@ def test_the_docs_say_what_selection_costs() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "selection-cost.json").read_text())
     said = (ROOT / "docs" / "results.md").read_text()
     assert "\n".join(selection_cost.table(found)) in said
-    assert max((each["watch"] + each["renew"]) / each["step"] for each in found["results"].values()) < 0.02
+    shares = {name: (each["watch"] + each["renew"]) / each["step"] for name, each in found["results"].items()}
+    assert max(shares.values()) < 0.02
+    wide, narrow = (shares[f"4 bits, blocks of {block}"] for block in (64, 32))
+    recipes = " ".join((ROOT / "docs" / "recipes.md").read_text().split())
+    assert f"take {wide:.2%} of SmolLM2's decode time with blocks of 64, and {narrow:.2%} with blocks of 32" in recipes

@@ -41,7 +41,7 @@ def test_each_cache_is_read_beside_the_original(
     words.save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(words.decode(Haystack.read(None, words, 900).tokens))
-    names = ["kvsurgery, unquantized", "kvsurgery 0.1.0, 2 bits"]
+    names = ["kvsurgery, unquantized", "kvsurgery, scheme of version 0.1.0, 2 bits"]
     settings = {name: how for name, how in caches.settings().items() if name in names}
     monkeypatch.setattr(caches, "settings", lambda: settings)
     monkeypatch.setattr(caches, "BACKENDS", {})
@@ -92,6 +92,39 @@ def test_widths_of_a_cache_are_a_line(tmp_path: Path) -> None:
     assert quantized_report.points(found) == {"ours": [(0.2, 1), (0.4, 0.25)], "ours, rotated": [(0.3, 0.5)]}
     figures.save(partial(quantized_report.draw, {"one": found, "two": found}), str(tmp_path / "figure"))
     assert all(LIGHT[ink] in (tmp_path / "figure-light.svg").read_text() for ink in ("paper", "series-1", "series-4"))
+
+
+def test_intervals_are_paired_by_piece() -> None:
+    def parts(*pieces: tuple[float, float]) -> list[dict]:
+        return [{"kl": kl, "nats": nats, "kv_bytes": 50, "seconds": 3, "stock_seconds": 2} for kl, nats in pieces]
+
+    results = {"original": parts((0, 2), (0, 4)), "ours, 4 bits": parts((0.25, 2.1), (0.75, 4.1))}
+    results["original"][0]["kv_bytes"] = 100
+    assert quantized_cache.table({"results": results})[2:] == [
+        "| original | 100% | 0 | 20.09 | × 1.50 |",
+        "| ours, 4 bits | 50% | 0.5000 [0.2500, 0.7500] | × 1.105 [1.105, 1.105] | × 1.50 |",
+    ]
+
+
+def test_the_docs_say_in_how_many_pieces_a_cache_diverges_less() -> None:
+    def pieces(name: str) -> dict[str, list[float]]:
+        found = json.loads((ROOT / "benchmarks" / "results" / f"quantized-cache-{name}.json").read_text())["results"]
+        return {cache: [part["kl"] for part in parts] for cache, parts in found.items()}
+
+    def less(own: dict[str, list[float]], cache: str, other: str) -> int:
+        return sum(ours < theirs for ours, theirs in zip(own[cache], own[other], strict=True))
+
+    others = ("QuantizedCache, quanto, 4 bits", "QuantizedCache, hqq, 4 bits", "fp8, as vLLM has it")
+    kivi = [f"KIVI in groups of 32, {bits} bits" for bits in (4, 2)]
+    for name, count, rotated in (("1024", 4, 2), ("4096", 2, 2)):
+        own = pieces(name)
+        assert {less(own, "kvsurgery, 4 bits", other) for other in others} == {count}
+        assert less(own, "kvsurgery, 2 bits", kivi[1]) == count
+        assert less(own, "kvsurgery, 3 bits, keys rotated", others[0]) == rotated
+    own = pieces("bundled")
+    assert [less(own, other, "kvsurgery, 4 bits") for other in (kivi[0], others[2])] == [8, 8]
+    assert less(own, "kvsurgery, 2 bits", kivi[1]) == 5
+    assert less(own, "kvsurgery, 2 bits per token", "kvsurgery, 2 bits") == 7
 
 
 def test_the_documented_tables_are_the_committed_results() -> None:

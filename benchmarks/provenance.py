@@ -1,0 +1,32 @@
+"""Which versions measured which rows of a JSON file that several runs write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from kvsurgery import __version__
+
+
+def record_versions(found: dict[str, Any], row: str) -> None:
+    """Note in results that the versions that run now measured a row, or a part of it.
+
+    `found["versions"]` is a list of versions, each with the `rows` that it measured. Files from before have one dict
+    there, the versions of the last run; it becomes the first entry, without `rows`.
+    """
+    every = found.setdefault("versions", [])
+    if isinstance(every, dict):
+        found["versions"] = every = [every]
+    now: dict[str, Any] = {
+        "kvsurgery": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    entry = next((entry for entry in every if "rows" in entry and now.items() <= entry.items()), None)
+    if entry is None:
+        entry = {**now, "rows": []}
+        every.append(entry)
+    if row not in entry["rows"]:
+        entry["rows"].append(row)

@@ -1,0 +1,36 @@
+"""Results that several runs write keep the versions of each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import provenance
+
+
+def test_rows_keep_the_versions_that_measured_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of an earlier file, which names no rows, come first."""
+    earlier = {"kvsurgery": "0.1.0", "torch": "2.13.0", "transformers": "5.2.0"}
+    found: dict[str, Any] = {"versions": earlier}
+    for version, row in (("5.23.0", "original"), ("5.24.0", "4 bits"), ("5.23.0", "2 bits"), ("5.24.0", "4 bits")):
+        monkeypatch.setattr(provenance.transformers, "__version__", version)
+        provenance.record_versions(found, row)
+    first, *later = found["versions"]
+    assert first == earlier
+    assert [(each["transformers"], each["rows"]) for each in later] == [
+        ("5.23.0", ["original", "2 bits"]),
+        ("5.24.0", ["4 bits"]),
+    ]
+
+
+def test_new_results_begin_with_the_versions_that_run() -> None:
+    found: dict[str, Any] = {}
+    provenance.record_versions(found, "original")
+    [only] = found["versions"]
+    assert only["rows"] == ["original"]
+    assert {"kvsurgery", "torch", "transformers"} < only.keys()
