@@ -11,7 +11,7 @@ export PIP_NO_COMPILE = 0
 # settings of the caller's Python, of its tests, and of its language change neither
 unexport $(filter PYTHON% PYTEST_% LANG LC_% TRITON_INTERPRET,$(.VARIABLES))
 
-.PHONY: demo real real-short test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
+.PHONY: demo real real-short real-rows test test-fast test-matrix test-kernels test-ptx test-ptx-all test-gpu test-extras test-vllm test-vllm-load test-wheel coverage lint format environments clean
 
 demo: .venv/ready
 	rm -rf demo
@@ -25,6 +25,10 @@ real: .venv/ready
 real-short: .venv/ready
 	rm -rf real
 	unset OMP_NUM_THREADS; .venv/bin/python examples/smollm2/tour.py real --short
+
+# the first rows of the tables on this model, measured again and compared with the committed ones; TEXTS is a folder
+real-rows: .venv/ready
+	.venv/bin/python -W ignore benchmarks/real_model/first_rows.py $(TEXTS)
 
 test: .venv/ready
 	.venv/bin/python $(PYTEST)

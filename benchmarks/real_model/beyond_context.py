@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from models import stock
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 from trials import Prompt, chained_prompts, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import record_versions
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Reading, Recurrent, Truncation, duplicate
 from synthetic import dimensions, emitted
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.figure import new_figure, save_figure
@@ -175,7 +175,6 @@ def main() -> None:
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
     if {name: found.get(name) for name in (*facts, "hops")} != {"hops": None} | facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
-    found["versions"] = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     results, few = found.setdefault("results", {}), choosing(settings)
     make = chained_prompts if arguments.two_hops else prompts
     every = few + recurrent(settings, token_ids(tokenizer, CATALYST))
@@ -193,6 +192,8 @@ def main() -> None:
                 continue
             read = {method.name: measure(method, model, prompt) for method in left}
             own[number] = own[number] | read
+            for name in read:
+                record_versions(found, f"{name}, {length} tokens, text {number + 1}")
             arguments.json.write_text(json.dumps(found) + "\n")
             right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
             console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right")

@@ -28,7 +28,6 @@ except ImportError:
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
@@ -36,8 +35,9 @@ from trials import Prompt, asked, continued, divergence, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
+from provenance import record_versions
 
-from kvsurgery import __version__, console
+from kvsurgery import console
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
@@ -276,12 +276,10 @@ def main() -> None:
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "new")}
     haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
     texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
-    versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     settings["text"] = arguments.text.name
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["versions"] = versions
     found["places"] = [place for prompt in texts for place in prompt.places]
     results, original = found.setdefault("results", {}), []
     wanted = [
@@ -303,6 +301,7 @@ def main() -> None:
             console.stderr.print(f"left out: {contender.name} ({reason})")
             continue
         results[contender.name] = {"series": contender.series, **result}
+        record_versions(found, contender.name)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.stderr.print(
             f"{len(results)} of {len(wanted)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "

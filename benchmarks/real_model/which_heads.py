@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Window, answered, divergence, nats, next_tokens, prompts, windows
 
-from kvsurgery import __version__, console
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import record_versions
+
+from kvsurgery import console
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
@@ -167,16 +170,15 @@ def main() -> None:
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "prompt", "new", "windows")}
     settings |= {"facts_in": arguments.facts_in.name, "texts": [text.name for text in arguments.text]}
     settings |= {"answers": trials.answers} if trials.answers else {}
-    versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     if found.setdefault("settings", settings) != settings:
         raise SystemExit(f"{arguments.json} was measured with {found['settings']}; give it another name")
     results = found.setdefault("results", {})
-    found["versions"] = versions
     found["places"] = [place for prompt in trials.prompts for place in prompt.places]
 
     def keep(name: str, facts: dict[str, Any], begin: float) -> None:
         results[name] = facts
+        record_versions(found, name)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         right, seconds = np.mean(facts["right"]), time.perf_counter() - begin
         console.stderr.print(
