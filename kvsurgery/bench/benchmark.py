@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from kvsurgery.bench.contenders import contenders, load_models, usable
 from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
-from kvsurgery.conversion.inspection import inspect_checkpoint
+from kvsurgery.conversion.inspection import Facts, Surgery, inspect_checkpoint
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.checkpoint import read_text_config
 from kvsurgery.evaluate.records import versions
@@ -33,50 +32,41 @@ def silent(done: int, of: int, note: str) -> None:
 def benchmark(
     folder: Path,
     source: Path | None = None,
+    workload: Workload | None = None,
     *,
     device: str | None = None,
     dtype: str = "auto",
-    lengths: tuple[int, ...] | None = None,
-    chunk: int | None = None,
     command: str = "",
     progress: Callable[[int, int, str], None] = silent,
-    **options: Any,
 ) -> Bench:
     """Measure a converted checkpoint beside the original; processes that a launcher started share both.
 
     Args:
         folder: the converted checkpoint; its code is executed.
         source: the original's folder; by default the stock class over the converted one's weights.
+        workload: what is measured; by default `default_workload`.
         device: default is CUDA where there is one.
         dtype: of the weights and caches; "auto" is the checkpoint's.
-        lengths, chunk: of `Workload`; by default what suits the device and the model's context.
         command: what was typed, for the results.
         progress: as `measure` calls it.
-        options: what else `Workload` has.
 
     Raises:
         CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
-        KVSurgeryError: numbers that make no sense, a device that is not there, weights that do not fit, or prompts
-            beyond the context.
+        KVSurgeryError: a device that is not there, weights that do not fit, or prompts beyond the context.
     """
-    facts = inspect_checkpoint(folder, str(folder))
-    if facts.surgery is None:
-        raise CheckpointError(f"{folder} is not a converted checkpoint; give a folder that `kvsurgery convert` wrote")
-    where, new = usable_device(device), options.get("new", Workload.new)
-    positions = read_text_config(folder).max_position_embeddings
-    budget = facts.surgery.reform["recompute_budget"] if facts.surgery.reform else None
-    kind = torch.device(where).type
-    lengths = lengths or default_lengths(kind, positions - new, budget)
-    for length in lengths:
-        if length + new > positions and (budget is None or length <= budget):
+    facts, surgery = _inspected(folder)
+    where = usable_device(device)
+    work = workload or default_workload(folder, where)
+    positions, budget = read_text_config(folder).max_position_embeddings, _recompute_budget(surgery)
+    for length in work.lengths:
+        if length + work.new > positions and (budget is None or length <= budget):
             raise KVSurgeryError(
-                f"{length:,} and {new:,} new tokens are beyond the {positions:,} positions of {folder}; "
+                f"{length:,} and {work.new:,} new tokens are beyond the {positions:,} positions of {folder}; "
                 "measure shorter prompts"
             )
-    work = Workload(lengths, chunk=chunk or CHUNK[kind], **options)
     with started_processes(where) as processes:
         converted, original = load_models(folder, source, processes, dtype)
-        part = (0, 1) if facts.surgery.replicated else (processes.rank, processes.world)
+        part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
         found, left_out = usable(contenders(converted, original, part))
         bandwidth = read_bandwidth(converted.device)
         rows = measure(found, work, bandwidth, progress if processes.rank == 0 else silent, processes)
@@ -100,7 +90,32 @@ def benchmark(
     )
 
 
+def default_workload(folder: Path, device: str | None = None, new: int = Workload.new) -> Workload:
+    """Prompts and chunks that suit the device and a converted checkpoint's context, with room for `new` tokens.
+
+    Raises:
+        CheckpointError: `folder` was not converted.
+        KVSurgeryError: `new` is out of range, or the device is not there.
+    """
+    _, surgery = _inspected(folder)
+    kind = torch.device(usable_device(device)).type
+    room = max(read_text_config(folder).max_position_embeddings - new, 1)
+    return Workload(default_lengths(kind, room, _recompute_budget(surgery)), new=new, chunk=CHUNK[kind])
+
+
 def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
     """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
     within = {min(length, room) for length in LENGTHS[device]}
     return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
+
+
+def _inspected(folder: Path) -> tuple[Facts, Surgery]:
+    """The facts of a checkpoint that must be converted."""
+    facts = inspect_checkpoint(folder, str(folder))
+    if facts.surgery is None:
+        raise CheckpointError(f"{folder} is not a converted checkpoint; give a folder that `kvsurgery convert` wrote")
+    return facts, facts.surgery
+
+
+def _recompute_budget(surgery: Surgery) -> int | None:
+    return surgery.reform["recompute_budget"] if surgery.reform else None

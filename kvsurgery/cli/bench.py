@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvsurgery.cli.options import Several, Tokens
-from kvsurgery.cli.running import CHUNK, chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
+from kvsurgery.cli.running import chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
+from kvsurgery.text.help import CHUNK
 
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chunk",
     type=Tokens(),
-    help=f"{CHUNK.capitalize()}  [default: (512 on a CPU, 2K on a GPU)]",
+    help=f"{CHUNK.capitalize()}.  [default: (512 on a CPU, 2K on a GPU)]",
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="Number of rounds, after a warm-up.")
 @click.option(
@@ -54,9 +56,15 @@ if TYPE_CHECKING:
 def bench(
     folder: Path,
     source: str | None,
+    device: str | None,
+    dtype: str,
+    lengths: tuple[int, ...] | None,
+    batches: tuple[int, ...],
+    new: int,
+    chunk: int | None,
+    rounds: int,
     out: Path | None,
     as_json: bool,
-    **options: Any,
 ) -> None:
     """Measure the converted checkpoint DIR beside the original: time, memory and KV bytes.
 
@@ -82,7 +90,7 @@ def bench(
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
     from kvsurgery import console
-    from kvsurgery.bench.benchmark import benchmark
+    from kvsurgery.bench.benchmark import benchmark, default_workload
     from kvsurgery.cli.verify import source_folder
     from kvsurgery.errors import Interrupted
     from kvsurgery.evaluate.checkpoint import check_original
@@ -96,10 +104,14 @@ def bench(
     original = None if source is None else source_folder(source, folder)
     if original is not None:
         check_original(original, folder)
-    options["dtype"] = chosen_dtype(options["dtype"], folder, options["device"])
+    dtype = chosen_dtype(dtype, folder, device)
+    usual = default_workload(folder, device, new)
+    work = replace(usual, lengths=lengths or usual.lengths, batches=batches, chunk=chunk or usual.chunk, rounds=rounds)
     try:
         with console.step_progress("measuring") as advance:
-            found = benchmark(folder, original, command=typed_command(), progress=advance, **options)
+            found = benchmark(
+                folder, original, work, device=device, dtype=dtype, command=typed_command(), progress=advance
+            )
     except KeyboardInterrupt:
         raise Interrupted("nothing is kept") from None
     if not is_first():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.running import quiet_transformers, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvsurgery.evaluate.results import Interval, Results, TaskResult
 
 
-@click.command("eval")
+@click.command("eval", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
 @click.option(

@@ -72,7 +72,8 @@ class Grouped(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                groups[getattr(param, "group", RUNNING)].append(record)
+                groups.setdefault(getattr(param, "group", RUNNING), []).append(record)
+        groups[RUNNING] = groups.pop(RUNNING)  # the last one
         for name, records in groups.items():
             if records:
                 with formatter.section(name):
@@ -80,8 +81,9 @@ class Grouped(click.Command):
 
 
 HEADS, CACHE, PROMPTS, DEVICES = "Heads", "Cache", "Long prompts", "Several devices"
-TASKS, RUNNING = "Evaluation", "Running"
-GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, TASKS, RUNNING)
+MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
+# in this order, whatever that of the options is; others come before the last
+GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
 
 
 def in_group(name: str, *adding: Callable[[Any], Any]) -> Callable[[Any], Any]:

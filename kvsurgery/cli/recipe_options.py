@@ -298,6 +298,7 @@ def in_flags(message: str) -> str:
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
     names += ["lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "dtype"]
+    names += ["answers", "checkpoint", "resume", "steps", "minutes", "reg", "min_context"]
     known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
     known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}

@@ -15,9 +15,6 @@ from kvsurgery.repo_id import is_repo_id
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POSITIVE = click.IntRange(min=1)
 
-# what options say that have a task or a method before it
-CHUNK = "tokens of a prompt that are read at once."
-
 
 class Device(click.ParamType):
     """cpu, cuda, or one of several GPUs, cuda:1."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, TASKS, Bits, Grouped, Several, Tokens, flag, in_group
+from kvsurgery.cli.options import CACHE, HEADS, Bits, Grouped, Several, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
@@ -67,7 +67,7 @@ def axis_options(command: Any) -> Any:
 )
 @axis_options
 @kind_options
-@in_group(TASKS, task_options)
+@task_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def sweep(

@@ -9,12 +9,14 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.measure.methods.attention import Attention
+from kvsurgery.measure.methods.gates import STEPS
+from kvsurgery.measure.methods.reform import Reform
 from kvsurgery.text.lengths import DEPTHS, LONGEST, SHORTEST, default_lengths
 
 # an H100's 989 TFLOP/s in bfloat16, of which 40% are reached
 FLOPS, DEVICE = 0.4 * 989e12, "H100"
-# defaults of `profile compute`
-STEPS, SAMPLES, CONTEXT, NEEDLES = 2000, 50, 8192, 12
+NEEDLES = 12  # of a shipped set
 # passes over a prompt, in forward passes: gates take the original's, their own, that again while it is differentiated,
 # and the gradient of its inputs; REFORM reads everything twice
 PASSES = {"duo": 4, "attention": 1, "headkv-*": 1, "reform": 2}
@@ -74,10 +76,10 @@ def _prompts(most: int) -> Iterator[tuple[str, list[int]]]:
     """Of each method, the tokens of every prompt."""
     longest = min(LONGEST, most)
     shortest = min(SHORTEST, longest)
-    for method, count in (("duo", STEPS), ("attention", SAMPLES)):
+    for method, count in (("duo", STEPS), ("attention", Attention.samples)):
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
     yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES * len(DEPTHS))]
-    yield "reform", 2 * SAMPLES * [min(CONTEXT, most)]
+    yield "reform", 2 * Reform.samples * [min(Reform.context, most)]
 
 
 def _met(tensor: Tensor, checkpoint: Checkpoint) -> int:

@@ -83,6 +83,8 @@ def test_refusals(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None
     assert "is not a folder" in refused("bench", "nowhere")
     line = refused("bench", converted.folder, *QUICK, "--lengths", "24,510")
     assert "510 and 6 new tokens are beyond the 512 positions" in line
+    line = refused("bench", converted.folder, "--new-tokens", 600)
+    assert "1 and 600 new tokens are beyond the 512 positions" in line
     assert "torch cannot use the device cuda" in refused("bench", converted.folder, "--device", "cuda")
     assert "new must be 5 or more" in refused("bench", converted.folder, "--new-tokens", 4)
     assert "is neither a folder nor a Hub id" in refused("bench", converted.folder, "--source", "no/such/folder")

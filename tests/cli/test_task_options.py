@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.tasks import task_options, tasks_of
 from kvsurgery.evaluate import tasks
 
@@ -17,7 +18,7 @@ COUNTING = '''
 from dataclasses import dataclass
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.setting import setting
+from kvsurgery.setting import setting
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[click.C
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     tasks.task_classes.cache_clear()
 
-    @click.command()
+    @click.command(cls=Grouped)
     @task_options
     @click.pass_context
     def ask(ctx: click.Context, **options: object) -> None:
@@ -61,8 +62,8 @@ def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
     text = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
     assert f"Any of {', '.join(sorted(tasks.task_classes()))}." in text
     assert "Any of babilong, counting, " in text
-    assert "counting: the number to count to. [default: 7]" in text
-    assert "counting, needle, passkey, perplexity, ruler: tokens of prompts." in text
+    assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
+    assert "counting, needle, passkey, perplexity, ruler: --lengths LIST Tokens of prompts." in text
     assert "[default: (counting: one; needle, passkey, perplexity: five up to 32000; ruler: 4096)]" in text
 
 

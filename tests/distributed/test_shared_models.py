@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from kvsurgery.bench.benchmark import benchmark
+from kvsurgery.bench.measure import Workload
 from kvsurgery.bench.results import Bench
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import read_lines
@@ -22,14 +23,14 @@ from tests.helpers.families import make
 from tests.helpers.surgery import convert_folder
 
 pytestmark = pytest.mark.slow
-WORK = {"lengths": (24,), "batches": (2,), "new": 6, "chunk": 16, "rounds": 1}
+WORK = Workload((24,), batches=(2,), new=6, chunk=16, rounds=1)
 
 
 def run(processes: Processes, folder: Path, source: Path | None, wrong: Path) -> tuple[Bench, str]:
     """A benchmark, and what is said of a checkpoint for another number of processes."""
     with pytest.raises(CheckpointError) as refusal:
-        benchmark(wrong, device="cpu", **WORK)
-    return benchmark(folder, source, device="cpu", **WORK), str(refusal.value)
+        benchmark(wrong, workload=WORK, device="cpu")
+    return benchmark(folder, source, WORK, device="cpu"), str(refusal.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -54,7 +55,7 @@ def test_two_processes_share_both_models(family, tmp_path):
     assert rows[ORIGINAL].kv_bytes == (dense if replicated else dense // 2)
     assert all(row.decode.count == 2 and row.prefill.peak_bytes and row.first_token.seconds for row in rows.values())
     assert bench.settings["processes"] == 2
-    whole = benchmark(shared, device="cpu", **WORK)
+    whole = benchmark(shared, workload=WORK, device="cpu")
     assert whole.weights / 2 < bench.weights < (0.9 if replicated else 0.7) * whole.weights
 
 

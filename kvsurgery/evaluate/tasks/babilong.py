@@ -12,7 +12,7 @@ from pathlib import Path
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_tokens
 
 ASKED = tomllib.loads(Path(__file__).with_name("babilong.toml").read_text(encoding="utf-8"))

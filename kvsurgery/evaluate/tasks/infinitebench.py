@@ -14,7 +14,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
 from kvsurgery.evaluate.rows import OPTIONS, named_files, option_fields, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, setting
 
 ASKED = tomllib.loads(Path(__file__).with_name("infinitebench.toml").read_text(encoding="utf-8"))
 FIELDS = {"context": str, "input": str}

@@ -14,7 +14,7 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
 from kvsurgery.evaluate.rows import named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, setting
 
 ASKED = tomllib.loads(Path(__file__).with_name("loogle.toml").read_text(encoding="utf-8"))
 

@@ -14,7 +14,7 @@ from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.images import image_processor, image_prompt
 from kvsurgery.evaluate.rows import is_texts, named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import THERE, setting
+from kvsurgery.setting import THERE, setting
 
 ANSWER = 32  # tokens at most
 TASKS = [f"{kind}-{needle}" for kind in ("retrieval", "counting", "reasoning") for needle in ("text", "image")]

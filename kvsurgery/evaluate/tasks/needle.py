@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import lengths_setting, setting, text_setting
+from kvsurgery.setting import lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
 from kvsurgery.text.haystack import Haystack, check_text, token_ids
 from kvsurgery.text.lengths import DEPTHS, default_lengths

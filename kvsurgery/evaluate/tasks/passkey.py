@@ -15,7 +15,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
+from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack, check_text, first_tokens, ordinary_tokens, token_ids, tokens_needed

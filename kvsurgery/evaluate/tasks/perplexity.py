@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, lengths_setting, setting, text_setting
+from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text, first_tokens, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 

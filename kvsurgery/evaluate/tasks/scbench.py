@@ -13,7 +13,7 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import named_files, option_fields, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SOURCE, THERE, setting
+from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
 from kvsurgery.text.functions import LANGUAGES, require_parsers
 

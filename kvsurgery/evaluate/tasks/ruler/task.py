@@ -16,7 +16,6 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.evaluate.setting import SAMPLES, setting, text_setting
 from kvsurgery.evaluate.tasks.ruler.puzzles import (
     Niah,
     Puzzle,
@@ -27,6 +26,7 @@ from kvsurgery.evaluate.tasks.ruler.puzzles import (
 )
 from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
 from kvsurgery.files import check_readable
+from kvsurgery.setting import SAMPLES, setting, text_setting
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text, text_of
 

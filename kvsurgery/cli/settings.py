@@ -1,0 +1,129 @@
+"""Options that are the settings of dataclasses: of evaluation tasks, and of methods of measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+from click.core import ParameterSource
+
+from kvsurgery.cli.options import Several, Tokens, flag, in_group
+from kvsurgery.cli.recipe_options import in_flags
+from kvsurgery.setting import Setting, settings_of
+
+Kinds = Mapping[str, type[Any]]  # dataclasses by the names that a command knows them by
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A setting of one of several dataclasses: whose it is, the type and the default of the field, and what it says."""
+
+    owner: str
+    hint: Any
+    value: Any
+    setting: Setting
+
+    @property
+    def type(self) -> click.ParamType:
+        """What values the option takes."""
+        hint = self.hint
+        if NoneType in get_args(hint):
+            [hint] = [part for part in get_args(hint) if part is not NoneType]
+        if get_origin(hint) is Literal:
+            return click.Choice(get_args(hint))
+        numbers = Tokens() if self.setting.tokens else click.IntRange(min=self.setting.least)
+        path = click.Path(path_type=Path)
+        types = {int: numbers, float: click.FLOAT, str: click.STRING, bool: click.BOOL, Path: path}
+        return Several(types[get_args(hint)[0]]) if get_origin(hint) is tuple else types[hint]
+
+    @property
+    def default(self) -> str:
+        """How --help shows the default: as it can be typed, or in parentheses."""
+        if isinstance(self.setting.default, str):
+            return f"({self.setting.default})"
+        value = self.value if self.setting.default is None else self.setting.default
+        if value is None or isinstance(value, bool):
+            return ""
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def setting_options(kinds: Kinds, group: str) -> Callable[[Any], Any]:
+    """A decorator that adds an option for every setting, in groups by whose they are.
+
+    Args:
+        group: of settings that all have.
+    """
+
+    def decorate(command: Any) -> Any:
+        for option, entries in reversed(_entries(kinds).items()):
+            owners = ", ".join(entry.owner for entry in entries)
+            command = in_group(group if len(entries) == len(kinds) else owners, _option(option, entries))(command)
+        return command
+
+    return decorate
+
+
+def given_settings(ctx: click.Context, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass that were typed."""
+    settings = settings_of(kind).items()
+    return {field: ctx.params[setting.option] for field, setting in settings if _given(ctx, setting.option)}
+
+
+def foreign_options(ctx: click.Context, kinds: Kinds, chosen: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Options that were typed, but are no settings of those that were chosen, and whose they are."""
+    for option, entries in _entries(kinds).items():
+        owners = [entry.owner for entry in entries]
+        if _given(ctx, option) and not {*owners} & {*chosen}:
+            yield flag(option), ", ".join(owners)
+
+
+def _given(ctx: click.Context, option: str) -> bool:
+    return ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def _entries(kinds: Kinds) -> dict[str, list[_Entry]]:
+    """By option, the settings that it sets."""
+    result: dict[str, list[_Entry]] = {}
+    for owner, kind in kinds.items():
+        hints, values = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
+        for name, setting in settings_of(kind).items():
+            result.setdefault(setting.option, []).append(_Entry(owner, hints[name], values[name], setting))
+    return result
+
+
+def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
+    """The option. Where owners differ in what it says or in its default, their names come first."""
+    texts = _owners((entry.setting.help, entry) for entry in entries)
+    [text, *others] = texts
+    text = _each(texts) if others else f"{text[0].upper()}{text[1:]}"
+    defaults = _owners((entry.default, entry) for entry in entries)
+    [shown, *others] = defaults
+    if others:
+        shown = f"({_each({default.strip('()'): owners for default, owners in defaults.items()})})"
+    kind, [value, *more] = entries[0].type, {entry.value for entry in entries}
+    typed = not more and isinstance(value, str | int) and not isinstance(value, bool)
+    return click.option(
+        flag(name),
+        name,
+        type=kind,
+        is_flag=kind is click.BOOL,
+        default=str(value) if typed else None,
+        help=in_flags(f"{text}.{shown and f'  [default: {shown}]'}"),
+    )
+
+
+def _owners(said: Iterable[tuple[str, _Entry]]) -> dict[str, list[str]]:
+    """By text, whose settings say so."""
+    result: dict[str, list[str]] = {}
+    for text, entry in said:
+        result.setdefault(text, []).append(entry.owner)
+    return result
+
+
+def _each(texts: Mapping[str, list[str]]) -> str:
+    """All texts, each after its owners."""
+    return "; ".join(f"{', '.join(owners)}: {text}" for text, owners in texts.items())

@@ -1,0 +1,48 @@
+"""The attention of each head while passkeys are recalled, without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvsurgery.measure.methods.contexts import PasskeyMethod
+from kvsurgery.measure.methods.method import Measurement, Reporter
+from kvsurgery.setting import setting
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+
+
+@dataclass(frozen=True)
+class Attention(PasskeyMethod):
+    """Attention on the tokens of passkeys.
+
+    Attributes:
+        samples: prompts.
+    """
+
+    name: str = "attention"
+    samples: int = setting(50, "samples", "number of prompts")
+
+    shared = "weights"
+
+    def check(self) -> None:
+        """Check that prompts have room for passkeys, and the text.
+
+        Raises:
+            KVSurgeryError: they have not, or it cannot be read.
+        """
+        self.check_passkeys()
+        super().check()
+
+    def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
+        """Measure attention: see `attention_profile`."""
+        from kvsurgery.measure.attention import attention_profile
+
+        prompts = self.passkey_prompts(measured)
+        return Measurement(
+            attention_profile(
+                measured, prompts, self.samples, data=prompts.facts, progress=reporter.progress, mesh=mesh
+            )
+        )

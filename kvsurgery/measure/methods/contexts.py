@@ -1,0 +1,77 @@
+"""What methods have in common whose prompts differ in length, and those that hide passkeys in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.methods.method import Method
+from kvsurgery.setting import setting
+from kvsurgery.text import help as says
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.passkeys import Passkeys
+    from kvsurgery.measure.prompts import Contexts
+
+SHORTEST, LONGEST = 1000, "32000, or the model's maximum"
+PASSKEYS = 10
+
+
+@dataclass(frozen=True)
+class ContextMethod(Method):
+    """A method whose prompts differ in length.
+
+    Attributes:
+        min_context, max_context: tokens of the shortest and of the longest prompt.
+    """
+
+    min_context: int | None = setting(None, "min_context", "shortest prompt", default=SHORTEST, tokens=True)
+    max_context: int | None = setting(None, "max_context", "longest prompt", default=LONGEST, tokens=True)
+
+    def contexts(self, measured: MeasuredModel) -> Contexts:
+        """Lengths that the model has positions for.
+
+        Raises:
+            ProfileError: it has not.
+        """
+        from kvsurgery.measure.prompts import Contexts
+
+        return Contexts.of(measured, self.min_context or SHORTEST, self.max_context, self.seed)
+
+
+@dataclass(frozen=True)
+class PasskeyMethod(ContextMethod):
+    """A method that hides passkeys.
+
+    Attributes:
+        passkeys, passkey_tokens: how many are in a prompt, and tokens of each.
+    """
+
+    passkeys: int | None = setting(None, "passkeys", says.PASSKEYS, default=PASSKEYS)
+    passkey_tokens: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS, least=2)
+
+    def check_passkeys(self) -> None:
+        """Check that the shortest prompt has room for the passkeys, whatever the words around them are.
+
+        Raises:
+            ProfileError: it has not.
+        """
+        count, size = self.passkeys or PASSKEYS, self.passkey_tokens
+        if (self.min_context or SHORTEST) <= (least := 2 * count * size):
+            raise ProfileError(
+                f"{count} passkeys of {size} tokens, hidden and recalled, take more than {least} tokens; give a longer "
+                "`min_context`, or fewer or shorter passkeys"
+            )
+
+    def passkey_prompts(self, measured: MeasuredModel) -> Passkeys:
+        """Prompts in words of the model's tokenizer.
+
+        Raises:
+            ProfileError: the tokenizer does not know the words, or the text is too short.
+        """
+        from kvsurgery.measure.passkeys import Passkeys
+
+        drawn = {"count": self.passkeys or PASSKEYS, "size": self.passkey_tokens}
+        return Passkeys.of(measured, self.contexts(measured), self.text, **drawn)

@@ -1,0 +1,93 @@
+"""DuoAttention's gates, trained to recall passkeys with as few full heads as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.methods.contexts import PasskeyMethod
+from kvsurgery.measure.methods.gates import GateMethod
+from kvsurgery.measure.methods.method import Reporter
+from kvsurgery.setting import setting
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.passkeys import Passkeys
+    from kvsurgery.measure.prompts import Passages
+
+
+@dataclass(frozen=True)
+class Duo(PasskeyMethod, GateMethod):
+    """Gates that passkeys are recalled with, or with the loss "lm" the next token of a text.
+
+    Attributes:
+        minutes: time for the training, which chooses what of `steps`, `min_context`, `max_context`, `passkeys` and
+            `reg` is None.
+    """
+
+    name: str = "duo"
+    minutes: float | None = setting(
+        None,
+        "minutes",
+        "time for the training, instead of `steps`. It stops earlier once the gates have settled. Contexts, passkeys "
+        "and `reg` are chosen for this time, unless they are given",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minutes is None:
+            return
+        if not 0 < self.minutes < math.inf:
+            raise ProfileError(f"`minutes` must be > 0, got {self.minutes}")
+        if self.steps is not None:
+            raise ProfileError("`minutes` chooses `steps`; leave one of them out")
+
+    def check(self) -> None:
+        """Check that prompts have room for passkeys, and files.
+
+        Raises:
+            KVSurgeryError: they have not, or a file cannot be read or written.
+        """
+        chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
+        if self.loss == "distill" and not chosen_later:
+            self.check_passkeys()
+        super().check()
+
+    def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
+        """The training that fits the minutes, or the one that it goes on with."""
+        from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
+
+        if self.minutes is None:
+            return self
+        if begun is not None:
+            plan = TrainingPlan.of(begun)
+        else:
+            reporter.note("timing some steps of the training")
+            given = Lengths(self.min_context, self.max_context, self.passkeys)
+            seconds = step_seconds(measured, self.options(), mesh)
+            plan = paced(self.minutes, seconds, measured.max_context, given, self.sink + self.recent)
+        planned = replace(
+            self,
+            minutes=None,
+            steps=plan.steps,
+            min_context=self.min_context or plan.shortest,
+            max_context=self.max_context or plan.longest,
+            passkeys=self.passkeys or plan.passkeys,
+            until_settled=True,
+        )
+        if begun is None:
+            reporter.note(f"chosen for {self.minutes:g} min: {plan.flags} `reg` {planned.options().reg:g}")
+        return planned
+
+    def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Passkeys | Passages:
+        """Passkeys in the text, or pieces of it."""
+        from kvsurgery.measure.prompts import Passages
+
+        if self.loss == "distill":
+            return self.passkey_prompts(measured)
+        contexts = self.contexts(measured)
+        return Passages(contexts, contexts.read(self.text, measured.text))

@@ -1,0 +1,148 @@
+"""What methods have in common that train DuoAttention's gates: all but the prompts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.methods.contexts import ContextMethod
+from kvsurgery.measure.methods.method import Measurement, Reporter
+from kvsurgery.setting import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.own_answers import OwnAnswers
+    from kvsurgery.measure.passkeys import Passkeys
+    from kvsurgery.measure.prompts import Passages
+    from kvsurgery.measure.training import GateOptions, Progress
+
+STEPS = 2000
+
+
+@dataclass(frozen=True)
+class GateMethod(ContextMethod):
+    """A training of gates.
+
+    Attributes:
+        loss, steps, lr, reg, sink, recent, batch, until_settled: as `GateOptions` has them; `reg` is by default the
+            `penalty` of the steps.
+        checkpoint: a file that keeps the state of the training.
+        resume: whether to go on from it.
+        curve: a picture to plot the training in.
+    """
+
+    loss: Literal["distill", "lm"] = setting(
+        "distill",
+        "loss",
+        "the loss: distill compares last hidden states with the full model's; lm, an ablation, predicts the next token",
+    )
+    steps: int | None = setting(None, "steps", "training steps", default=STEPS)
+    lr: float = setting(0.02, "lr", "peak learning rate")
+    reg: float | None = setting(
+        None,
+        "reg",
+        "weight of the mean gate in the loss; a larger weight takes more gates to 0",
+        default="0.05 for 2,000 steps, more for fewer",
+    )
+    sink: int = setting(64, "sink", "first tokens that streaming heads see", least=0)
+    recent: int = setting(256, "recent", "latest tokens that streaming heads see")
+    batch: int = setting(1, "batch", "prompts per step, over all processes")
+    checkpoint: Path | None = setting(None, "checkpoint", "file for the state of the training")
+    resume: bool = setting(False, "resume", "continue from `checkpoint`")
+    curve: Path | None = setting(None, "curve", "plot loss and gates over the steps as a PNG")
+    until_settled: bool = False
+
+    shared = "weights"
+
+    def __post_init__(self) -> None:
+        if self.resume and self.checkpoint is None:
+            raise ProfileError("`resume` goes on from `checkpoint`; name it")
+
+    @property
+    def kept(self) -> Path | None:
+        """The file with the state of the training."""
+        return self.checkpoint
+
+    def check(self) -> None:
+        """Check the text, the state and the picture.
+
+        Raises:
+            KVSurgeryError: one cannot be read or written, or the file holds the state of another training.
+        """
+        from kvsurgery.figure import check_picture
+        from kvsurgery.files import check_file
+        from kvsurgery.measure.training_state import TrainingState
+
+        super().check()
+        if self.checkpoint is not None:
+            check_file(self.checkpoint)
+            if self.resume:
+                TrainingState.require(self.checkpoint)
+            else:
+                TrainingState.refuse_to_replace(self.checkpoint)
+        if self.curve is not None:
+            check_picture(self.curve)
+
+    def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
+        """Train the gates: see `train_gates`."""
+        from kvsurgery.measure.training import KeptState, train_gates
+        from kvsurgery.measure.training_state import TrainingState
+
+        begun = TrainingState.require(self.checkpoint)[1] if self.checkpoint and self.resume else None
+        planned = self.planned(measured, mesh, reporter, begun)
+        if begun is not None:
+            planned = replace(planned, until_settled=begun.get("until_settled", False))
+        options = planned.options()
+        prompts = planned.prompts(measured, mesh, reporter)
+
+        def progress(step: Progress) -> None:
+            reporter.progress(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
+
+        if begun is None:
+            reporter.progress(0, options.steps)  # the time until here says nothing of the steps
+        profile, history = train_gates(
+            measured,
+            prompts,
+            options,
+            data=prompts.facts,
+            method=self.name,
+            kept=KeptState(self.checkpoint, resume=self.resume) if self.checkpoint else None,
+            progress=progress,
+            mesh=mesh,
+        )
+        return Measurement(profile, history, self.curve)
+
+    def options(self) -> GateOptions:
+        """How gates are trained.
+
+        Raises:
+            ProfileError: a number is out of range.
+        """
+        from kvsurgery.measure.pace import penalty
+        from kvsurgery.measure.training import GateOptions
+
+        steps = STEPS if self.steps is None else self.steps
+        return GateOptions(
+            loss=self.loss,
+            steps=steps,
+            lr=self.lr,
+            reg=penalty(steps) if self.reg is None else self.reg,
+            sink=self.sink,
+            recent=self.recent,
+            batch=self.batch,
+            until_settled=self.until_settled,
+        )
+
+    def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
+        """The method with settings that depend on the model; `begun` are the facts of a training to go on with."""
+        return self
+
+    @abstractmethod
+    def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> OwnAnswers | Passages | Passkeys:
+        """What the gates are trained on."""

@@ -1,0 +1,69 @@
+"""How much of a needle's answer comes through each head: copied (r, er) or reasoned about (r2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.setting import lengths_setting, setting
+from kvsurgery.text import help as says
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+
+
+@dataclass(frozen=True)
+class HeadKV(Method):
+    """Retrieval scores: `name` is a key of `retrieval.METHODS`.
+
+    Attributes:
+        needles: a shipped set, a JSONL file, or "auto": the hardest set that the model answers.
+        lengths: of whole prompts, in tokens. None: five, from 1,000 to 32,000 or to what fits the model's context.
+        depths: of needles in the text, 0 (first) to 1 (last). None: ten.
+    """
+
+    name: str = "headkv-r2"
+    needles: str = setting("auto", "needles", says.NEEDLES)
+    lengths: tuple[int, ...] | None = lengths_setting()
+    depths: tuple[float, ...] | None = setting(None, "depths", says.DEPTHS, default="ten")
+
+    def check(self) -> None:
+        """Check that text and needles can be read.
+
+        Raises:
+            KVSurgeryError: one cannot.
+        """
+        from kvsurgery.text.needle_sets import AUTO, read_set
+
+        super().check()
+        if self.needles != AUTO:
+            read_set(self.needles)
+
+    def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
+        """Score heads over needles: see `retrieval_scores`."""
+        from kvsurgery.measure.needle_trial import choose_needles
+        from kvsurgery.measure.retrieval import Trials, retrieval_scores
+        from kvsurgery.text.haystack import Haystack
+        from kvsurgery.text.lengths import DEPTHS, default_lengths
+        from kvsurgery.text.needle_sets import AUTO, read_set
+
+        lengths = self.lengths or default_lengths(measured.max_context)
+        haystack = Haystack.read(self.text, measured.text, max(lengths), self.seed)
+        trials = Trials(lengths, self.depths or DEPTHS, seed=self.seed)
+        choice = None
+        if self.needles == AUTO:
+            choice = choose_needles(measured, haystack, self.name, trials, mesh=mesh)
+            reporter.note(str(choice))
+        profile = retrieval_scores(
+            measured,
+            haystack,
+            read_set(choice.name if choice else self.needles),
+            trials,
+            method=self.name,
+            choice=choice,
+            progress=lambda done, of, right: reporter.progress(done, of, f"{right} right"),
+            mesh=mesh,
+        )
+        return Measurement(profile)

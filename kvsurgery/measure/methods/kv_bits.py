@@ -1,0 +1,65 @@
+"""What a quantized cache loses on a text, and how to rotate and clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.setting import setting
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+
+
+@dataclass(frozen=True)
+class KVBits(Method):
+    """Losses of quantized caches on passages of a text.
+
+    Attributes:
+        passages, context, sink, recent: as `TrialSizes` has them.
+    """
+
+    name: str = "kv-bits"
+    passages: int = setting(12, "samples", "number of passages of the text")
+    context: int = setting(1024, "context", "tokens in the cache", tokens=True)
+    sink: int = setting(64, "sink", "first tokens that streaming heads see", least=0)
+    recent: int = setting(256, "recent", "latest tokens that streaming heads see")
+
+    shared = "nothing"
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            raise ProfileError("`text` is missing: `method` kv-bits measures on real text")
+
+    def check_output(self, out: Path) -> None:
+        """Check that the losses can be written.
+
+        Raises:
+            OutputError: they cannot.
+        """
+        from kvsurgery.profile.cache_losses import CacheLosses
+
+        CacheLosses.check_output(out)
+
+    def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
+        """Measure caches: see `cache_losses`."""
+        from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
+        from kvsurgery.text.haystack import Haystack, first_tokens
+
+        sizes = TrialSizes(passages=self.passages, context=self.context, sink=self.sink, recent=self.recent)
+        sizes.check()
+        text = Haystack.read(self.text, measured.text, sizes.passages * sizes.length, self.seed)
+        losses = cache_losses(
+            measured,
+            text.tokens,
+            sizes,
+            first=first_tokens(measured.text),
+            data={"text": text.name},
+            progress=reporter.progress,
+            mesh=mesh,
+        )
+        return Measurement(losses)

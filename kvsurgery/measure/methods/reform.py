@@ -1,0 +1,52 @@
+"""The heads whose states find the tokens that a question needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvsurgery.measure.methods.method import Measurement, Method, Reporter
+from kvsurgery.setting import setting
+from kvsurgery.text import help as says
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+
+
+@dataclass(frozen=True)
+class Reform(Method):
+    """REFORM's embedding heads.
+
+    Attributes:
+        samples: prompts of each kind.
+        context: tokens of a prompt.
+        chunk: tokens of it that are read at once.
+    """
+
+    name: str = "reform"
+    samples: int = setting(50, "samples", "number of prompts")
+    context: int = setting(8192, "context", "tokens of a prompt", tokens=True)
+    chunk: int = setting(2048, "chunk", says.CHUNK, tokens=True)
+
+    def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
+        """Rank the states of heads: see `embedding_ranking`."""
+        from kvsurgery.measure.reform import PAPER, embedding_ranking
+        from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
+        from kvsurgery.text.haystack import Haystack, tokens_needed
+
+        needed = tokens_needed(self.text, self.context)
+        haystack = Haystack.read(self.text, measured.text, needed, self.seed)
+        drawn = {"count": self.samples, "length": self.context, "seed": self.seed}
+        profile = embedding_ranking(
+            measured,
+            {
+                "pattern": key_value_samples(measured.text, haystack, **drawn),
+                "multihop": multihop_samples(measured.text, haystack, **drawn),
+            },
+            recurrence=replace(PAPER, chunk=self.chunk),
+            data={"text": haystack.name, "seed": self.seed},
+            progress=reporter.progress,
+            mesh=mesh,
+        )
+        return Measurement(profile)

@@ -1,0 +1,71 @@
+"""DuoAttention's gates, trained on long answers that the model itself generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsurgery.errors import ProfileError
+from kvsurgery.measure.methods.contexts import LONGEST, SHORTEST
+from kvsurgery.measure.methods.gates import GateMethod
+from kvsurgery.measure.methods.method import Reporter
+from kvsurgery.setting import setting
+
+if TYPE_CHECKING:
+    from kvsurgery.measure.mesh import Mesh
+    from kvsurgery.measure.model import MeasuredModel
+    from kvsurgery.measure.own_answers import OwnAnswers
+
+
+@dataclass(frozen=True)
+class RLKVLite(GateMethod):
+    """Gates of the model's own answers.
+
+    Attributes:
+        min_context, max_context: tokens of a prompt with its answer.
+        samples: answers that are generated.
+        answers: a file of answers: read where it exists, written where it does not.
+    """
+
+    name: str = "rlkv-lite"
+    min_context: int | None = setting(
+        None, "min_context", "shortest prompt with its answer", default=SHORTEST, tokens=True
+    )
+    max_context: int | None = setting(
+        None, "max_context", "longest prompt with its answer", default=LONGEST, tokens=True
+    )
+    samples: int = setting(64, "samples", "number of answers")
+    answers: Path | None = setting(
+        None, "answers", "file of answers (JSON lines): read if it exists, otherwise written after generation"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text is not None:
+            raise ProfileError("`text` does not go with `method` rlkv-lite; give the model's answers with `answers`")
+
+    def check(self) -> None:
+        """Check files.
+
+        Raises:
+            KVSurgeryError: one cannot be read or written.
+        """
+        from kvsurgery.files import check_file
+        from kvsurgery.measure.own_answers import read_answers
+
+        if self.answers is not None:
+            if self.answers.exists():
+                read_answers(self.answers)
+            else:
+                check_file(self.answers)
+        super().check()
+
+    def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> OwnAnswers:
+        """Answers, of the file or of the model."""
+        from kvsurgery.measure.own_answers import OwnAnswers
+
+        def progress(done: int) -> None:
+            reporter.progress(done, None, f"of {self.samples} answers generated")
+
+        return OwnAnswers.of(measured, self.contexts(measured), self.samples, self.answers, progress, mesh)

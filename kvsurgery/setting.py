@@ -1,0 +1,55 @@
+"""`setting`: a field of a dataclass that commands offer as an option, such as an evaluation task's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvsurgery.text.help import TEXT
+
+# words that several tasks' settings share
+SAMPLES = "number of prompts of each length (ruler: of each task and length)"
+SOURCE = "a file, a folder or the Hub id of a dataset"
+THERE = "all that the source has"
+_KEY = "setting"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a command says of a field; its type and default are the field's.
+
+    Attributes:
+        option: the option's name without dashes: "passkey_tokens". Classes may share an option.
+        help: what the option sets.
+        default: where the field's default is None, the value that it stands for, or words that describe it.
+        tokens: whether integers are numbers of tokens, which people write as 4K.
+        least: the smallest value of other integers.
+    """
+
+    option: str
+    help: str
+    default: str | int | None = None
+    tokens: bool = False
+    least: int = 1
+
+
+def setting(
+    value: Any, option: str, text: str, *, default: str | int | None = None, tokens: bool = False, least: int = 1
+) -> Any:
+    """A dataclass field with the default `value` that commands offer as an option: see `Setting`."""
+    return field(default=value, metadata={_KEY: Setting(option, text, default, tokens, least)})
+
+
+def lengths_setting() -> Any:
+    """The lengths of prompts, by default what `default_lengths` gives."""
+    return setting(None, "lengths", "tokens of prompts", default="five up to 32000", tokens=True)
+
+
+def text_setting() -> Any:
+    """The text of prompts, as `Haystack.read` takes it."""
+    return setting(None, "text", TEXT, default="generated")
+
+
+def settings_of(kind: type[Any]) -> dict[str, Setting]:
+    """The settings of a dataclass by the names of their fields."""
+    return {entry.name: entry.metadata[_KEY] for entry in fields(kind) if _KEY in entry.metadata}
