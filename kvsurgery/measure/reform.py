@@ -15,13 +15,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import LayerStates, Recurrence, RecurrentPass
 from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
+from kvsurgery.version import __version__
 
 NEIGHBOURS = 20
 PAPER = Recurrence()
