@@ -23,7 +23,7 @@ from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.version import __version__
 
-NEIGHBOURS = 20
+NEIGHBOURS = 20  # tokens over which scores are averaged
 PAPER = Recurrence()
 
 
@@ -68,7 +68,6 @@ def embedding_ranking(
     samples: Mapping[str, Sequence[RankedPrompt]],
     *,
     recurrence: Recurrence = PAPER,
-    neighbours: int = NEIGHBOURS,
     data: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh = Mesh(),
@@ -84,7 +83,6 @@ def embedding_ranking(
         measured: the model.
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read.
-        neighbours: tokens over which scores are averaged.
         data: where the samples are from, for the provenance.
         progress: is told after every sample how many are done, of how many.
         mesh: the processes that share heads, and their groups samples.
@@ -98,8 +96,6 @@ def embedding_ranking(
     """
     if measured.no_reform:
         raise UnsupportedModel(measured.no_reform)
-    if neighbours < 1:
-        raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
     _check_samples(measured, samples, recurrence)
     everything = [sample for of_task in samples.values() for sample in of_task]
     query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
@@ -113,7 +109,7 @@ def embedding_ranking(
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(measured, sample, recurrence, neighbours, key).items():
+            for kind, ranks in sample_ranks(measured, sample, recurrence, key).items():
                 totals[kind] += ranks
             if progress is not None and mesh.processes.rank == 0:
                 progress(done, len(everything))
@@ -126,7 +122,7 @@ def embedding_ranking(
     provenance = {
         **(data or {}),
         **asdict(recurrence),
-        "neighbours": neighbours,
+        "neighbours": NEIGHBOURS,
         "samples": {task: len(of_task) for task, of_task in samples.items()},
         "tokens": [min(lengths), max(lengths)],
         "tool": f"kvsurgery {__version__}",
@@ -150,7 +146,7 @@ def _check_samples(
 
 
 def sample_ranks(
-    measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
+    measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
     """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
 
@@ -178,7 +174,7 @@ def sample_ranks(
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
         raise ProfileError(f"states of {measured.name} are not finite; measure it in another dtype")
     return {
-        kind: np.stack([mean_rank(tables[layer], sample.gold_places, neighbours) for layer in range(layers)])
+        kind: np.stack([mean_rank(tables[layer], sample.gold_places, NEIGHBOURS) for layer in range(layers)])
         for kind, tables in scores.tables.items()
     }
 

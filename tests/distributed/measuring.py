@@ -54,7 +54,7 @@ def rank_heads(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     gold = range(9, 12), range(30, 32)
     samples = [RankedPrompt(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
     recurrence = Recurrence(chunk=16, budget=12, keep=2, window=4)
-    ranking = embedding_ranking(measured, {"pattern": samples}, recurrence=recurrence, neighbours=4, mesh=mesh).ranking
+    ranking = embedding_ranking(measured, {"pattern": samples}, recurrence=recurrence, mesh=mesh).ranking
     return {f"reform {kind}": ranks for kind, ranks in ranking.mnr["pattern"].items()}
 
 
