@@ -8,7 +8,7 @@ largest of them, then the mean over neighbouring tokens. A head is the better, t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.recurrence import LayerStates, Recurrence, RecurrentPass
+from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
 from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
+from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.version import __version__
 
 NEIGHBOURS = 20  # tokens over which scores are averaged
-PAPER = Recurrence()
+PAPER = Reform((), chunk=2048, encode_budget=768)  # 256 heavy hitters besides the first and the last tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ def embedding_ranking(
     measured: MeasuredModel,
     samples: Mapping[str, Sequence[RankedPrompt]],
     *,
-    recurrence: Recurrence = PAPER,
+    recurrence: Reform = PAPER,
     data: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh = Mesh(),
@@ -82,7 +83,7 @@ def embedding_ranking(
     Args:
         measured: the model.
         samples: by task, "pattern" and "multihop" or one of them.
-        recurrence: how long contexts are read.
+        recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.
         progress: is told after every sample how many are done, of how many.
         mesh: the processes that share heads, and their groups samples.
@@ -121,7 +122,10 @@ def embedding_ranking(
     lengths = [len(sample.tokens) for sample in everything]
     provenance = {
         **(data or {}),
-        **asdict(recurrence),
+        "chunk": recurrence.chunk,
+        "budget": recurrence.encode_budget,
+        "keep": recurrence.keep,
+        "window": recurrence.window,
         "neighbours": NEIGHBOURS,
         "samples": {task: len(of_task) for task, of_task in samples.items()},
         "tokens": [min(lengths), max(lengths)],
@@ -130,9 +134,7 @@ def embedding_ranking(
     return measured.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
 
 
-def _check_samples(
-    measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Recurrence
-) -> None:
+def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Reform) -> None:
     """Raise ProfileError where samples are of unknown tasks, too long for the model, or missing."""
     unknown = set(samples) - set(TASKS)
     if unknown or not samples:
@@ -146,7 +148,7 @@ def _check_samples(
 
 
 def sample_ranks(
-    measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, kv_heads: int | None = None
+    measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
     """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
 
@@ -162,7 +164,7 @@ def sample_ranks(
     layers = measured.dimensions.layers
     scores = _Scores(sample, layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
-    *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
+    *earlier, last = chunks(recurrence, len(tokens), sample.question.start)
     reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk)
@@ -266,11 +268,11 @@ def _by_kind(states: LayerStates) -> dict[str, torch.Tensor]:
     return {"q": states.query, "k": states.key, "v": states.value, "hidden": states.hidden}
 
 
-def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence) -> None:
-    chunks = recurrence.chunks(len(sample.tokens), sample.question.start)
-    positions = recurrence.positions(chunks)
+def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform) -> None:
+    parts, budget = chunks(recurrence, len(sample.tokens), sample.question.start), recurrence.encode_budget
+    positions = max(min(part.start, budget) + len(part) for part in parts)
     if positions > measured.max_context:
-        how = "in one chunk" if len(chunks) == 1 else f"in chunks of {recurrence.chunk} beside {recurrence.budget}"
+        how = "in one chunk" if len(parts) == 1 else f"in chunks of {recurrence.chunk} beside {budget}"
         raise ProfileError(
             f"a sample of {len(sample.tokens)} tokens read {how} takes {positions} positions, "
             f"{measured.name} has {measured.max_context}; give a smaller chunk or budget, or less context"

@@ -10,9 +10,10 @@ from hypothesis.extra import numpy as hnp
 from kvsurgery.checkpoint.family import load_family
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.recurrence import Recurrence, RecurrentPass
+from kvsurgery.measure.recurrence import RecurrentPass, chunks
 from kvsurgery.measure.reform import (
     NEIGHBOURS,
+    PAPER,
     RankedPrompt,
     embedding_ranking,
     mean_rank,
@@ -24,10 +25,10 @@ from kvsurgery.measure.reform import (
 from kvsurgery.profile.embedding_heads import KINDS
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock, tokens
-from tests.helpers.measured_models import measured_model
+from tests.helpers.measured_models import measured_model, recurrence
 from tests.helpers.tiny_recall import FOLDER, ablation, task
 
-SMALL = Recurrence(chunk=16, budget=12, keep=2, window=4)
+SMALL = recurrence(chunk=16, budget=12, keep=2, window=4)
 SCORES = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(2, 30)), elements=st.integers(-3, 3))
 
 
@@ -135,7 +136,7 @@ class TestSample:
 def by_definition(measured, sample):
     """Ranks of one sample from one plain reading, token by token."""
     seen = []
-    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
+    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), recurrence(999, 999, 0, 1))
     reading.read(range(len(sample.tokens)), seen.append)
     ranks = {kind: [] for kind in KINDS}
     for states in seen:
@@ -166,7 +167,7 @@ def by_definition(measured, sample):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_ranks_of_a_sample_by_definition(family):
     of, asked = measured(family), sample()
-    made = sample_ranks(of, asked, Recurrence())
+    made = sample_ranks(of, asked, PAPER)
     for kind, ranks in by_definition(of, asked).items():
         np.testing.assert_allclose(made[kind], ranks, atol=1e-6, err_msg=kind)
 
@@ -174,9 +175,9 @@ def test_ranks_of_a_sample_by_definition(family):
 def test_in_chunks_the_question_is_compared_with_all_of_them():
     """Where the cache holds everything, chunks change nothing; the question may begin in any place of a chunk."""
     of, asked = measured("gemma3"), sample()
-    whole = sample_ranks(of, asked, Recurrence())
+    whole = sample_ranks(of, asked, PAPER)
     for chunk in (9, 15, 44):
-        chunked = sample_ranks(of, asked, Recurrence(chunk, 99, 0, 4))
+        chunked = sample_ranks(of, asked, recurrence(chunk, 99, 0, 4))
         for kind, ranks in whole.items():
             np.testing.assert_allclose(chunked[kind], ranks, atol=0.05, err_msg=kind)
             assert np.abs(chunked[kind] - ranks).mean() < 1e-3
@@ -251,7 +252,7 @@ class TestRanking:
             ),
             (
                 {"pattern": [sample(600)]},
-                {"recurrence": Recurrence(100, 412, 9, 9)},
+                {"recurrence": recurrence(100, 412, 9, 9)},
                 "read in chunks of 100 beside 412 takes 512 positions, org/random has 511",
             ),
         ],
@@ -268,7 +269,7 @@ class TestRanking:
             embedding_ranking(refused, {"pattern": [sample()]})
 
     def test_beyond_the_model_s_length_in_chunks(self):
-        made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=Recurrence(100, 400, 9, 9))
+        made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=recurrence(100, 400, 9, 9))
         assert made.embedding_heads
 
     def test_states_that_overflow(self):
@@ -308,7 +309,7 @@ def test_attention_finds_the_heads_that_ablation_found(recaller):
     assert critical <= set(np.argsort(by_head, axis=None)[: by_head.size // 4])
 
 
-SHORT = Recurrence(chunk=256, budget=128, keep=16, window=32)
+SHORT = recurrence(chunk=256, budget=128, keep=16, window=32)
 
 
 def gathered(measured, sample, heads, budget=384, keep=32, pool=33):
@@ -322,7 +323,7 @@ def gathered(measured, sample, heads, budget=384, keep=32, pool=33):
                 parts[head].append(torch.nn.functional.normalize(own, dim=-1))
 
     reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), SHORT)
-    for chunk in SHORT.chunks(len(sample.tokens), sample.question.start):
+    for chunk in chunks(SHORT, len(sample.tokens), sample.question.start):
         reading.read(chunk, visit)
     embeddings = torch.cat([torch.cat(part) for part in parts.values()], dim=-1)
     question = embeddings[sample.question.start : sample.question.stop]
