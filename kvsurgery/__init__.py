@@ -15,6 +15,8 @@ model --score--> HeadProfile --decide--> Policy --plan--> SurgeryPlan --convert-
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvsurgery.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvsurgery.api import convert as convert
     from kvsurgery.conversion.inspection import inspect as inspect
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile as HeadProfile
     from kvsurgery.recipe import Recipe as Recipe
 
-__version__ = "0.2.0.dev0"
 __all__ = ["HeadProfile", "Recipe", "convert", "inspect", "revert", "verify"]
 
 # no module of the package has one of these names, which would hide the function once it is imported

@@ -6,11 +6,11 @@ Every KV head in turn is restricted to sink and recent tokens; its score is the 
 from __future__ import annotations
 
 import torch
+from ablation import ablation_scores
 from measure import LENGTH, PROFILE, RECENT, SINK, load, show_recall, show_scores
 from task import answered, prompts
 
 from kvsurgery import __version__
-from kvsurgery.measure.ablation import ablation_scores
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile

@@ -10,9 +10,9 @@ from measure import LENGTH, load
 from task import FACT, prompts
 
 from kvsurgery import __version__
-from kvsurgery.measure.recurrence import Recurrence
 from kvsurgery.measure.reform import RankedPrompt, embedding_ranking
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.templates.kv_reform import Reform
 
 SEED, COUNT, QUESTION = 1, 8, 2
 # how long prompts are read, in tokens; as convert's options --reform-*
@@ -39,8 +39,8 @@ def samples(seed: int, count: int, length: int) -> list[RankedPrompt]:
 
 def measure(seed: int = SEED, count: int = COUNT, length: int = LENGTH) -> HeadProfile:
     """A reform profile of the bundled model, by `count` prompts of `length` tokens."""
-    recurrence = Recurrence(
-        SETTINGS["chunk"], SETTINGS["encode-budget"], keep=SETTINGS["keep"], window=SETTINGS["window"]
+    recurrence = Reform(
+        (), SETTINGS["chunk"], SETTINGS["encode-budget"], keep=SETTINGS["keep"], window=SETTINGS["window"]
     )
     data = {"data": "recall task", "seed": seed, "tool": __version__}
     made = {"pattern": samples(seed, count, length)}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ablation import restricted
 from task import Prompts, exact_match, prompts
 
 from kvsurgery import console
-from kvsurgery.measure.ablation import restricted
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import full_heads

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from ablation import restricted
 from safetensors.torch import save_file
 from task import (
     BOS,
@@ -42,8 +43,6 @@ from task import (
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
-
-from kvsurgery.measure.ablation import restricted
 
 # length, batch, steps; the first stage is the repeated blocks
 STAGES = [(48, 24, 250), (128, 12, 150), (256, 8, 100), (512, 4, 150), (1024, 2, 100), (2048, 1, 150)]

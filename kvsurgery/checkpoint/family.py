@@ -140,7 +140,7 @@ class Family(AttentionRules):
             layer, part = int(match[1]), match[2]
             for shapes in (self.permute, self.optional):
                 if part in shapes:
-                    return Role(layer, part, shapes[part], required=shapes is self.permute)
+                    return Role(layer, part, shapes[part])
             if self._copied_in_layer.fullmatch(part):
                 return Role(layer, part)
         elif self._copied_in_model.fullmatch(name):

@@ -14,13 +14,11 @@ class Role:
         part: its name inside the layer or the model.
         shape: symbols (`hidden`, `query_heads`, `gated_queries`, or letters of heads) of a tensor with heads; empty
             where any shape will do.
-        required: whether every layer must have it.
     """
 
     layer: int | None
     part: str
     shape: tuple[str, ...] = ()
-    required: bool = False
 
     @property
     def axis(self) -> int | None:

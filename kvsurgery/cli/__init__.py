@@ -9,8 +9,8 @@ import sys
 
 import click
 
-from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, RecipeError
+from kvsurgery.version import __version__
 
 LONGEST = 1000  # characters of an error
 # name -> (module, one line for --help); the module holds a click command of its own name

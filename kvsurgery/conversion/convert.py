@@ -12,7 +12,6 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvsurgery import __version__
 from kvsurgery.checkpoint.headers import Shard, file_status, header_hashes
 from kvsurgery.checkpoint.journal import JOURNAL
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance, file_hash
@@ -22,6 +21,7 @@ from kvsurgery.conversion.engine import JOBS
 from kvsurgery.conversion.output import Output
 from kvsurgery.conversion.plan import SurgeryPlan
 from kvsurgery.errors import CheckpointError, OutputError
+from kvsurgery.version import __version__
 
 
 @dataclass(frozen=True)

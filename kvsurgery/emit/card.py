@@ -9,7 +9,6 @@ from hashlib import sha256
 from string import Template
 from typing import Any
 
-from kvsurgery import __version__
 from kvsurgery.console import size
 from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.emit.config import auto_class
@@ -18,6 +17,7 @@ from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.resources import TEMPLATES
 from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
+from kvsurgery.version import __version__
 from kvsurgery.vllm.forecast import forecast
 
 # bytes of an element of the cache, by the dtype of the model

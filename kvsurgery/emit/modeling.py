@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvsurgery import __version__
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.policy.policy import Policy
 from kvsurgery.resources import TEMPLATES
+from kvsurgery.version import __version__
 
 HEADER = f"""\
 # SPDX-License-Identifier: Apache-2.0

@@ -15,10 +15,10 @@ import transformers
 from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
-from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, OutputError, cut
 from kvsurgery.evaluate.sample import Sample
 from kvsurgery.files import differences, write_whole
+from kvsurgery.version import __version__
 
 SETTINGS = "settings.json"
 

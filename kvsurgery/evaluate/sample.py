@@ -39,10 +39,6 @@ class Reader:
     seed: int = 0
     checkpoint: Path | None = None
 
-    def room(self, longest: int | None) -> int:
-        """Tokens of prompt and answer at most: those that there are positions for, or `longest` if that is less."""
-        return min(longest or self.max_context, self.max_context)
-
 
 @dataclass(frozen=True, eq=False)
 class Conversation:

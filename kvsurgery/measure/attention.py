@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
@@ -20,6 +19,7 @@ from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.version import __version__
 
 # (step, place) -> tokens int64, targets bool and passkeys int64, all [batch, tokens], as `PasskeyPrompt` has them
 Recalls = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.gates import gated_layers
@@ -23,6 +22,7 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.cache_losses import STREAMING, WIDTHS, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
+from kvsurgery.version import __version__
 
 EIGHTHS = 2, 4, 6, 7, 8  # of all heads that stream together; the last ones lose most
 SHARED = 8  # bits whose loss is too small to measure head by head: it is divided as that of the next width

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvsurgery.errors import ProfileError
+from kvsurgery.errors import ProfileError, TextError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.prompts import Contexts, describe
-from kvsurgery.text.haystack import Haystack, first_tokens, ordinary_tokens, token_ids
-from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.text.haystack import Haystack, ordinary_tokens
+from kvsurgery.text.passkeys import ORDINALS, PasskeyWords
 
 
 class PasskeyPrompt(NamedTuple):
@@ -43,19 +43,14 @@ class Passkeys:
         haystack: the text around the passkeys.
         size: tokens of a passkey.
         alphabet: int64, the tokens that passkeys are made of: neither special ones nor added ones.
-        start: tokens that a prompt starts with.
-        hidden, asked: what introduces each passkey in the text, and what asks for it.
-        end: what follows a passkey.
+        words: what stands around passkeys.
     """
 
     contexts: Contexts
     haystack: Haystack
     size: int
     alphabet: np.ndarray
-    start: list[int]
-    hidden: list[list[int]]
-    asked: list[list[int]]
-    end: list[int]
+    words: PasskeyWords
 
     @classmethod
     def of(
@@ -72,27 +67,14 @@ class Passkeys:
         """
         if not 1 <= count <= len(ORDINALS) or size < 1:
             raise ProfileError(f"a prompt has 1 to {len(ORDINALS)} passkeys of 1 token or more, got {count} of {size}")
-        tokenizer = measured.text
-
-        def encode(words: str) -> list[int]:
-            ids = token_ids(tokenizer, words)
-            if tokenizer.unk_token_id in ids:
-                raise ProfileError(
-                    f"the tokenizer of {measured.name} does not know all words of {words.strip()!r}; "
-                    "train its gates on a task of its own, with kvsurgery.measure.training"
-                )
-            return ids
-
-        made = cls(
-            contexts,
-            contexts.read(text, tokenizer),
-            size,
-            ordinary_tokens(tokenizer, measured.model.config.get_text_config().vocab_size),
-            first_tokens(tokenizer) + encode(OPENING),
-            [encode(HIDDEN.format(ordinal)) for ordinal in ORDINALS[:count]],
-            [encode(ASKED.format(ordinal, ordinal)) for ordinal in ORDINALS[:count]],
-            encode(END),
-        )
+        try:
+            words = PasskeyWords.of(measured.text, count)
+        except TextError as error:
+            raise ProfileError(
+                f"{error}; train the gates of {measured.name} on a task of its own, with kvsurgery.measure.training"
+            ) from error
+        alphabet = ordinary_tokens(measured.text, measured.model.config.get_text_config().vocab_size)
+        made = cls(contexts, contexts.read(text, measured.text), size, alphabet, words)
         if contexts.shortest < made.least:
             raise ProfileError(
                 f"{count} passkeys of {size} tokens take a context of {made.least} tokens or more, the shortest is "
@@ -103,13 +85,13 @@ class Passkeys:
     @property
     def least(self) -> int:
         """Tokens of a prompt without any text between the passkeys."""
-        around = sum(map(len, self.hidden)) + sum(map(len, self.asked))
-        return len(self.start) + around + 2 * len(self.hidden) * (self.size + len(self.end))
+        answers = sum(self.size + len(after) for _, after in self.words.hidden)
+        return self.words.length(self.size) + sum(map(len, self.words.asked)) + answers
 
     @property
     def facts(self) -> dict[str, Any]:
         """For a profile's provenance."""
-        drawn = {"prompts": "passkeys", "passkeys": len(self.hidden), "passkey_tokens": self.size}
+        drawn = {"prompts": "passkeys", "passkeys": len(self.words.asked), "passkey_tokens": self.size}
         return {**drawn, **describe(self.contexts, self.haystack)}
 
     def __call__(self, step: int, place: int) -> PasskeyPrompt:
@@ -117,21 +99,15 @@ class Passkeys:
         rng = self.contexts.rng(step, place)
         filler = self.contexts.length(step) - self.least
         text = self.haystack.piece(rng, filler)
-        keys = rng.choice(self.alphabet, (len(self.hidden), self.size))
+        keys = rng.choice(self.alphabet, (len(self.words.asked), self.size))
         depths = np.sort(rng.integers(0, filler, len(keys), endpoint=True))
 
         # pieces of the prompt, and the passkey that each is
-        *before, rest = np.split(text, depths)
-        pieces: list[np.ndarray | list[int]] = [self.start]
-        labels = [0]
-        for number, (part, introduction, key) in enumerate(zip(before, self.hidden, keys, strict=True), 1):
-            pieces += part, introduction, key, self.end
-            labels += 0, 0, number, 0
-        pieces.append(rest)
-        labels.append(0)
+        pieces = self.words.hide(text, depths, keys)
+        labels = [0, *(label for number in range(1, len(keys) + 1) for label in (0, 0, number, 0)), 0]
         recalls = len(pieces)
-        for number, (question, key) in enumerate(zip(self.asked, keys, strict=True), 1):
-            pieces += question, key, self.end
+        for number, (question, key) in enumerate(zip(self.words.asked, keys, strict=True), 1):
+            pieces += question, key, self.words.hidden[number - 1][1]
             labels += 0, number, 0
 
         lengths = [len(piece) for piece in pieces]

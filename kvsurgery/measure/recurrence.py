@@ -5,62 +5,25 @@ A stock model is read by what reads prompts in an emitted checkpoint, `kv_encode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvsurgery.errors import ProfileError, UnsupportedModel
+from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.templates import kv_encode, kv_layout, kv_torch
 from kvsurgery.templates.kv_reform import Reform
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """How a long input is read; all are numbers of tokens.
-
-    Attributes:
-        chunk: read at once.
-        budget: what a KV head keeps from chunk to chunk: 256 heavy hitters, as in the paper, and the first and last.
-        keep: first and last tokens that always stay.
-        window: last queries of a chunk, whose attention decides what stays beside them (H2O).
-
-    Raises:
-        ProfileError: a number out of range, or more always stays than the budget holds.
-    """
-
-    chunk: int = 2048
-    budget: int = 768
-    keep: int = 256
-    window: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < (name != "keep"):
-                raise ProfileError(f"{name} is a number of tokens, got {value}")
-        if self.budget < 2 * self.keep:
-            raise ProfileError(
-                f"budget {self.budget} does not hold the first and last {self.keep} tokens, which always stay"
-            )
-
-    @property
-    def reform(self) -> Reform:
-        """The same as settings of REFORM, without heads."""
-        return Reform((), self.chunk, self.budget, window=self.window, keep=self.keep)
-
-    def chunks(self, tokens: int, last: int) -> list[range]:
-        """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
-        starts = range(0, last, self.chunk)
-        return [range(start, start + self.chunk) for start in starts[:-1]] + [range(starts[-1], tokens)]
-
-    def positions(self, chunks: Sequence[range]) -> int:
-        """Positions that a model needs to read such chunks."""
-        return max(min(chunk.start, self.budget) + len(chunk) for chunk in chunks)
+def chunks(recurrence: Reform, tokens: int, last: int) -> list[range]:
+    """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
+    starts = range(0, last, recurrence.chunk)
+    return [range(start, start + recurrence.chunk) for start in starts[:-1]] + [range(starts[-1], tokens)]
 
 
 @dataclass(frozen=True)
@@ -115,15 +78,13 @@ class RecurrentPass(kv_encode.ChunkEncoder):
         measured: any causal language model whose attention goes through transformers' attention interface. A layer with
             a sliding window keeps its last tokens.
         tokens: int64 [tokens], the input.
-        recurrence: how it is read.
+        recurrence: how it is read: its chunk, and what is kept from one to the next.
         kv_heads: that a layer has here, where processes share them; default all.
     """
 
     layer = RecurrentLayer
 
-    def __init__(
-        self, measured: MeasuredModel, tokens: torch.Tensor, recurrence: Recurrence, kv_heads: int | None = None
-    ):
+    def __init__(self, measured: MeasuredModel, tokens: torch.Tensor, recurrence: Reform, kv_heads: int | None = None):
         heads = kv_heads or measured.dimensions.kv_heads
         layers = (
             kv_layout.LayerLayout(((0, heads),), 0, window, native=True)
@@ -132,7 +93,7 @@ class RecurrentPass(kv_encode.ChunkEncoder):
             for window in measured.windows
         )
         layout = kv_layout.KVLayout(tuple(layers), measured.dimensions.head_dim)
-        super().__init__(measured.model.get_decoder(), layout, recurrence.reform)
+        super().__init__(measured.model.get_decoder(), layout, recurrence)
         self.whole, self.tokens = measured.model, tokens.to(measured.model.device)
 
     @torch.no_grad()

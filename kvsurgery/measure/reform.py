@@ -8,23 +8,24 @@ largest of them, then the mean over neighbouring tokens. A head is the better, t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.recurrence import LayerStates, Recurrence, RecurrentPass
+from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
 from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
+from kvsurgery.templates.kv_reform import Reform
+from kvsurgery.version import __version__
 
-NEIGHBOURS = 20
-PAPER = Recurrence()
+NEIGHBOURS = 20  # tokens over which scores are averaged
+PAPER = Reform((), chunk=2048, encode_budget=768)  # 256 heavy hitters besides the first and the last tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,7 @@ def embedding_ranking(
     measured: MeasuredModel,
     samples: Mapping[str, Sequence[RankedPrompt]],
     *,
-    recurrence: Recurrence = PAPER,
-    neighbours: int = NEIGHBOURS,
+    recurrence: Reform = PAPER,
     data: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh = Mesh(),
@@ -83,8 +83,7 @@ def embedding_ranking(
     Args:
         measured: the model.
         samples: by task, "pattern" and "multihop" or one of them.
-        recurrence: how long contexts are read.
-        neighbours: tokens over which scores are averaged.
+        recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.
         progress: is told after every sample how many are done, of how many.
         mesh: the processes that share heads, and their groups samples.
@@ -98,8 +97,6 @@ def embedding_ranking(
     """
     if measured.no_reform:
         raise UnsupportedModel(measured.no_reform)
-    if neighbours < 1:
-        raise ProfileError(f"neighbours is a number of tokens, got {neighbours}")
     _check_samples(measured, samples, recurrence)
     everything = [sample for of_task in samples.values() for sample in of_task]
     query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
@@ -113,7 +110,7 @@ def embedding_ranking(
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(measured, sample, recurrence, neighbours, key).items():
+            for kind, ranks in sample_ranks(measured, sample, recurrence, key).items():
                 totals[kind] += ranks
             if progress is not None and mesh.processes.rank == 0:
                 progress(done, len(everything))
@@ -125,8 +122,11 @@ def embedding_ranking(
     lengths = [len(sample.tokens) for sample in everything]
     provenance = {
         **(data or {}),
-        **asdict(recurrence),
-        "neighbours": neighbours,
+        "chunk": recurrence.chunk,
+        "budget": recurrence.encode_budget,
+        "keep": recurrence.keep,
+        "window": recurrence.window,
+        "neighbours": NEIGHBOURS,
         "samples": {task: len(of_task) for task, of_task in samples.items()},
         "tokens": [min(lengths), max(lengths)],
         "tool": f"kvsurgery {__version__}",
@@ -134,9 +134,7 @@ def embedding_ranking(
     return measured.profile(None, REFORM, None, embedding_heads=ranking.pick(), ranking=ranking, provenance=provenance)
 
 
-def _check_samples(
-    measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Recurrence
-) -> None:
+def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Reform) -> None:
     """Raise ProfileError where samples are of unknown tasks, too long for the model, or missing."""
     unknown = set(samples) - set(TASKS)
     if unknown or not samples:
@@ -150,7 +148,7 @@ def _check_samples(
 
 
 def sample_ranks(
-    measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence, neighbours: int, kv_heads: int | None = None
+    measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
     """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
 
@@ -166,7 +164,7 @@ def sample_ranks(
     layers = measured.dimensions.layers
     scores = _Scores(sample, layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
-    *earlier, last = recurrence.chunks(len(tokens), sample.question.start)
+    *earlier, last = chunks(recurrence, len(tokens), sample.question.start)
     reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
     for chunk in earlier:
         reading.read(chunk)
@@ -178,7 +176,7 @@ def sample_ranks(
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
         raise ProfileError(f"states of {measured.name} are not finite; measure it in another dtype")
     return {
-        kind: np.stack([mean_rank(tables[layer], sample.gold_places, neighbours) for layer in range(layers)])
+        kind: np.stack([mean_rank(tables[layer], sample.gold_places, NEIGHBOURS) for layer in range(layers)])
         for kind, tables in scores.tables.items()
     }
 
@@ -270,11 +268,11 @@ def _by_kind(states: LayerStates) -> dict[str, torch.Tensor]:
     return {"q": states.query, "k": states.key, "v": states.value, "hidden": states.hidden}
 
 
-def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Recurrence) -> None:
-    chunks = recurrence.chunks(len(sample.tokens), sample.question.start)
-    positions = recurrence.positions(chunks)
+def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform) -> None:
+    parts, budget = chunks(recurrence, len(sample.tokens), sample.question.start), recurrence.encode_budget
+    positions = max(min(part.start, budget) + len(part) for part in parts)
     if positions > measured.max_context:
-        how = "in one chunk" if len(chunks) == 1 else f"in chunks of {recurrence.chunk} beside {recurrence.budget}"
+        how = "in one chunk" if len(parts) == 1 else f"in chunks of {recurrence.chunk} beside {budget}"
         raise ProfileError(
             f"a sample of {len(sample.tokens)} tokens read {how} takes {positions} positions, "
             f"{measured.name} has {measured.max_context}; give a smaller chunk or budget, or less context"

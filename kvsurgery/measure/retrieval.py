@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
@@ -35,6 +34,7 @@ from kvsurgery.text.lengths import DEPTHS
 from kvsurgery.text.metrics import qa_f1, rouge1_recall
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
 from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
+from kvsurgery.version import __version__
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
 METHODS: dict[str, tuple[Kind, str, Callable[[str, str], float], str]] = {

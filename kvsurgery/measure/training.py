@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from kvsurgery import __version__
 from kvsurgery.errors import KVSurgeryError, ProfileError
 from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
@@ -23,6 +22,7 @@ from kvsurgery.measure.settling import LATEST, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.processes import Processes
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.version import __version__
 
 # (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing
 Prompts = Callable[[int, int], tuple[torch.Tensor, ...]]

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.comparison import common_scores, common_windows
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import ranks
+from kvsurgery.version import __version__
 
 
 def merge(

@@ -9,12 +9,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvsurgery import __version__
 from kvsurgery.bench.results import Row
 from kvsurgery.console import size
 from kvsurgery.report import findings
 from kvsurgery.report.colours import DARK, LIGHT
 from kvsurgery.report.speed_charts import short_time
+from kvsurgery.version import __version__
 
 
 def render(template: str, **values: Any) -> str:

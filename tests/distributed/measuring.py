@@ -11,11 +11,11 @@ import numpy as np
 from kvsurgery.measure.attention import attention_profile
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.recurrence import Recurrence
 from kvsurgery.measure.reform import RankedPrompt, embedding_ranking
 from kvsurgery.measure.retrieval import Trials, retrieval_scores
 from kvsurgery.measure.training import GateOptions, KeptState, fingerprint, train_gates
 from kvsurgery.processes import Processes
+from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle
 from tests.helpers.families import tokens
@@ -53,8 +53,8 @@ def rank_heads(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
     """Mean normalised ranks of the states of all heads."""
     gold = range(9, 12), range(30, 32)
     samples = [RankedPrompt(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
-    recurrence = Recurrence(chunk=16, budget=12, keep=2, window=4)
-    ranking = embedding_ranking(measured, {"pattern": samples}, recurrence=recurrence, neighbours=4, mesh=mesh).ranking
+    recurrence = Reform((), chunk=16, encode_budget=12, keep=2, window=4)
+    ranking = embedding_ranking(measured, {"pattern": samples}, recurrence=recurrence, mesh=mesh).ranking
     return {f"reform {kind}": ranks for kind, ranks in ranking.mnr["pattern"].items()}
 
 

@@ -91,7 +91,7 @@ def test_long_prompts_lose_their_middle(tmp_path, kind, chat, longest):
     words = " ".join(f"w{number}" for number in range(1000))
     spelt = tokenizer(kind, [*TEXTS, words], chat=chat)
     write(tmp_path, {"context": words})
-    [sample] = samples(tmp_path, Reader(spelt, 4000, len(spelt)), longest=longest)
+    [sample] = samples(tmp_path, Reader(spelt, longest, len(spelt)))
     said = spelt.decode(sample.tokens)
     whole = [int(number) for number in re.findall(r"\bw(\d+)", said)]
     assert longest - sample.limit - 4 <= len(sample.tokens) <= longest - sample.limit
@@ -110,11 +110,10 @@ def test_a_limit_is_of_each_dataset(tmp_path):
 
 def test_the_context_is_the_models(tmp_path):
     write(tmp_path, {"context": "It is here. " * 3000})
-    for longest in (None, 9999):
-        [sample] = samples(tmp_path, longest=longest)
-        assert READER.max_context - 4 <= len(sample.tokens) + sample.limit <= READER.max_context
+    [sample] = samples(tmp_path)
+    assert READER.max_context - 4 <= len(sample.tokens) + sample.limit <= READER.max_context
     with pytest.raises(TextError, match="a prompt does not fit into 0 tokens"):
-        samples(tmp_path, longest=32)
+        samples(tmp_path, Reader(SPELT, 32, len(SPELT)))
 
 
 def test_longbench_e_is_shown_by_length(tmp_path):

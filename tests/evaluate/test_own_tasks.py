@@ -19,7 +19,7 @@ from kvsurgery.text import haystack
 from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needle_sets import read_set
 from kvsurgery.text.needles import CHAT, PLAIN
-from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, OPENING, ORDINALS
 from tests.evaluate.recall import MODEL, tasks
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
@@ -28,8 +28,8 @@ KNOWN = [
     *islice(haystack._generated(0), 60),
     *(part for needle in NEEDLES for part in (needle.needle, needle.real_needle, needle.answer)),
     *(form.format(question=needle.question) for needle in NEEDLES for form in (PLAIN, CHAT)),
-    *(OPENING, END, "user", "assistant", " ".join(f"word{number}" for number in range(400))),
-    *(f"{HIDDEN} {ASKED}".format(*[ordinal] * 3) for ordinal in ORDINALS),
+    *(OPENING, "user", "assistant", " ".join(f"word{number}" for number in range(400))),
+    *(f"{HIDDEN} {ASKED}".format(ordinal=ordinal, key=" ") for ordinal in ORDINALS),
 ]
 SPELLINGS = {(kind, chat): tokenizer(kind, KNOWN, size=1500, chat=chat) for kind in KINDS for chat in (False, True)}
 SPELLING_IDS = [f"{kind}-{'chat' if chat else 'plain'}" for kind, chat in SPELLINGS]
@@ -87,7 +87,11 @@ class TestPasskey:
             assert not np.isin(sample.answer_tokens, special).any()
             start = place_of(sample.answer_tokens, sample.tokens)
             ordinal = ORDINALS[number % 3]
-            assert decode(spelling, sample.tokens[:start]).strip().endswith(HIDDEN.format(ordinal).strip())
+            assert (
+                decode(spelling, sample.tokens[:start])
+                .strip()
+                .endswith(HIDDEN.format(ordinal=ordinal, key=KEY).partition(KEY)[0].strip())
+            )
             end = decode(spelling, sample.tokens)
             assert end.endswith(f"The {ordinal} passkey is:")
             question = f"What is the {ordinal} passkey?"

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsurgery.measure.ablation import restricted
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.surgery import convert_folder
-from tests.helpers.tiny_recall import FOLDER, task
+from tests.helpers.tiny_recall import FOLDER, ablation, task
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +77,9 @@ def test_recall_lives_in_the_heads_that_the_profile_names(model):
     best = torch.zeros(profile.scores.size, dtype=torch.bool)
     best[np.argsort(profile.scores, axis=None)[-4:].tolist()] = True
     best = best.view(profile.scores.shape)
-    with restricted(model, ~best, sink=profile.sink, recent=profile.recent):
+    with ablation.restricted(model, ~best, sink=profile.sink, recent=profile.recent):
         assert task.exact_match(model, questions) >= 0.95
-    with restricted(model, best, sink=profile.sink, recent=profile.recent):
+    with ablation.restricted(model, best, sink=profile.sink, recent=profile.recent):
         assert task.exact_match(model, questions) <= 0.2
 
 

@@ -8,6 +8,7 @@ import torch
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.templates.kv_reform import Reform
 
 
 def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) -> MeasuredModel:
@@ -22,3 +23,8 @@ def measured_model(model: torch.nn.Module, tokenizer: Any = None, **facts: Any) 
         layers=family.layers(config),
         **given,
     )
+
+
+def recurrence(chunk: int, budget: int, keep: int, window: int) -> Reform:
+    """How a long input is read, in tokens, without any embedding heads."""
+    return Reform((), chunk, budget, keep=keep, window=window)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvsurgery.measure.ablation import ablation_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from tests.helpers.tiny_recall import FOLDER, task
+from tests.helpers.tiny_recall import FOLDER, ablation, task
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def scripts(monkeypatch):
     """The modules `gates` and `measure` of the folder, as its scripts import them."""
     monkeypatch.syspath_prepend(FOLDER)
     yield [importlib.import_module(name) for name in ("gates", "measure")]
-    for name in ("gates", "measure", "task"):
+    for name in ("ablation", "gates", "measure", "task"):
         del sys.modules[name]
 
 
@@ -46,7 +45,7 @@ def test_training_finds_the_heads_that_recall(scripts):
     assert profile.scores[found].min() > profile.scores[~found].max() + 0.3
 
     batch = task.answered(task.prompts(3, 8, 512))
-    ablated = ablation_scores(measured.model, [batch], sink=measure.SINK, recent=measure.RECENT)
+    ablated = ablation.ablation_scores(measured.model, [batch], sink=measure.SINK, recent=measure.RECENT)
     assert set(np.flatnonzero(found)) == set(ablated.ravel().argsort()[-found.sum() :])
 
     questions = task.prompts(4, 16, 1024)

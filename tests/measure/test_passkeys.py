@@ -11,12 +11,13 @@ from kvsurgery.errors import ProfileError, TextError, UnsupportedModel
 from kvsurgery.measure.passkeys import Passkeys
 from kvsurgery.measure.prompts import Contexts, Passages
 from kvsurgery.text import haystack
-from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, OPENING, ORDINALS
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
 from tests.helpers.vocabularies import KINDS, tokenizer
 
-WORDS = [*islice(haystack._generated(1), 200), OPENING, END, *(f"{HIDDEN} {ASKED}".format(*[n] * 3) for n in ORDINALS)]
+WORDS = [*islice(haystack._generated(1), 200), OPENING]
+WORDS += [f"{HIDDEN} {ASKED}".format(ordinal=ordinal, key=" ") for ordinal in ORDINALS]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def test_every_passkey_is_hidden_once_and_recalled_at_the_end(passkeys, measured
         assert there[1] - there[0] == 9
         assert tokens[slice(*there)].tolist() == tokens[slice(*here)].tolist()
         assert set(labels[slice(*there)]) == set(labels[slice(*here)]) == {number}
-        for start, introduction in ((there[0], HIDDEN), (here[0], ASKED)):
-            words = introduction.format(ORDINALS[number - 1], ORDINALS[number - 1])
+        for start, introduction in ((there[0], HIDDEN.partition(KEY)[0]), (here[0], ASKED)):
+            words = introduction.format(ordinal=ORDINALS[number - 1])
             assert measured.tokenizer.decode(tokens[max(start - 40, 0) : start]).endswith(words)
     special = {*measured.tokenizer.all_special_ids, *measured.tokenizer.added_tokens_decoder}
     assert not special.intersection(tokens[1:].tolist())
@@ -137,7 +138,9 @@ def test_words_that_the_model_does_not_know(tmp_path):
     text = tmp_path / "own.txt"
     text.write_text("bako dimi " * 1000)
     measured = measured_model(stock("llama"), tokenizer("words", [text.read_text()]))
-    with pytest.raises(ProfileError, match="the tokenizer of random does not know all words of 'Passkeys are hidden"):
+    with pytest.raises(
+        ProfileError, match=r"does not know all words of 'Passkeys are hidden.*; train the gates of random"
+    ):
         Passkeys.of(measured, Contexts(100, 500), str(text), count=1, size=2)
 
 

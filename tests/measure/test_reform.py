@@ -9,10 +9,11 @@ from hypothesis.extra import numpy as hnp
 
 from kvsurgery.checkpoint.family import load_family
 from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.measure.ablation import ablation_scores
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.recurrence import Recurrence, RecurrentPass
+from kvsurgery.measure.recurrence import RecurrentPass, chunks
 from kvsurgery.measure.reform import (
+    NEIGHBOURS,
+    PAPER,
     RankedPrompt,
     embedding_ranking,
     mean_rank,
@@ -24,10 +25,10 @@ from kvsurgery.measure.reform import (
 from kvsurgery.profile.embedding_heads import KINDS
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock, tokens
-from tests.helpers.measured_models import measured_model
-from tests.helpers.tiny_recall import FOLDER, task
+from tests.helpers.measured_models import measured_model, recurrence
+from tests.helpers.tiny_recall import FOLDER, ablation, task
 
-SMALL = Recurrence(chunk=16, budget=12, keep=2, window=4)
+SMALL = recurrence(chunk=16, budget=12, keep=2, window=4)
 SCORES = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(2, 30)), elements=st.integers(-3, 3))
 
 
@@ -132,10 +133,10 @@ class TestSample:
 
 
 @torch.no_grad()
-def by_definition(measured, sample, neighbours):
+def by_definition(measured, sample):
     """Ranks of one sample from one plain reading, token by token."""
     seen = []
-    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), Recurrence(999, 999, 0, 1))
+    reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), recurrence(999, 999, 0, 1))
     reading.read(range(len(sample.tokens)), seen.append)
     ranks = {kind: [] for kind in KINDS}
     for states in seen:
@@ -154,7 +155,7 @@ def by_definition(measured, sample, neighbours):
             for scores in np.array(heads, dtype=np.float64):
                 means = np.array(
                     [
-                        scores[max(0, i - neighbours // 2) : i - neighbours // 2 + neighbours].mean()
+                        scores[max(0, i - NEIGHBOURS // 2) : i - NEIGHBOURS // 2 + NEIGHBOURS].mean()
                         for i in range(len(scores))
                     ]
                 )
@@ -166,17 +167,17 @@ def by_definition(measured, sample, neighbours):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_ranks_of_a_sample_by_definition(family):
     of, asked = measured(family), sample()
-    made = sample_ranks(of, asked, Recurrence(), neighbours=6)
-    for kind, ranks in by_definition(of, asked, 6).items():
+    made = sample_ranks(of, asked, PAPER)
+    for kind, ranks in by_definition(of, asked).items():
         np.testing.assert_allclose(made[kind], ranks, atol=1e-6, err_msg=kind)
 
 
 def test_in_chunks_the_question_is_compared_with_all_of_them():
     """Where the cache holds everything, chunks change nothing; the question may begin in any place of a chunk."""
     of, asked = measured("gemma3"), sample()
-    whole = sample_ranks(of, asked, Recurrence(), neighbours=4)
+    whole = sample_ranks(of, asked, PAPER)
     for chunk in (9, 15, 44):
-        chunked = sample_ranks(of, asked, Recurrence(chunk, 99, 0, 4), neighbours=4)
+        chunked = sample_ranks(of, asked, recurrence(chunk, 99, 0, 4))
         for kind, ranks in whole.items():
             np.testing.assert_allclose(chunked[kind], ranks, atol=0.05, err_msg=kind)
             assert np.abs(chunked[kind] - ranks).mean() < 1e-3
@@ -185,8 +186,8 @@ def test_in_chunks_the_question_is_compared_with_all_of_them():
 class TestRanking:
     def test_means_over_samples(self):
         of, asked = measured(), [sample(seed=seed) for seed in range(3)]
-        made = embedding_ranking(of, {"multihop": asked[:1], "pattern": asked[1:]}, recurrence=SMALL, neighbours=4)
-        one, two, three = (sample_ranks(of, each, SMALL, 4) for each in asked)
+        made = embedding_ranking(of, {"multihop": asked[:1], "pattern": asked[1:]}, recurrence=SMALL)
+        one, two, three = (sample_ranks(of, each, SMALL) for each in asked)
         for kind in KINDS:
             np.testing.assert_allclose(made.ranking.mnr["multihop"][kind], one[kind], rtol=1e-6)
             np.testing.assert_allclose(made.ranking.mnr["pattern"][kind], (two[kind] + three[kind]) / 2, rtol=1e-6)
@@ -228,7 +229,7 @@ class TestRanking:
         converted = mixed(family)
         asked = {"pattern": [sample(seed=seed) for seed in range(3)], "multihop": [sample(seed=4)]}
         original, other = (
-            embedding_ranking(MeasuredModel.load(str(folder)), asked, recurrence=SMALL, neighbours=4)
+            embedding_ranking(MeasuredModel.load(str(folder)), asked, recurrence=SMALL)
             for folder in (converted.source, converted.folder)
         )
         assert any(layer.order != tuple(sorted(layer.order)) for layer in converted.policy.layers)
@@ -244,7 +245,6 @@ class TestRanking:
             ({}, {}, "samples are by task, pattern or multihop; got none"),
             ({"recall": [sample()]}, {}, "samples are by task, pattern or multihop; got recall"),
             ({"pattern": [sample()], "multihop": []}, {}, "there are no multihop samples to rank heads by"),
-            ({"pattern": [sample()]}, {"neighbours": 0}, "neighbours is a number of tokens, got 0"),
             (
                 {"pattern": [sample(600)]},
                 {},
@@ -252,11 +252,11 @@ class TestRanking:
             ),
             (
                 {"pattern": [sample(600)]},
-                {"recurrence": Recurrence(100, 412, 9, 9)},
+                {"recurrence": recurrence(100, 412, 9, 9)},
                 "read in chunks of 100 beside 412 takes 512 positions, org/random has 511",
             ),
         ],
-        ids=["nothing", "unknown task", "no samples", "neighbours", "context", "chunk"],
+        ids=["nothing", "unknown task", "no samples", "context", "chunk"],
     )
     def test_bad_input(self, samples, options, message):
         small = {"max_position_embeddings": 511} if "recurrence" in options else {}
@@ -269,7 +269,7 @@ class TestRanking:
             embedding_ranking(refused, {"pattern": [sample()]})
 
     def test_beyond_the_model_s_length_in_chunks(self):
-        made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=Recurrence(100, 400, 9, 9))
+        made = embedding_ranking(measured(), {"pattern": [sample(600)]}, recurrence=recurrence(100, 400, 9, 9))
         assert made.embedding_heads
 
     def test_states_that_overflow(self):
@@ -301,15 +301,15 @@ def recaller():
 def test_attention_finds_the_heads_that_ablation_found(recaller):
     """By the attention it pays, the KV heads that recall needs are in the top quarter."""
     dims = recaller.dimensions
-    ablation = ablation_scores(recaller.model, [task.answered(task.prompts(3, 4, 512))], sink=4, recent=32)
+    rise = ablation.ablation_scores(recaller.model, [task.answered(task.prompts(3, 4, 512))], sink=4, recent=32)
     mnr = embedding_ranking(recaller, {"pattern": recall_samples(0, 8, 1024)}).ranking.mnr["pattern"]
     by_head = mnr["attention"].reshape(dims.layers, dims.kv_heads, dims.group).min(axis=-1)
-    critical = set(np.argsort(-ablation, axis=None)[:2])
-    assert ablation.flat[list(critical)].sum() > 0.9 * ablation.sum()
+    critical = set(np.argsort(-rise, axis=None)[:2])
+    assert rise.flat[list(critical)].sum() > 0.9 * rise.sum()
     assert critical <= set(np.argsort(by_head, axis=None)[: by_head.size // 4])
 
 
-SHORT = Recurrence(chunk=256, budget=128, keep=16, window=32)
+SHORT = recurrence(chunk=256, budget=128, keep=16, window=32)
 
 
 def gathered(measured, sample, heads, budget=384, keep=32, pool=33):
@@ -323,7 +323,7 @@ def gathered(measured, sample, heads, budget=384, keep=32, pool=33):
                 parts[head].append(torch.nn.functional.normalize(own, dim=-1))
 
     reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), SHORT)
-    for chunk in SHORT.chunks(len(sample.tokens), sample.question.start):
+    for chunk in chunks(SHORT, len(sample.tokens), sample.question.start):
         reading.read(chunk, visit)
     embeddings = torch.cat([torch.cat(part) for part in parts.values()], dim=-1)
     question = embeddings[sample.question.start : sample.question.stop]

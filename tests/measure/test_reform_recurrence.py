@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.errors import ProfileError, UnsupportedModel
-from kvsurgery.measure.recurrence import Recurrence, RecurrentPass
+from kvsurgery.errors import UnsupportedModel
+from kvsurgery.measure.recurrence import RecurrentPass, chunks
 from tests.helpers.families import REFORM, largest, stock, tokens
-from tests.helpers.measured_models import measured_model
+from tests.helpers.measured_models import measured_model, recurrence
 
 TOKENS = tokens(1, 40, seed=5)[0]
-WHOLE = Recurrence(chunk=1000, budget=1000, keep=0, window=4)
+WHOLE = recurrence(chunk=1000, budget=1000, keep=0, window=4)
 YARN = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 }
@@ -31,10 +31,10 @@ def model(request):
     return stock(name, **overrides)
 
 
-def read(model, recurrence, chunks=None, ids=TOKENS):
+def read(model, reform):
     """{(layer, chunk's start): its states}, of a whole input."""
-    reading, seen = RecurrentPass(measured_model(model), ids, recurrence), {}
-    for chunk in chunks or recurrence.chunks(len(ids), len(ids)):
+    reading, seen = RecurrentPass(measured_model(model), TOKENS, reform), {}
+    for chunk in chunks(reform, len(TOKENS), len(TOKENS)):
         reading.read(chunk, lambda states: seen.setdefault((states.layer, states.chunk.start), states))
     return seen, reading
 
@@ -98,7 +98,7 @@ def test_chunks_change_nothing_where_everything_fits(model, chunk):
     if chunk < 8 == model.config.to_dict().get("original_max_position_embeddings"):
         pytest.skip("up to 8 tokens this model rotates by other factors")
     whole, _ = read(model, WHOLE)
-    chunked, _ = read(model, Recurrence(chunk, 1000, 0, 4))
+    chunked, _ = read(model, recurrence(chunk, 1000, 0, 4))
     for (layer, _), states in chunked.items():
         part = slice(states.chunk.start, states.chunk.stop)
         for name in ("query", "key", "value", "hidden"):
@@ -134,14 +134,14 @@ def rotated(x, position, dim):
 
 
 @torch.no_grad()
-def by_hand(model, recurrence):
+def by_hand(model, reform):
     """[(hidden, query, key, value)] by layer and chunk, what each KV head kept at the end, and attention at the end."""
     config, dim = model.config, model.config.hidden_size // model.config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
     kept = [[[] for _ in range(config.num_key_value_heads)] for _ in model.model.layers]  # (token, key, value)
     states, paid = {}, {}
-    for start in range(0, len(TOKENS), recurrence.chunk):
-        ids = TOKENS[start : start + recurrence.chunk]
+    for start in range(0, len(TOKENS), reform.chunk):
+        ids = TOKENS[start : start + reform.chunk]
         x = model.model.embed_tokens(ids)
         for index, layer in enumerate(model.model.layers):
             query, key, value = projected(layer.self_attn, layer.input_layernorm(x))
@@ -159,12 +159,12 @@ def by_hand(model, recurrence):
                         ]
                         weights = torch.stack(scores).softmax(0)
                         out[i, head] = sum(w * own for w, (_, _, own) in zip(weights, entries, strict=False))
-                        if i >= len(ids) - recurrence.window:
+                        if i >= len(ids) - reform.window:
                             received[: position + 1] += weights
                         paid[index, head] = {entries[j][0]: w.item() for j, w in enumerate(weights)}
-                stays = {*range(recurrence.keep), *range(len(entries) - recurrence.keep, len(entries))}
+                stays = {*range(reform.keep), *range(len(entries) - reform.keep, len(entries))}
                 others = sorted(set(range(len(entries))) - stays, key=lambda j: -received[j])
-                stays |= set(others[: max(0, recurrence.budget - len(stays))])
+                stays |= set(others[: max(0, reform.encode_budget - len(stays))])
                 kept[index][shared] = [entry for j, entry in enumerate(entries) if j in stays]
             x = x + layer.self_attn.o_proj(out.flatten(1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -172,14 +172,14 @@ def by_hand(model, recurrence):
 
 
 @pytest.mark.parametrize(
-    "recurrence",
-    [Recurrence(10, 8, 2, 3), Recurrence(8, 20, 3, 100), Recurrence(17, 6, 0, 1)],
+    "reform",
+    [recurrence(10, 8, 2, 3), recurrence(8, 20, 3, 100), recurrence(17, 6, 0, 1)],
     ids=["often", "all queries", "no ends"],
 )
-def test_against_loops(recurrence):
+def test_against_loops(reform):
     model = stock("llama", num_hidden_layers=2)
-    expected, kept, paid = by_hand(model, recurrence)
-    seen, reading = read(model, recurrence)
+    expected, kept, paid = by_hand(model, reform)
+    seen, reading = read(model, reform)
     assert seen.keys() == expected.keys()
     for place, states in seen.items():
         for own, by_loops in zip(
@@ -187,7 +187,7 @@ def test_against_loops(recurrence):
         ):
             assert largest(own - by_loops, by_loops) < 1e-4
     assert [layer.places.tolist() for layer in reading.cache.layers] == kept
-    [start] = {start for _, start in seen if start + recurrence.chunk >= len(TOKENS)}
+    [start] = {start for _, start in seen if start + reform.chunk >= len(TOKENS)}
     for layer in range(2):
         weights = seen[layer, start].attention(range(len(TOKENS) - 1, len(TOKENS)))[:, 0]
         for head, own in enumerate(weights):
@@ -199,7 +199,7 @@ def test_against_loops(recurrence):
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_layers_with_a_window_keep_their_last_tokens(family):
     model = stock(family)
-    _, reading = read(model, Recurrence(10, 12, 2, 3))
+    _, reading = read(model, recurrence(10, 12, 2, 3))
     for window, layer in zip(measured_model(model).windows, reading.cache.layers, strict=True):
         assert layer.keys.shape == layer.values.shape
         if window is not None:
@@ -207,31 +207,18 @@ def test_layers_with_a_window_keep_their_last_tokens(family):
         assert layer.places.shape[1] == layer.keys.shape[2] == (12 if window is None else window - 1)
 
 
-class TestRecurrence:
-    @given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 9))
-    def test_chunks_cover_the_input_and_the_question_is_in_one(self, chunk, last, tail):
-        chunks = Recurrence(chunk, 8, 2, 1).chunks(last + tail, last)
-        assert [token for part in chunks for token in part] == list(range(last + tail))
-        assert all(len(part) == chunk for part in chunks[:-1])
-        assert chunks[-1].start < last <= chunks[-1].start + chunk
+@given(st.integers(1, 9), st.integers(1, 30), st.integers(1, 9))
+def test_chunks_cover_the_input_and_the_question_is_in_one(chunk, last, tail):
+    made = chunks(recurrence(chunk, 8, 2, 1), last + tail, last)
+    assert [token for part in made for token in part] == list(range(last + tail))
+    assert all(len(part) == chunk for part in made[:-1])
+    assert made[-1].start < last <= made[-1].start + chunk
 
-    def test_a_context_of_a_chunk_is_read_at_once(self):
-        assert Recurrence(20, 8, 2, 1).chunks(30, 20) == [range(30)]
-        assert Recurrence(20, 8, 2, 1).chunks(30, 21) == [range(20), range(20, 30)]
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"chunk": 0}, "chunk is a number of tokens, got 0"),
-            ({"window": 0}, "window is a number of tokens"),
-            ({"keep": -1}, "keep is a number of tokens"),
-            ({"budget": 511}, "budget 511 does not hold the first and last 256 tokens"),
-        ],
-        ids=lambda value: str(value),
-    )
-    def test_bad_sizes(self, change, message):
-        with pytest.raises(ProfileError, match=message):
-            Recurrence(**change)
+def test_a_context_of_a_chunk_is_read_at_once():
+    reform = recurrence(20, 8, 2, 1)
+    assert chunks(reform, 30, 20) == [range(30)]
+    assert chunks(reform, 30, 21) == [range(20), range(20, 30)]
 
 
 def test_a_model_without_rope():

@@ -28,14 +28,11 @@ class InfiniteBenchTask:
     Attributes:
         source: a dataset's id, a folder with files such as `passkey.jsonl`, or one such file.
         tasks: such as "passkey". None: of a folder all that are there, of an id all.
-        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
-            has positions for.
         prompts: a JSON file with the benchmark's templates by task; fields are called as there.
     """
 
     source: str = setting("xinrongzhang2022/InfiniteBench", "infinitebench", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "infinitebench_tasks", "tasks such as passkey", default=THERE)
-    longest: int | None = None
     prompts: str | None = setting(
         None, "infinitebench_prompts", "a JSON file of templates by task, such as InfiniteBench's", default="shipped"
     )
@@ -57,12 +54,12 @@ class InfiniteBenchTask:
             TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
                 no room.
         """
-        files, templates, longest = self._files(), self._templates(), reader.room(self.longest)
+        files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:
                 raise TextError(f"{self.prompts} has no prompt for {task}")
             metric = ASKED[task]["metric"]
-            tokens = min(ASKED[task]["limit"], longest // SHARE)
+            tokens = min(ASKED[task]["limit"], reader.max_context // SHARE)
             rows = read_rows(source, FIELDS, config="default", split=task)
             for number, row in enumerate(islice(rows, limit)):
                 place = f"{source}, row {number + 1}"
@@ -70,7 +67,7 @@ class InfiniteBenchTask:
                 yield Sample(
                     task=f"infinitebench/{task}",
                     name=str(number),
-                    tokens=shortened(reader.tokenizer, prompt, longest - tokens),
+                    tokens=shortened(reader.tokenizer, prompt, reader.max_context - tokens),
                     metric=metric,
                     answers=right_answers(row, metric, place),
                     limit=tokens,

@@ -33,15 +33,12 @@ class LongBenchTask:
         source: a dataset's id, a folder with files such as `hotpotqa.jsonl`, or one file.
         datasets: such as "hotpotqa". None: of a folder or file all that are there, of an id all.
         extended: LongBench-E, whose files are called `hotpotqa_e.jsonl`; scores are shown by length too.
-        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
-            has positions for.
         prompts: a file such as LongBench's `dataset2prompt.json`, by dataset a text with {context} and maybe {input}.
     """
 
     source: str = setting("THUDM/LongBench", "longbench", SOURCE)
     datasets: tuple[str, ...] | None = setting(None, "longbench_datasets", "datasets such as hotpotqa", default=THERE)
     extended: bool = setting(False, "longbench_extended", "use LongBench-E, with scores by length")
-    longest: int | None = None
     prompts: str | None = setting(
         None, "longbench_prompts", "a file such as LongBench's dataset2prompt.json", default="shipped"
     )
@@ -103,7 +100,7 @@ class LongBenchTask:
             raise TextError(f"{self.source}: row {number + 1} of {dataset} needs `answers`, and classes `all_classes`")
         if metric.endswith("_zh"):
             chinese_words("")  # before a model has answered
-        room = reader.room(self.longest) - limit
+        room = reader.max_context - limit
         bucket = next((name for below, name in BUCKETS if row["length"] < below), "8k+")
         return Sample(
             task=f"longbench-e/{dataset}" if self.extended else f"longbench/{dataset}",

@@ -45,13 +45,10 @@ class LongBenchV2Task:
 
     Attributes:
         source: a dataset's id, a folder with `data.json`, or one file.
-        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
-            has positions for.
         prompt: a file such as LongBench v2's `prompts/0shot.txt`.
     """
 
     source: str = setting("THUDM/LongBench-v2", "longbench_v2", SOURCE)
-    longest: int | None = None
     prompt: str | None = setting(
         None, "longbench_v2_prompt", "a file such as LongBench v2's prompts/0shot.txt", default="shipped"
     )
@@ -72,7 +69,7 @@ class LongBenchV2Task:
             TextError: a file is missing, holds no rows, or one of another layout; the prompt has no room.
         """
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
-        room = reader.room(self.longest) - ANSWER
+        room = reader.max_context - ANSWER
         for number, row in enumerate(islice(read_rows(source, FIELDS, config="default", split="train"), limit), 1):
             if row["answer"] not in (*"ABCD",):
                 raise TextError(f"{source}, row {number}: `answer` must be A, B, C or D, got {row['answer']!r}")

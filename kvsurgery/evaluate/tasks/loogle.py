@@ -26,14 +26,11 @@ class LoogleTask:
     Attributes:
         source: a dataset's id, a folder with files such as `longdep_qa.jsonl`, or one such file.
         tasks: such as "longdep_qa". None: of a folder all that are there, of an id all.
-        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
-            has positions for.
         prompts: a file such as LooGLE's `task2prompt.json`, by task a text with {input} and maybe {Q}.
     """
 
     source: str = setting("bigai-nlco/LooGLE", "loogle", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "loogle_tasks", "tasks such as longdep_qa", default=THERE)
-    longest: int | None = None
     prompts: str | None = setting(None, "loogle_prompts", "a file such as LooGLE's task2prompt.json", default="shipped")
 
     def check(self) -> None:
@@ -61,7 +58,7 @@ class LoogleTask:
 
     def _samples(self, reader: Reader, task: str, source: str, template: str) -> Iterator[Sample]:
         asked = ASKED[task]
-        room = reader.room(self.longest) - asked["limit"]
+        room = reader.max_context - asked["limit"]
         for number, row in enumerate(read_rows(source, {}, config=asked.get("config", task), split="test")):
             place = f"{source}, row {number + 1}"
             # files call the document `input`, the Hub calls it `context`

@@ -17,17 +17,14 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
-from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import Haystack, check_text, first_tokens, ordinary_tokens, token_ids, tokens_needed
+from kvsurgery.text.haystack import Haystack, check_text, ordinary_tokens, tokens_needed
 from kvsurgery.text.lengths import default_lengths
-from kvsurgery.text.passkey_words import ASKED, END, HIDDEN, OPENING, ORDINALS
+from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, ORDINALS, PasskeyWords
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEY, CUE, ORDINAL = "{key}", "{cue}", "{ordinal}"
-WORDS = (HIDDEN.format(ORDINAL) + KEY + END, ASKED.format(ORDINAL, ORDINAL))
-BARE = (KEY, CUE)  # where a vocabulary does not have the words
+CUE = "{cue}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class PasskeyTask:
                 f"{self.count} passkeys of {self.size} tokens take more than {least} tokens, and a prompt has "
                 f"{min(self.lengths)}; give longer `lengths`, or fewer or shorter passkeys"
             )
-        hidden, asked = self.hidden or WORDS[0], self.asked or WORDS[1]
+        hidden, asked = self.hidden or HIDDEN, self.asked or ASKED
         if hidden.count(KEY) != 1 or asked.count(CUE) > 1 or KEY in asked or CUE in hidden:
             raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
         if CUE in asked and not asked.endswith(CUE):
@@ -86,119 +83,63 @@ class PasskeyTask:
                 not hold the passkeys.
         """
         self.check()
-        words, lengths = self._words(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        lengths, words = self.lengths or default_lengths(reader.max_context), self._words(reader.tokenizer)
         needed = tokens_needed(self.text, max(lengths))
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
         alphabet = _alphabet(reader, haystack)
         prompts = (
-            self._prompt(words, haystack, alphabet, length, number, reader.seed)
+            self._prompt(*words, haystack, alphabet, length, number, reader.seed)
             for number, length in product(range(self.prompts), lengths)
         )
         yield from islice(chain.from_iterable(prompts), limit)
 
     def _prompt(
-        self, words: _Words, haystack: Haystack, alphabet: np.ndarray, length: int, number: int, seed: int
+        self,
+        words: PasskeyWords,
+        cued: int,
+        haystack: Haystack,
+        alphabet: np.ndarray,
+        length: int,
+        number: int,
+        seed: int,
     ) -> Iterator[Sample]:
         """One prompt, with each of its passkeys asked for."""
         rng = np.random.default_rng([seed, number, length])
         # where there are enough, no token twice, so that a cue is of one passkey
         repeated = self.count * self.size > len(alphabet)
         keys = rng.choice(alphabet, (self.count, self.size), replace=repeated)
-        hidden = [words.hide(place, key) for place, key in enumerate(keys)]
-        rooms = [
-            length - len(words.opening) - sum(map(len, hidden)) - len(words.ask(place, key))
-            for place, key in enumerate(keys)
-        ]
+        questions = [[*question, *key[:cued]] for question, key in zip(words.asked, keys, strict=True)]
+        rooms = [length - words.length(self.size) - len(question) for question in questions]
         if min(rooms) < 0:
             raise TextError(
                 f"{self.count} passkeys of {self.size} tokens take {-min(rooms)} tokens more than a prompt of "
                 f"{length} has; give longer `lengths`, or fewer or shorter passkeys"
             )
         text, depths = haystack.piece(rng, max(rooms)), np.sort(rng.integers(0, min(rooms) + 1, self.count))
-        for place, (key, room) in enumerate(zip(keys, rooms, strict=True)):
-            parts = np.split(text[:room], depths)
-            pieces = [piece for pair in zip(parts, [*hidden, []], strict=True) for piece in pair]
+        for place, (key, question, room) in enumerate(zip(keys, questions, rooms, strict=True)):
             yield Sample(
                 task="passkey",
                 name=f"{length}/{number}/{place}",
-                tokens=np.concatenate([words.opening, *pieces, words.ask(place, key)]).astype(np.int64),
+                tokens=np.concatenate([*words.hide(text[:room], depths, keys), question]).astype(np.int64),
                 metric="token_accuracy",
-                limit=self.size - words.cued,
+                limit=self.size - cued,
                 facts={"tokens": length},
-                answer_tokens=key[words.cued :],
+                answer_tokens=key[cued:],
             )
 
-    def _words(self, tokenizer: PreTrainedTokenizerBase) -> _Words:
-        if self.hidden is not None or self.asked is not None:
-            hidden, asked = self.hidden or WORDS[0], self.asked or WORDS[1]
-            return _Words.of(tokenizer, self.count, "", hidden, asked)
+    def _words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PasskeyWords, int]:
+        """What stands around passkeys, and how many tokens of a passkey its question says."""
+        hidden, asked = self.hidden or HIDDEN, self.asked or ASKED
+        if self.hidden is None and self.asked is None:
+            try:
+                return PasskeyWords.of(tokenizer, self.count, chat=True), 0
+            except TextError:
+                hidden, asked = KEY, CUE
         try:
-            return _Words.of(tokenizer, self.count, OPENING, *WORDS)
-        except TextError:
-            return _Words.of(tokenizer, self.count, "", *BARE)
-
-
-@dataclass(frozen=True)
-class _Words:
-    """What stands around passkeys, in token ids.
-
-    Attributes:
-        opening: the start of the prompt.
-        hidden: by ordinal, what is before and after a passkey in the text.
-        asked: by ordinal, the question up to where the answer, or the cue, begins.
-        cued: tokens of a passkey that the question says.
-    """
-
-    opening: list[int]
-    hidden: list[tuple[list[int], list[int]]]
-    asked: list[list[int]]
-    cued: int
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, count: int, opening: str, hidden: str, asked: str) -> _Words:
-        """A turn of the user where there is a chat template; what follows the question mark then begins the answer.
-
-        Raises:
-            TextError: the tokenizer does not know the words.
-        """
-
-        def encode(words: str) -> list[int]:
-            ids = token_ids(tokenizer, words)
-            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-                raise TextError(
-                    f"the tokenizer does not know all words of {words.strip()!r}; give words that it knows "
-                    "(`hidden`, `asked`)"
-                )
-            return ids
-
-        around, cued = around_turn(tokenizer), CUE in asked
-        asked = asked.removesuffix(CUE)
-        question, mark, lead = asked.rpartition("?")
-        question += mark
-        start = first_tokens(tokenizer) if around is None else token_ids(tokenizer, around[0])
-
-        def ask(ordinal: str) -> list[int]:
-            if around is None:
-                return encode(asked.replace(ORDINAL, ordinal))
-            turn, answer = (part.replace(ORDINAL, ordinal) for part in (question, lead.lstrip()))
-            return encode(turn) + token_ids(tokenizer, around[1]) + encode(answer)
-
-        hide = [hidden.replace(ORDINAL, ordinal).split(KEY) for ordinal in ORDINALS[:count]]
-        return cls(
-            start + encode(opening),
-            [(encode(before), encode(after)) for before, after in hide],
-            [ask(ordinal) for ordinal in ORDINALS[:count]],
-            int(cued),
-        )
-
-    def hide(self, place: int, key: np.ndarray) -> np.ndarray:
-        """What stands in the text of a passkey."""
-        before, after = self.hidden[place]
-        return np.concatenate([before, key, after])
-
-    def ask(self, place: int, key: np.ndarray) -> np.ndarray:
-        """What asks for it."""
-        return np.concatenate([self.asked[place], key[: self.cued]])
+            words = PasskeyWords.of(tokenizer, self.count, "", hidden, asked.removesuffix(CUE), chat=True)
+        except TextError as error:
+            raise TextError(f"{error}; give words that it knows (`hidden`, `asked`)") from error
+        return words, int(CUE in asked)
 
 
 def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:

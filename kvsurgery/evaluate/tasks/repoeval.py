@@ -28,14 +28,11 @@ class RepoEvalTask:
     Attributes:
         source: a folder with the files of RepoCoder's `datasets.zip`, or a file of prompts such as its pipeline writes,
             with code from other files before the unfinished one.
-        longest: tokens of prompt and answer, what is over is taken from the prompt's middle. None: those that the model
-            has positions for.
     """
 
     source: str | None = setting(
         None, "repoeval", "a file of RepoEval, or a folder with RepoCoder's datasets.zip unpacked", default="none"
     )
-    longest: int | None = None
 
     def check(self) -> None:
         """Check that there are files.
@@ -52,7 +49,7 @@ class RepoEvalTask:
         Raises:
             TextError: a file is missing, holds no rows, or one of another layout; a prompt has no room.
         """
-        room = reader.room(self.longest) - ANSWER
+        room = reader.max_context - ANSWER
         for name, path in self._files().items():
             rows = read_rows(path, {"prompt": str}, config=name, split="test")
             for number, row in enumerate(islice(rows, limit)):

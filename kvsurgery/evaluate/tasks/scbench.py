@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
 from kvsurgery.text.functions import LANGUAGES, require_parsers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ASKED = tomllib.loads(Path(__file__).with_name("scbench.toml").read_text(encoding="utf-8"))
 PREFIX = "scbench_"  # of the names of files and configurations
@@ -37,13 +34,10 @@ class SCBenchTask:
     Attributes:
         source: a dataset's id, a folder with files such as `scbench_kv.jsonl`, or one such file.
         tasks: such as "kv". None: of a folder all that are there, of an id all.
-        longest: tokens of context, question and answer; what is over is taken from the context's middle. None: those
-            that the model has positions for.
     """
 
     source: str = setting("microsoft/SCBench", "scbench", SOURCE)
     tasks: tuple[str, ...] | None = setting(None, "scbench_tasks", "tasks such as kv,qa_eng", default=THERE)
-    longest: int | None = None
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them.
@@ -73,12 +67,11 @@ class SCBenchTask:
         """Of one file; a task with questions of two kinds ends when both are at the limit."""
         task = name.removeprefix(PREFIX)
         made = dict.fromkeys([""] if "metric" in ASKED[task] else ASKED[task], 0)
-        longest = reader.room(self.longest)
         functions = _functions(task, name, source) if task in WITH_FUNCTIONS else {}
         for number, row in enumerate(read_rows(source, {}, config=name, split="test")):
             place = f"{source}, row {number + 1}"
             questions = _questions(task, row, place)
-            first, rest = _parts(reader.tokenizer, task, row, questions, longest, place)
+            first, rest = _parts(reader, task, row, questions, place)
             for turn, (question, tokens) in enumerate(zip(questions, rest, strict=True), 1):
                 if limit is not None and min(made.values()) >= limit:
                     return
@@ -157,23 +150,19 @@ def _functions(task: str, name: str, source: str) -> dict[str, tuple[str, ...]]:
 
 
 def _parts(
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    row: Mapping[str, Any],
-    questions: Sequence[Question],
-    longest: int,
-    place: str,
+    reader: Reader, task: str, row: Mapping[str, Any], questions: Sequence[Question], place: str
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """int64 [tokens] each: the context, cut so that every question has room after it, and the questions."""
     context = row.get("context", row.get("input"))  # variable tracking has it there, and lists are of numbers
     if not isinstance(context, str | list):
         raise TextError(f"{place}: `context` must be text")
     text = ASKED[task].get("context", "{context}").format(context=context)
-    parts = [turn_with_context(tokenizer, text, question.text) for question in questions]
+    parts = [turn_with_context(reader.tokenizer, text, question.text) for question in questions]
     first, rest = parts[0][0], [tokens for _, tokens in parts]
-    room = longest - max(len(tokens) + question.limit for tokens, question in zip(rest, questions, strict=True))
+    needed = max(len(tokens) + question.limit for tokens, question in zip(rest, questions, strict=True))
+    room = reader.max_context - needed
     if room < 2:
-        raise TextError(f"{place}: its questions leave no room for a context in {longest} tokens")
+        raise TextError(f"{place}: its questions leave no room for a context in {reader.max_context} tokens")
     if len(first) > room:
         first = np.concatenate([first[: room // 2], first[-(room // 2) :]])
     return first, rest

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvsurgery import __version__
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.measured import Measured
+from kvsurgery.version import __version__
 
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
 LARGEST_FILE = 1 << 30

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from kvsurgery import __version__
 from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
+from kvsurgery.version import __version__
 
 HEADS = Path(__file__).with_name("reform_heads.toml")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsurgery.measure.ablation import ablation_scores, restricted, target_loss
 from tests.helpers.families import largest, stock
 from tests.helpers.reference import reference_logits
+from tests.helpers.tiny_recall import ablation
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 SINK, RECENT = 2, 3
@@ -78,7 +78,7 @@ def loss_by_hand(model, heads):
 
 @pytest.mark.parametrize("heads", [SOME, ~SOME, torch.ones_like(SOME)], ids=["some", "others", "all"])
 def test_restricted_heads_see_sink_and_recent_only(model, heads):
-    with restricted(model, heads, sink=SINK, recent=RECENT), torch.no_grad():
+    with ablation.restricted(model, heads, sink=SINK, recent=RECENT), torch.no_grad():
         logits = model(TOKENS).logits
     expected = torch.stack([logits_by_hand(model, row, heads) for row in TOKENS])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -89,12 +89,12 @@ def test_learned_sinks_stay():
     model, heads = stock("gpt_oss"), torch.zeros(4, 4, dtype=torch.bool)
     heads[1::2, ::2] = True  # every other layer has a window of its own
     expected = reference_logits(model, (~heads).tolist(), SINK, RECENT, TOKENS)
-    with restricted(model, heads, sink=SINK, recent=RECENT), torch.no_grad():
+    with ablation.restricted(model, heads, sink=SINK, recent=RECENT), torch.no_grad():
         assert largest(model(TOKENS).logits - expected, expected) < 1e-5
 
 
 def test_decoding_with_a_cache_agrees(model):
-    with restricted(model, SOME, sink=SINK, recent=RECENT), torch.no_grad():
+    with ablation.restricted(model, SOME, sink=SINK, recent=RECENT), torch.no_grad():
         whole = model(TOKENS).logits
         first = model(TOKENS[:, :9])
         parts = [first.logits]
@@ -105,22 +105,24 @@ def test_decoding_with_a_cache_agrees(model):
 
 def test_the_model_is_left_as_it_was(model):
     before = model.config._attn_implementation, model(TOKENS).logits
-    with pytest.raises(RuntimeError, match="stop"), restricted(model, SOME, sink=SINK, recent=RECENT):
+    with pytest.raises(RuntimeError, match="stop"), ablation.restricted(model, SOME, sink=SINK, recent=RECENT):
         raise RuntimeError("stop")
     assert model.config._attn_implementation == before[0]
     assert torch.equal(model(TOKENS).logits, before[1])
 
 
 def test_target_loss_counts_targets_only(model):
-    assert target_loss(model, [(TOKENS, TARGETS)]) == pytest.approx(
+    assert ablation.target_loss(model, [(TOKENS, TARGETS)]) == pytest.approx(
         loss_by_hand(model, torch.zeros_like(SOME)), rel=1e-4
     )
     rows = [(TOKENS[:1], TARGETS[:1]), (TOKENS[1:], TARGETS[1:])]
-    assert target_loss(model, rows) == pytest.approx(target_loss(model, [(TOKENS, TARGETS)]), rel=1e-5)
+    assert ablation.target_loss(model, rows) == pytest.approx(
+        ablation.target_loss(model, [(TOKENS, TARGETS)]), rel=1e-5
+    )
 
 
 def test_scores_are_the_rise_of_the_loss(model):
-    scores = ablation_scores(model, [(TOKENS, TARGETS)], sink=SINK, recent=RECENT)
+    scores = ablation.ablation_scores(model, [(TOKENS, TARGETS)], sink=SINK, recent=RECENT)
     baseline = loss_by_hand(model, torch.zeros_like(SOME))
     expected = np.zeros((LAYERS, KV_HEADS))
     for place in np.ndindex(*expected.shape):
@@ -133,5 +135,5 @@ def test_scores_are_the_rise_of_the_loss(model):
 
 
 def test_a_window_that_holds_everything_costs_nothing(model):
-    scores = ablation_scores(model, [(TOKENS, TARGETS)], sink=0, recent=TOKENS.shape[1])
+    scores = ablation.ablation_scores(model, [(TOKENS, TARGETS)], sink=0, recent=TOKENS.shape[1])
     np.testing.assert_allclose(scores, 0, atol=1e-5)
