@@ -27,8 +27,9 @@ from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_encode import ChunkEncoder, Encoder, EncodingLayer, best_places
 from kvsurgery.templates.kv_gather import gather, similarity
 from kvsurgery.templates.kv_layout import KVLayout
+from kvsurgery.templates.kv_received import attention_received
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.templates.kv_torch import Scoring, attention_received
+from kvsurgery.templates.kv_torch import Scoring
 
 EVERYTHING = 2**62  # tokens
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
-from .kv_heads import HeadGroup, SelectingHeads, check_padding, leading_padding
+from .kv_heads import HeadGroup, check_padding, leading_padding
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup, rotated
 from .kv_torch import Scoring
@@ -158,7 +158,7 @@ def _without_cache(query, key, value, padding, layout: LayerLayout, path: Module
     """All heads over their own input; nothing is selected, nothing is quantized."""
     skipped, outputs = 0 if padding is None else padding, []
     heads = [layout.heads - layout.streaming, layout.streaming]
-    whole, streaming = _split(query, key, value, heads)
+    whole, streaming = split_heads(query, key, value, heads)
     scorings = scoring.split(_sizes(heads, query.shape[1]))
     if heads[0]:
         outputs.append(path.causal(*whole, skipped, scorings[0]))
@@ -180,20 +180,20 @@ def _with_cache(
     query = _rotated_queries(query, layout)
     key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
     heads = [layout.full, layout.streaming, len(layout.budgets)]
-    *parts, budgeted = _split(query, key, value, heads)
+    *parts, budgeted = split_heads(query, key, value, heads)
     *scorings, of_budgeted = scoring.split(_sizes(heads, query.shape[1]))
     outputs, reads = [], []
     for (asking, *states), group, own in zip(parts, (layer.full, layer.streaming), scorings, strict=True):
         if group.heads:
-            read = _of_group(*states, group, layer, layer.seen, path, tracked)
+            read = of_group(*states, group, layer, layer.seen, path, tracked)
             outputs.append(read(asking, own))
             reads += [(group.heads, read)] * layer.shared
     if layer.budgeted is not None:
-        output, read = _of_budgeted(*budgeted, layer.budgeted, layer, path, tracked, of_budgeted)
+        output, read = layer.budgeted.attend(*budgeted, layer, path, tracked, of_budgeted)
         outputs.append(output)
         reads.append((len(layout.budgets), read))
     layer.advance(query.shape[2])
-    return _rotated_back(torch.cat(outputs, 1), layout), _over_rotated(_by_heads(reads), layout)
+    return _rotated_back(torch.cat(outputs, 1), layout), _over_rotated(by_heads(reads), layout)
 
 
 def _rotated_queries(query: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
@@ -211,14 +211,14 @@ def _over_rotated(read: Read, layout: LayerLayout) -> Read:
     return lambda query, scoring: _rotated_back(read(_rotated_queries(query, layout), scoring), layout)
 
 
-def _split(query, key, value, heads: list[int]):
+def split_heads(query, key, value, heads: list[int]):
     """Queries, keys and values of this many KV heads each."""
     sizes = _sizes(heads, query.shape[1])  # `split` would only call `split_with_sizes`, at a cost in each decode step
     parts = (states.split_with_sizes(own, 1) for states, own in ((query, sizes), (key, heads), (value, heads)))
     return zip(*parts, strict=True)
 
 
-def _by_heads(reads: list[tuple[int, Read]]) -> Read:
+def by_heads(reads: list[tuple[int, Read]]) -> Read:
     """Attention of several groups together, each of this many KV heads."""
 
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -229,21 +229,7 @@ def _by_heads(reads: list[tuple[int, Read]]) -> Read:
     return read
 
 
-def _by_columns(reads: list[tuple[int, Read]]) -> Read:
-    """Attention of several runs of columns, each of this many."""
-
-    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        outputs, stop = [], query.shape[2]
-        for columns, of_columns in reversed(reads):
-            if stop > 0:
-                outputs.insert(0, of_columns(query[:, :, max(stop - columns, 0) : stop], scoring))
-            stop -= columns
-        return torch.cat(outputs, 2)
-
-    return read
-
-
-def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, lasting: bool) -> Read:
+def of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, lasting: bool) -> Read:
     """Store columns from `past` on of one group of heads, to attend from them.
 
     Until the group changes again, or beyond that with `lasting`, as autograd wants it: that keeps what it saw.
@@ -272,12 +258,12 @@ def _of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path
     if past and not lasting and not isinstance(group, QuantizedGroup):
         layer.store(group, past, key, value)
         return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
-    read = _over_tiles(key, value, group, past, path, lasting) if past else _causal(key, value, skipped, path)
+    read = _over_tiles(key, value, group, past, path, lasting) if past else over_columns(key, value, skipped, path)
     layer.store(group, past, key, value)
     return read
 
 
-def _causal(key, value, skipped: int | torch.Tensor, path: ModuleType) -> Read:
+def over_columns(key, value, skipped: int | torch.Tensor, path: ModuleType) -> Read:
     """Queries over keys and values by column."""
     return lambda query, scoring: path.causal(query, key, value, skipped, scoring)
 
@@ -290,7 +276,7 @@ def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType, lasti
     *states, skipped = kv_torch.near(key, value, group, past)
     tiles = copy.copy(group) if isinstance(group, QuantizedGroup) and max(group.packed) else None
     if tiles is None:
-        return _causal(*states, skipped, path)
+        return over_columns(*states, skipped, path)
     tiles.packed = [*group.packed]  # tiles that follow are packed beside these
     if lasting:  # a selection writes to these
         tiles.tiles = tiles.tiles.map(torch.clone)
@@ -304,55 +290,6 @@ def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType, lasti
         return scoring.sunk(output, lse).to(query.dtype)
 
     return read
-
-
-def _of_budgeted(
-    query, key, value, heads: SelectingHeads, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
-) -> tuple[torch.Tensor, Read]:
-    """Queries of budgeted heads, and their storage: the whole prompt while it comes in, then what was selected.
-
-    One forward may hold the prompt and tokens after it (assisted decoding); those see the selection only. Where budgets
-    hold, it is cut where heads select again or fill a tile, so that chunks of any size give the same result.
-    """
-    past, tokens = layer.seen, query.shape[2]
-    cut = 0 if heads.selected else min(heads.prompt - past, tokens)
-    outputs, reads = [], []
-    if cut:
-        asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
-        if past or cut < heads.prompt:
-            heads.wait(past, *whole)
-        if past:
-            whole = tuple(states[:, :, : past + cut] for states in (heads.waiting.keys, heads.waiting.values))
-        read = _causal(*whole, layer.full.skipped, path)
-        outputs.append(read(asking, scoring))
-        reads += [(cut, read)] * layer.shared
-        heads.observe(past, asking)
-        if past + cut == heads.prompt:
-            kept = heads.select(*whole, layer.columns.pads, scoring)
-            layer.follow_selection()
-            path.compact(*whole, kept, layer)
-    one, settled = [1] * len(heads.groups), layer.columns.settled
-    while cut < tokens:
-        due = heads.due
-        if due == past + cut:
-            heads.renew(past + cut, layer, kernels=path is not kv_torch)
-            due = heads.due
-        stop = min(due - past, tokens)
-        for group in heads.groups:
-            group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
-        states = [part[:, :, cut:stop] for part in (query, key, value)]
-        heads.watch(past + cut, states[0])
-        lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend
-        read = _by_heads(
-            [
-                (1, _of_group(*of_head, group, layer, past + cut, path, lasting))
-                for group, (_, *of_head) in zip(heads.groups, _split(*states, one), strict=True)
-            ]
-        )
-        outputs.append(read(states[0], scoring))
-        reads += [(stop - cut, read)] * layer.shared
-        cut = stop
-    return torch.cat(outputs, 2), _by_columns(reads)
 
 
 def own_layout(layout: LayerLayout, heads: int, module: AttentionModule) -> LayerLayout:

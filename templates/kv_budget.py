@@ -6,35 +6,46 @@ head whose rows skip the columns that it dropped.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from .kv_heads import SELECTING, HeadGroup, Rows, SelectingHeads, on_device
+from . import kv_torch
+from .kv_attention import Read, by_heads, of_group, over_columns, split_heads
+from .kv_cache import KVLayerCache
+from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
+from .kv_received import attention_received
 from .kv_tiles import head_group
-from .kv_torch import Scoring, attention_received
+from .kv_torch import Scoring
 
 
-class BudgetedHeads(SelectingHeads):
-    """One layer's budgeted heads, which select once, at the end of the prompt."""
+class BudgetedHeads:
+    """One layer's budgeted heads, a group each, which select once, at the end of the prompt."""
+
+    selected = False  # whether the prompt is complete
+    margin = 0  # columns that can be taken back
 
     def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
+        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
         assert layout.selection is not None  # as there are budgets
         self.budgets, self.selection, self.prompt = layout.budgets, layout.selection, prompt
         self.start = prompt - min(self.selection.window, prompt)  # the first column that all heads keep
         quantization = layout.quantization if layout.quantized_budgets else None
-        self.groups = [head_group(states, 1, quantization) for _ in self.budgets]
+        self.groups: Sequence[HeadGroup] = [head_group(states, 1, quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.least = self.start - min(budget, self.start)
-        self.waiting = HeadGroup(states, len(self.budgets))
+        self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column
         self.observed: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated beside the groups."""
         return self.waiting.nbytes
 
     def take_rows(self, rows: Rows) -> None:
+        """Follow a change of rows in what is stored beside the groups."""
         self.waiting.keys, self.waiting.values = rows(self.waiting.keys), rows(self.waiting.values)
         if self.observed is not None:
             self.observed = rows(self.observed)
@@ -44,11 +55,71 @@ class BudgetedHeads(SelectingHeads):
         places that are, with those that are no choice at the end, in the order of slots."""
 
     def oldest(self, settled: int) -> int:
+        """The first column that can be taken back, once selected; `settled` columns never are."""
         return self.start
+
+    def attend(
+        self, query, key, value, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+    ) -> tuple[torch.Tensor, Read]:
+        """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
+        selected.
+
+        One forward may hold the prompt and tokens after it (assisted decoding); the latter see the selection only.
+        Where budgets hold, the forward is cut where heads select again or fill a tile, so that chunks of any size give
+        the same result.
+
+        Args:
+            query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
+            path: `kv_torch` or `kv_cuda`.
+            tracked: whether gradients are wanted.
+
+        Returns:
+            [batch, query_heads, tokens, head_dim], and how queries of later layers attend to the same.
+        """
+        past, tokens = layer.seen, query.shape[2]
+        cut = 0 if self.selected else min(self.prompt - past, tokens)
+        outputs, reads = [], []
+        if cut:
+            asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
+            if past or cut < self.prompt:
+                self.wait(past, *whole)
+            if past:
+                whole = tuple(states[:, :, : past + cut] for states in (self.waiting.keys, self.waiting.values))
+            read = over_columns(*whole, layer.full.skipped, path)
+            outputs.append(read(asking, scoring))
+            reads += [(cut, read)] * layer.shared
+            self.observe(past, asking)
+            if past + cut == self.prompt:
+                kept = self.select(*whole, layer.columns.pads, scoring)
+                layer.follow_selection()
+                path.compact(*whole, kept, layer)
+        one, settled = [1] * len(self.groups), layer.columns.settled
+        while cut < tokens:
+            due = self.due
+            if due == past + cut:
+                self.renew(past + cut, layer, kernels=path is not kv_torch)
+                due = self.due
+            stop = min(due - past, tokens)
+            for group in self.groups:
+                group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
+            states = [part[:, :, cut:stop] for part in (query, key, value)]
+            self.watch(past + cut, states[0])
+            lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend
+            read = by_heads(
+                [
+                    (1, of_group(*of_head, group, layer, past + cut, path, lasting))
+                    for group, (_, *of_head) in zip(self.groups, split_heads(*states, one), strict=True)
+                ]
+            )
+            outputs.append(read(states[0], scoring))
+            reads += [(stop - cut, read)] * layer.shared
+            cut = stop
+        return torch.cat(outputs, 2), _by_columns(reads)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store columns of a prompt that comes in chunks."""
         if not self.waiting.slots:
             states = (part.new_zeros(*part.shape[:2], self.prompt, part.shape[3]) for part in (keys, values))
             self.waiting.keys, self.waiting.values = states
@@ -56,12 +127,24 @@ class BudgetedHeads(SelectingHeads):
 
     @torch.no_grad()
     def observe(self, column: int, query: torch.Tensor) -> None:
+        """Remember those queries, at columns from `column` on, that lie in the prompt's observation window."""
         last = query[:, :, max(self.start - column, 0) :]
         self.observed = last.clone() if self.observed is None else torch.cat([self.observed, last], 2)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
+        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column, and forget what has
+        waited.
+
+        The device is not waited for: how many columns a head keeps follows from the padding.
+
+        Args:
+            pads: left padding of each row; none is an empty list.
+
+        Returns:
+            The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
+        """
         assert self.observed is not None  # the prompt has been asked
         rows, device = pads or [0] * len(keys), keys.device
         counts = [[max(min(budget, self.start - pad), 0) for budget in self.budgets] for pad in rows]
@@ -81,6 +164,31 @@ class BudgetedHeads(SelectingHeads):
         self.waiting = HeadGroup(keys, len(self.budgets))
         self.observed, self.selected = None, True
         return kept.sort().values
+
+    # what only budgets that hold need
+
+    def widen(self, margin: int, seen: int, capacity: int) -> None:
+        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
+
+    def reserve(self, columns: int) -> None:
+        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
+
+    def watch(self, column: int, query: torch.Tensor) -> None:
+        """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
+
+    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
+        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
+
+    @property
+    def due(self) -> int:
+        """The next column before which heads select again or fill a tile."""
+        return EVERY
+
+    def renew(self, column: int, layer, kernels: bool = False) -> None:
+        """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
+
+    def take_back(self, length: int, layer) -> None:
+        """Undo this where columns from `length` on were the cause."""
 
 
 SELECTING[False] = BudgetedHeads
@@ -129,3 +237,17 @@ def most_important(
     order = pooled.masked_fill(outside, -1).sort(descending=True, stable=True).indices
     order = order[..., : max(map(max, counts))]
     return order.where(place[: order.shape[2]] < on_device(counts, order.device)[..., None], EVERY)
+
+
+def _by_columns(reads: list[tuple[int, Read]]) -> Read:
+    """Attention of several runs of columns, each of this many."""
+
+    def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        outputs, stop = [], query.shape[2]
+        for columns, of_columns in reversed(reads):
+            if stop > 0:
+                outputs.insert(0, of_columns(query[:, :, max(stop - columns, 0) : stop], scoring))
+            stop -= columns
+        return torch.cat(outputs, 2)
+
+    return read

@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from .kv_cache import CACHE, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
+from .kv_received import attention_received
 from .kv_reform import Reform
-from .kv_torch import Scoring, attention_received
+from .kv_torch import Scoring
 
 
 class Exit(Exception):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -181,88 +182,37 @@ class HeadGroup:
         self.dropped, self.skips, self.packed = of(self.dropped), of(self.skips), of(self.packed)
 
 
-class SelectingHeads:
-    """One layer's budgeted heads, as the cache and attention know them: a group each, and what they need to select.
+class SelectingHeads(Protocol):
+    """What the cache and attention use of one layer's budgeted heads; `BudgetedHeads` documents it.
 
     kv_budget.py has them, and kv_hold.py those whose budgets hold. A checkpoint carries these files where it has such
     heads; each adds its class to `SELECTING`.
     """
 
-    budgets: tuple[int, ...]
-    prompt: int  # columns of the prompt
-    groups: Sequence[HeadGroup]
-    waiting: HeadGroup  # the prompt, by column
-    selected = False  # whether the prompt is complete
-    margin = 0  # columns that can be taken back
-
-    def __init__(self, states: torch.Tensor, layout: LayerLayout, prompt: int):
-        """Empty storage for heads like `states` [batch, _, _, head_dim], after a prompt of this many columns."""
+    groups: Sequence[HeadGroup]  # one for each head
+    selected: bool
+    margin: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values that are allocated beside the groups."""
-        raise NotImplementedError
-
-    def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store columns of a prompt that comes in chunks."""
-        raise NotImplementedError
-
-    def observe(self, column: int, query: torch.Tensor) -> None:
-        """Remember those queries, at columns from `column` on, that lie in the prompt's observation window."""
-        raise NotImplementedError
-
-    def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring) -> torch.Tensor:
-        """Choose from the prompt's keys and values [batch, heads, prompt, head_dim], by column, and forget what has
-        waited.
-
-        The device is not waited for: how many columns a head keeps follows from the padding.
-
-        Args:
-            pads: left padding of each row; none is an empty list.
-
-        Returns:
-            The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
-        """
-        raise NotImplementedError
-
-    def take_rows(self, rows: "Rows") -> None:
-        """Follow a change of rows in what is stored beside the groups."""
-        raise NotImplementedError
-
-    def oldest(self, settled: int) -> int:
-        """The first column that can be taken back, once selected; `settled` columns never are."""
-        raise NotImplementedError
-
-    # what only budgets that hold need
-
-    def widen(self, margin: int, seen: int, capacity: int) -> None:
-        """Keep what is needed to take back as many as `margin` of the columns that come; `seen` have come."""
-
-    def reserve(self, columns: int) -> None:
-        """Make room for the scores that heads accumulate, of so many columns; never fewer than before."""
-
-    def watch(self, column: int, query: torch.Tensor) -> None:
-        """Remember queries at columns from `column` on, which come after the prompt, if they will select."""
-
-    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        """The same for the last of `columns`, int32 [1, 1] on the device; the device is not waited for."""
-
+    def nbytes(self) -> int: ...
     @property
-    def due(self) -> int:
-        """The next column before which heads select again or fill a tile."""
-        return EVERY
-
-    def renew(self, column: int, layer, kernels: bool = False) -> None:
-        """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
-
-    def take_back(self, length: int, layer) -> None:
-        """Undo this where columns from `length` on were the cause."""
-
-
-SELECTING: dict[bool, type[SelectingHeads]] = {}  # by whether budgets hold
+    def due(self) -> int: ...
+    def attend(self, query, key, value, layer, path, tracked: bool, scoring) -> tuple[torch.Tensor, Callable]: ...
+    def take_rows(self, rows: "Rows") -> None: ...
+    def oldest(self, settled: int) -> int: ...
+    def widen(self, margin: int, seen: int, capacity: int) -> None: ...
+    def reserve(self, columns: int) -> None: ...
+    def watch(self, column: int, query: torch.Tensor) -> None: ...
+    def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None: ...
+    def renew(self, column: int, layer, kernels: bool = False) -> None: ...
+    def take_back(self, length: int, layer) -> None: ...
 
 
-def selecting_heads(layout: LayerLayout) -> type[SelectingHeads] | None:
+# by whether budgets hold: makes empty storage for heads like `states`, with a layer's layout and the prompt's columns
+SELECTING: dict[bool, Callable[[torch.Tensor, LayerLayout, int], SelectingHeads]] = {}
+
+
+def selecting_heads(layout: LayerLayout) -> Callable[[torch.Tensor, LayerLayout, int], SelectingHeads] | None:
     """The class of a layer's budgeted heads; None: it has none.
 
     Raises:

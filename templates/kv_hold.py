@@ -12,7 +12,6 @@ In quantized heads every token has scales of its own, so that a selection moves 
 token is quantized twice while it stays in tiles. Filling a tile between selections is undone in the same way.
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,15 +21,15 @@ import torch.nn.functional as F
 from .kv_budget import BudgetedHeads, most_important, weighted
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
-from .kv_tiles import QuantizedGroup, Tiles, by_tile, by_token, encoded_tokens, token_states
-from .kv_torch import Scoring, attention_received
+from .kv_received import attention_received
+from .kv_tiles import QuantizedGroup
+from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, taken
+from .kv_torch import Scoring
 
 try:
     from . import kv_move, kv_reselect, kv_store
 except ImportError:  # no triton: torch does everything
     kv_move = kv_reselect = kv_store = None
-
-KEYS, VALUES = 0, 1
 
 
 class Renewal(NamedTuple):
@@ -142,7 +141,7 @@ class HeldHeads(BudgetedHeads):
 
     @property
     def due(self) -> int:
-        return min([self.next, *(group.next_tile for group in self.quantized)])
+        return min([self.next, *map(_next_tile, self.quantized)])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -183,7 +182,7 @@ class HeldHeads(BudgetedHeads):
             )
             kv_move.move(table, kept, column)
             for group, of_rows in zip(self.quantized, of_heads, strict=False):  # either all are quantized or none is
-                group.refill(of_rows)
+                refill(group, of_rows)
             self._align(dropped, layer)
             return
         used = [max(of_head) for of_head in zip(*lengths, strict=True)]
@@ -202,7 +201,7 @@ class HeldHeads(BudgetedHeads):
         if codes:
             codes.keep(keys, order, kept, of_heads, [*zip(*lengths, strict=True)])
         else:
-            self._write([*map(max, of_heads)], _taken(keys, order), _taken(values, order))
+            self._write([*map(max, of_heads)], taken(keys, order), taken(values, order))
         self._drop(dropped, layer)
 
     def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
@@ -304,96 +303,12 @@ class HeldHeads(BudgetedHeads):
 SELECTING[True] = HeldHeads
 
 
-def _taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
-    return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
+def _next_tile(group: QuantizedGroup) -> int:
+    """The first column before which a row packs another tile."""
+    least = min(skip + packed for skip, packed in zip(group.skips, group.packed, strict=True))
+    return least + group.sink + group.quantization.residual + TILE
 
 
 def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:
     """Keys, values and tiles of a group, with slots or tiles in the third dimension."""
     return [group.keys, group.values, *(group.tiles if isinstance(group, QuantizedGroup) else ())]
-
-
-class TokenCodes:
-    """The tokens of quantized heads, as they are before a selection: those in tiles by codes of their own."""
-
-    def __init__(self, groups: Sequence[QuantizedGroup], layer):
-        """Of the last groups of a layer, each of one head. They are told apart by where they begin in its buffers."""
-        self.groups, self.how, self.sink = groups, groups[0].quantization, groups[0].sink
-        self.packed = [group.packed for group in groups]
-        slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
-        self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
-        self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
-        self.tokens = by_token(self.tiles, self.how.bits)
-        begins = [[*accumulate(each[:-1], initial=0)] for each in (slots, tiles)]
-        rows = [*zip(*self.packed, strict=True)]
-        of_rows = rows[:1] if len({*rows}) == 1 else rows
-        known = on_device([*begins, *of_rows], layer.keys.device)[..., None]
-        self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
-
-    def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
-        """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim]."""
-        stored = self.stored[kind]
-        slot = self.groups[0].slot(position) + self.first_slots
-        found = _at(stored, slot.clamp(max=stored.shape[1] - 1))
-        if not any(map(any, self.packed)):
-            return found
-        in_tile, place = self._place(position)
-        codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
-        return token_states(codes, scales, self.how.bits).where(in_tile[..., None], found)
-
-    def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
-        place = position - self.sink
-        in_tile = (place >= 0) & (place < self.packed_rows)
-        return in_tile, (place + self.first_places).where(in_tile, 0)
-
-    def keep(self, keys: torch.Tensor, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
-        """Let each head's tokens be some of them, those in tiles by the codes that they have.
-
-        Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
-
-        Args:
-            keys: of all tokens, [batch, heads, >= n, head_dim].
-            source: int64 [batch, heads, n], where the token at each place is, ascending.
-            kept: int64 [batch, heads, 1], how many tokens each head keeps.
-            counts, lengths: of each head, how many tokens each row keeps, and has.
-        """
-        how, sink, device, firsts, fresh = self.how, self.sink, source.device, [], 1
-        for group, of_rows, had, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
-            every = [*zip(of_rows, had, packed, strict=True)]
-            group.refill(of_rows)
-            # up to here all are from tiles: those from slots come last, and are no more than there were
-            firsts.append(max(min(*group.packed, *(count - length + before for count, length, before in every)), 0))
-            fresh = max(fresh, max(group.packed) - firsts[-1])
-        last, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
-        first = on_device(firsts, device)[:, None]
-        in_slots = self.groups[0].positions(kept.flatten(0, 1), slots, self.groups[0].ring).unflatten(0, kept.shape[:2])
-        late = (sink + first + torch.arange(fresh, device=device)).expand(len(source), -1, -1)
-        ends = source.gather(2, torch.cat([in_slots, late], 2).clamp(0, last))
-        states = _taken(keys, ends), self.states(VALUES, ends)
-        if any(any(group.packed) for group in self.groups):
-            place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
-            in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])
-            head = torch.arange(len(first), device=device)[:, None]
-            added = self.tokens.key_codes.shape[1] + fresh * head + (place - first).clamp(0, fresh - 1)
-            parts = zip(index.where(in_tile, added).unbind(1), self.groups, strict=True)
-            every = torch.cat([of_head[:, : TILE * group.count] for of_head, group in parts], 1)[:, None]
-            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), how)
-            new = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
-            pools = (torch.cat(pair, 1) for pair in zip(self.tokens, new, strict=True))
-            moved = Tiles(*(_at(pool, every)[:, 0] for pool in pools))
-            for stored, part in zip(self.tiles, by_tile(moved, how.bits), strict=True):
-                stored.copy_(part)
-        for head, group in enumerate(self.groups):
-            for stored, part in zip((group.keys, group.values), states, strict=True):
-                stored.copy_(part[:, head, None, : group.slots])
-
-
-def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Places of a buffer: [batch, N, width], int64 [1 or batch, heads, n] -> [batch, heads, n, width]."""
-    if len(place) == 1:  # the same of every row: whole tokens at a time
-        found = states.index_select(1, place.flatten())
-    else:
-        found = states.gather(1, place.flatten(1)[..., None].expand(-1, -1, states.shape[2]))
-    return found.unflatten(1, place.shape[1:])

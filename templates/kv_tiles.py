@@ -280,46 +280,6 @@ def _scaled(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torc
     return torch.addcmul(low, codes, scale)  # rounds once
 
 
-def by_token(tiles: Tiles, bits: int) -> Tiles:
-    """Bytes of codes, scales and minima [..., tiles * TILE, n] of tokens that have their own."""
-    codes = (_token_bytes(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
-    scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
-    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
-
-
-def by_tile(tokens: Tiles, bits: int) -> Tiles:
-    """The reverse: [..., tiles, *] as tiles have them."""
-    key_codes, key_scales, value_codes, value_scales = tokens.map(lambda part: part.unflatten(-2, (-1, TILE)))
-    scales = (part.unflatten(-1, (2, -1)).transpose(-3, -2) for part in (key_scales, value_scales))
-    codes = (_token_bytes(part, bits, back=True) for part in (key_codes, value_codes))
-    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
-
-
-def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.Tensor:
-    """Packed codes [..., tokens, width] with all bytes of a token in its row, or the reverse."""
-    if bits != 3:  # they are there
-        return packed
-    tokens, width = packed.shape[-2:]
-    if back:
-        parts = packed.split([width * 2 // 3, width // 3], -1)
-        return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (tokens, -1))
-    return torch.cat(_thirds(packed), -1)
-
-
-def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of codes, scales and minima, as `by_token` has them, of tokens [..., n, head_dim]."""
-    *_, tokens, head_dim = states.shape
-    codes, scales = _quantize(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
-    return _token_bytes(codes, quantization.bits), scales.transpose(-3, -2).flatten(-2)
-
-
-def token_states(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """States [..., n, head_dim] that these bytes, scales and minima stand for."""
-    scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
-    states = _unpack(_token_bytes(codes, bits, back=True), bits).to(scales.dtype)
-    return _scaled(states.unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
-
-
 @functools.cache
 @torch.inference_mode(False)  # it may be used where gradients are wanted
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -394,26 +354,10 @@ class QuantizedGroup(HeadGroup):
         return max(min(self._target(self.skips[row]), tokens - self.sink), 0) // TILE * TILE
 
     @property
-    def next_tile(self) -> int:
-        """The first column before which a row packs another tile."""
-        least = min(skip + packed for skip, packed in zip(self.skips, self.packed, strict=True))
-        return least + self.sink + self.quantization.residual + TILE
-
-    @property
     def tiles_end(self) -> int:
         """The first column that no row has in a tile, nor a later one; 0 where nothing is packed."""
         rows = zip(self.skips, self.packed, strict=True)
         return max(skip + self.sink + packed if packed else 0 for skip, packed in rows)
-
-    def refill(self, counts: Sequence[int]) -> None:
-        """Count what is packed where rows keep so many tokens: as much as before, while there are tokens to fill tiles.
-
-        So no token of a tile returns to the slots, to be quantized again.
-        """
-        tiles = [(count - self.sink) // TILE for count in counts]
-        least = [self.quantization.tiles(count + 1 - self.sink) for count in counts]
-        rows = zip(self.packed, tiles, least, strict=True)
-        self.packed = [max(TILE * fewest, min(packed, TILE * most)) for packed, most, fewest in rows]
 
     def note_packed(self) -> None:
         """Count one more tile as packed of every row that has one due."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup, block_elements, on_device
+from .kv_heads import HeadGroup, on_device
 from .kv_layout import TILE, LayerLayout
 from .kv_tiles import QuantizedGroup, key_products, rotated, weighted_values
 
@@ -113,46 +113,6 @@ def _folded(
     if mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, group, 1)
     return folded, mask
-
-
-def attention_received(
-    query: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, scoring: Scoring, stops: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Attention that columns get from queries at the last of them, mean over these and over a group's query heads.
-
-    Scores are computed in blocks of keys, and twice if one block does not hold them all.
-
-    Args:
-        query: [batch, heads * group, window, head_dim].
-        keys: [batch, heads, columns, head_dim].
-        padding: int [batch, 1, 1].
-        stops: int [batch, heads, 1], the columns that each head has, of which the last ones ask; by default all.
-
-    Returns:
-        float32 [batch, heads, columns]; NaN in rows of which a query is padding.
-    """
-    batch, heads, columns, head_dim = keys.shape
-    window = query.shape[2]
-    folded = query.float().reshape(batch, heads, -1, head_dim)
-    column = torch.arange(columns, device=keys.device)
-    asking = torch.arange(-window, 0, device=keys.device) + (columns if stops is None else stops)
-
-    def scores(block: slice) -> torch.Tensor:
-        """[batch, heads, group, window, n]"""
-        part = scoring.scores(folded @ keys[:, :, block].float().mT)
-        visible = (column[block] >= padding[:, None]) & (column[block] <= asking[..., None])
-        return part.unflatten(2, (-1, window)).masked_fill_(~visible[:, :, None], float("-inf"))
-
-    size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
-    blocks = [slice(first, first + size) for first in range(0, columns, size)]
-    if len(blocks) == 1 and scoring.sinks is None:  # as below, in a third of the time
-        return scores(blocks[0]).softmax(-1, dtype=torch.float32).mean((2, 3))
-    whole = [scores(block) for block in blocks[: len(blocks) == 1]]
-    sums = [part.logsumexp(-1) for part in whole or map(scores, blocks)]
-    lse = (sums[0] if whole else torch.stack(sums).logsumexp(0))[..., None]
-    if scoring.sinks is not None:
-        lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
-    return torch.cat([(part - lse).exp().mean((2, 3)) for part in whole or map(scores, blocks)], -1)
 
 
 def merge(
@@ -279,7 +239,7 @@ def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: 
 @torch.inference_mode(False)
 @torch.no_grad()
 def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer) -> None:
-    """Store the columns that each budgeted head keeps of a prompt: what `SelectingHeads.select` returns.
+    """Store the columns that each budgeted head keeps of a prompt: what `BudgetedHeads.select` returns.
 
     Args:
         keys, values: [batch, heads, prompt, head_dim], by column.

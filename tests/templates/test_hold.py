@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache
 
-from kvsurgery.templates import kv_hold, kv_layout, kv_tiles
+from kvsurgery.templates import kv_hold, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
 from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
@@ -159,7 +159,7 @@ class HoldMachine(CacheOperations):
     ids=lambda value: value,
 )
 def test_any_operations(family, kind, monkeypatch):
-    for module in (kv_layout, kv_tiles, kv_hold):
+    for module in (kv_layout, kv_tiles, kv_token_codes, kv_hold):
         monkeypatch.setattr(module, "TILE", 4)
     machine = type("HoldMachine", (HoldMachine,), {"family": family, "kind": kind})
     run_state_machine_as_test(

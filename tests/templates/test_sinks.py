@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.templates import kv_torch
-from kvsurgery.templates.kv_torch import Scoring, attention_received
+from kvsurgery.templates.kv_received import attention_received
+from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.families import largest, tokens
 from tests.helpers.surgery import convert_folder
 

@@ -1,0 +1,153 @@
+"""Tokens that have codes of their own, which move from tile to tile as they are: quantized heads whose budgets hold."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from .kv_heads import on_device
+from .kv_layout import TILE, Quantization
+from .kv_tiles import QuantizedGroup, Tiles, _quantize, _scaled, _thirds, _unpack
+
+KEYS, VALUES = 0, 1
+
+
+class TokenCodes:
+    """The tokens of quantized heads, as they are before a selection: those in tiles by codes of their own."""
+
+    def __init__(self, groups: Sequence[QuantizedGroup], layer):
+        """Of the last groups of a layer, each of one head. They are told apart by where they begin in its buffers."""
+        self.groups, self.how, self.sink = groups, groups[0].quantization, groups[0].sink
+        self.packed = [group.packed for group in groups]
+        slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
+        self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
+        self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
+        self.tokens = by_token(self.tiles, self.how.bits)
+        begins = [[*accumulate(each[:-1], initial=0)] for each in (slots, tiles)]
+        rows = [*zip(*self.packed, strict=True)]
+        of_rows = rows[:1] if len({*rows}) == 1 else rows
+        known = on_device([*begins, *of_rows], layer.keys.device)[..., None]
+        self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
+
+    def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
+        """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim]."""
+        stored = self.stored[kind]
+        slot = self.groups[0].slot(position) + self.first_slots
+        found = _at(stored, slot.clamp(max=stored.shape[1] - 1))
+        if not any(map(any, self.packed)):
+            return found
+        in_tile, place = self._place(position)
+        codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
+        return token_states(codes, scales, self.how.bits).where(in_tile[..., None], found)
+
+    def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
+        place = position - self.sink
+        in_tile = (place >= 0) & (place < self.packed_rows)
+        return in_tile, (place + self.first_places).where(in_tile, 0)
+
+    def keep(self, keys: torch.Tensor, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
+        """Let each head's tokens be some of them, those in tiles by the codes that they have.
+
+        Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
+
+        Args:
+            keys: of all tokens, [batch, heads, >= n, head_dim].
+            source: int64 [batch, heads, n], where the token at each place is, ascending.
+            kept: int64 [batch, heads, 1], how many tokens each head keeps.
+            counts, lengths: of each head, how many tokens each row keeps, and has.
+        """
+        how, sink, device, firsts, fresh = self.how, self.sink, source.device, [], 1
+        for group, of_rows, had, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
+            every = [*zip(of_rows, had, packed, strict=True)]
+            refill(group, of_rows)
+            # up to here all are from tiles: those from slots come last, and are no more than there were
+            firsts.append(max(min(*group.packed, *(count - length + before for count, length, before in every)), 0))
+            fresh = max(fresh, max(group.packed) - firsts[-1])
+        last, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
+        first = on_device(firsts, device)[:, None]
+        in_slots = self.groups[0].positions(kept.flatten(0, 1), slots, self.groups[0].ring).unflatten(0, kept.shape[:2])
+        late = (sink + first + torch.arange(fresh, device=device)).expand(len(source), -1, -1)
+        ends = source.gather(2, torch.cat([in_slots, late], 2).clamp(0, last))
+        states = taken(keys, ends), self.states(VALUES, ends)
+        if any(any(group.packed) for group in self.groups):
+            place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
+            in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])
+            head = torch.arange(len(first), device=device)[:, None]
+            added = self.tokens.key_codes.shape[1] + fresh * head + (place - first).clamp(0, fresh - 1)
+            parts = zip(index.where(in_tile, added).unbind(1), self.groups, strict=True)
+            every = torch.cat([of_head[:, : TILE * group.count] for of_head, group in parts], 1)[:, None]
+            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), how)
+            new = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
+            pools = (torch.cat(pair, 1) for pair in zip(self.tokens, new, strict=True))
+            moved = Tiles(*(_at(pool, every)[:, 0] for pool in pools))
+            for stored, part in zip(self.tiles, by_tile(moved, how.bits), strict=True):
+                stored.copy_(part)
+        for head, group in enumerate(self.groups):
+            for stored, part in zip((group.keys, group.values), states, strict=True):
+                stored.copy_(part[:, head, None, : group.slots])
+
+
+def refill(group: QuantizedGroup, counts: Sequence[int]) -> None:
+    """Count what is packed where rows keep so many tokens: as much as before, while there are tokens to fill tiles.
+
+    So no token of a tile returns to the slots, to be quantized again.
+    """
+    tiles = [(count - group.sink) // TILE for count in counts]
+    least = [group.quantization.tiles(count + 1 - group.sink) for count in counts]
+    rows = zip(group.packed, tiles, least, strict=True)
+    group.packed = [max(TILE * fewest, min(packed, TILE * most)) for packed, most, fewest in rows]
+
+
+def taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
+    return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
+
+
+def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Places of a buffer: [batch, N, width], int64 [1 or batch, heads, n] -> [batch, heads, n, width]."""
+    if len(place) == 1:  # the same of every row: whole tokens at a time
+        found = states.index_select(1, place.flatten())
+    else:
+        found = states.gather(1, place.flatten(1)[..., None].expand(-1, -1, states.shape[2]))
+    return found.unflatten(1, place.shape[1:])
+
+
+def by_token(tiles: Tiles, bits: int) -> Tiles:
+    """Bytes of codes, scales and minima [..., tiles * TILE, n] of tokens that have their own."""
+    codes = (_token_bytes(part, bits).flatten(-3, -2) for part in (tiles.key_codes, tiles.value_codes))
+    scales = (part.transpose(-3, -2).flatten(-2).flatten(-3, -2) for part in (tiles.key_scales, tiles.value_scales))
+    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
+def by_tile(tokens: Tiles, bits: int) -> Tiles:
+    """The reverse: [..., tiles, *] as tiles have them."""
+    key_codes, key_scales, value_codes, value_scales = tokens.map(lambda part: part.unflatten(-2, (-1, TILE)))
+    scales = (part.unflatten(-1, (2, -1)).transpose(-3, -2) for part in (key_scales, value_scales))
+    codes = (_token_bytes(part, bits, back=True) for part in (key_codes, value_codes))
+    return Tiles(*(part for pair in zip(codes, scales, strict=True) for part in pair))
+
+
+def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.Tensor:
+    """Packed codes [..., tokens, width] with all bytes of a token in its row, or the reverse."""
+    if bits != 3:  # they are there
+        return packed
+    tokens, width = packed.shape[-2:]
+    if back:
+        parts = packed.split([width * 2 // 3, width // 3], -1)
+        return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (tokens, -1))
+    return torch.cat(_thirds(packed), -1)
+
+
+def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of codes, scales and minima, as `by_token` has them, of tokens [..., n, head_dim]."""
+    *_, tokens, head_dim = states.shape
+    codes, scales = _quantize(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
+    return _token_bytes(codes, quantization.bits), scales.transpose(-3, -2).flatten(-2)
+
+
+def token_states(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """States [..., n, head_dim] that these bytes, scales and minima stand for."""
+    scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
+    states = _unpack(_token_bytes(codes, bits, back=True), bits).to(scales.dtype)
+    return _scaled(states.unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
