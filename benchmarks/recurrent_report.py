@@ -89,7 +89,7 @@ def show(results: list[Row], claims: list[Claim]) -> None:
     def ending(name: str, form: Callable[[Any], str]) -> Callable[[Mapping[int, Row]], str]:
         return lambda row: form(row[longest][name]) if longest in row else "-"
 
-    _print(results, "Answers that are right", lambda row: f"{row['exact']:.0%}", {})
+    print("\n".join(recall_table(results)))
     seconds = {
         "ms a token": ending("token_s", lambda seconds: f"{1e3 * seconds:.2f}"),
         "last pass": lambda row: (
@@ -101,6 +101,22 @@ def show(results: list[Row], claims: list[Claim]) -> None:
     _print(results, "The most that tensors hold", lambda row: console.size(row["peak_bytes"]), process)
     rows = [(claim.what, claim.found, "yes" if claim.holds else "NO") for claim in claims]
     console.stdout.print(console.table("What has to hold", ["", "found", "holds"], rows))
+
+
+def recall_table(results: list[Row]) -> list[str]:
+    """Lines of a Markdown table: the share of exact answers by length, or their number where fewer prompts are read."""
+    lengths = sorted({row["tokens"] for row in results})
+    most = max(row["samples"] for row in results)
+    heads = ["method", *(f"{length:,} tokens" for length in lengths)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in dict.fromkeys(row["method"] for row in results):
+        own = {row["tokens"]: row for row in results if row["method"] == name}
+        cells = dict.fromkeys(lengths, "-")
+        for length, row in own.items():
+            fewer = f"{row['exact'] * row['samples']:.0f} of {row['samples']}"
+            cells[length] = fewer if row["samples"] < most else f"{row['exact']:.0%}"
+        lines.append(f"| {' | '.join([name, *cells.values()])} |")
+    return lines
 
 
 def _print(
