@@ -88,15 +88,15 @@ OPTIONS = {
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    help="duo: time for the training, instead of --steps. It stops earlier once the gates have settled. Contexts, "
-    "passkeys and --reg are chosen for this time, unless they are given.",
+    help="duo: time for the training, instead of --steps. It stops earlier once the gates have settled. Contexts "
+    "and passkeys are chosen for this time, unless they are given.",
 )
 @click.option("--lr", type=float, default=0.02, show_default=True, help="duo, rlkv-lite: peak learning rate.")
 @click.option(
     "--reg",
     type=float,
     help="duo, rlkv-lite: weight of the mean gate in the loss; a larger weight takes more gates to 0.  "
-    "[default: (0.05 for 2,000 steps, more for fewer)]",
+    "[default: (0.05, or as in the training to resume)]",
 )
 @click.option(
     "--sink",

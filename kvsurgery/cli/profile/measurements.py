@@ -63,7 +63,7 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
     from dataclasses import replace
 
     from kvsurgery import console
-    from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, penalty, step_seconds
+    from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
     from kvsurgery.measure.training import GateOptions
     from kvsurgery.measure.training_state import TrainingState
 
@@ -81,11 +81,14 @@ def _gate_options(measured: MeasuredModel, mesh: Mesh, options: dict) -> GateOpt
         gates = replace(gates, steps=plan.steps, until_settled=True)
         chosen = {"min_context": plan.shortest, "max_context": plan.longest, "passkeys": plan.passkeys}
         options |= {name: options[name] or value for name, value in chosen.items()}
-    gates = replace(gates, reg=penalty(gates.steps) if options["reg"] is None else options["reg"])
+    if options["reg"] is not None:
+        gates = replace(gates, reg=options["reg"])
+    elif begun is not None:
+        gates = replace(gates, reg=begun.get("reg", gates.reg))
     if begun is not None:
         return replace(gates, until_settled=begun.get("until_settled", False))
     if minutes is not None and mesh.processes.rank == 0:
-        console.stderr.print(f"chosen for {minutes:g} min: {plan.flags} --reg {gates.reg:g}")
+        console.stderr.print(f"chosen for {minutes:g} min: {plan.flags}")
     return gates
 
 
