@@ -166,7 +166,7 @@ def main() -> None:
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert isinstance(plain, LlamaForCausalLM)
     model = emitted(plain, dimensions(plain.config)[0])
-    facts = {
+    facts: dict[str, Any] = {
         "text": arguments.text.name,
         "texts": arguments.texts,
         "settings": json.loads(json.dumps(asdict(settings))),

@@ -19,8 +19,8 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.training import GateOptions
 from kvsurgery.text.lengths import LONGEST, SHORTEST
 
-PAPER = GateOptions()
-MOST, WANTED, LEAST = PAPER.steps, 400, 100  # steps: the paper's, those that prompts are shortened for, and too few
+# steps: the paper's, those that prompts are shortened for, and too few
+MOST, WANTED, LEAST = GateOptions.steps, 400, 100
 SHORT = 768  # tokens; prompts are not shortened any further
 PROBE = 512  # tokens of the prompt that is timed
 PASSKEY, PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
@@ -111,14 +111,6 @@ def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple
         if longest <= least:
             return
         longest = max(longest // 2, least)
-
-
-def penalty(steps: int) -> float:
-    """Weight of the mean gate for a number of steps: 0.05 for the paper's 2,000, 0.11 for 400, 0.22 for 100 or fewer.
-
-    More weight separates the gates in fewer steps; in many steps it takes most gates to 0, where they all rank alike.
-    """
-    return round(PAPER.reg * math.sqrt(PAPER.steps / min(max(steps, LEAST), PAPER.steps)), 2)
 
 
 def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mesh()) -> Callable[[int], float]:

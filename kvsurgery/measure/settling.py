@@ -16,7 +16,8 @@ def settled(gates: np.ndarray, lr: float) -> bool:
     """Whether gates have stood still over the latest steps.
 
     Each prompt pushes the gates a little, so even settled gates vary from step to step. Their means over the two
-    halves of the steps are compared.
+    halves of the steps are compared. Gates that tie do not count as heads that stay: with many gates at 0, most heads
+    that would be full are chosen by their place in the model, and nothing measured says that they stay.
 
     Args:
         gates: float [LATEST, heads], after each step.
@@ -30,6 +31,12 @@ def settled(gates: np.ndarray, lr: float) -> bool:
 
 
 def _full_heads_stay(before: np.ndarray, after: np.ndarray, count: int) -> bool:
-    """Whether almost all of the `count` heads with the largest gates are the same."""
-    first, second = (set(np.argsort(-gates, kind="stable")[:count].tolist()) for gates in (before, after))
-    return len(first - second) <= math.ceil(EXCEPTIONS * count)
+    """Whether almost all of the `count` heads with the largest gates are ranked, and the same."""
+    both = _ranked_full(before, count) & _ranked_full(after, count)
+    return count - both.sum() <= math.ceil(EXCEPTIONS * count)
+
+
+def _ranked_full(gates: np.ndarray, count: int) -> np.ndarray:
+    """bool [heads]: those with one of the `count` largest gates, without heads that tie with the next one."""
+    largest = np.sort(np.append(gates, -np.inf))[::-1]
+    return gates > largest[count]

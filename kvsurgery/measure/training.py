@@ -18,7 +18,7 @@ from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.settling import LATEST, settled
+from kvsurgery.measure.settling import LATEST, SHARES, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.processes import Processes
 from kvsurgery.profile.head_profile import HeadProfile
@@ -53,7 +53,8 @@ class GateOptions:
         loss: "distill", or "lm" as `gates.add_gradient` has them.
         steps: of AdamW, without weight decay; the gates are clamped to [0, 1] after each.
         lr: peak learning rate.
-        reg: weight of the mean gate in the loss.
+        reg: weight of the mean gate in the loss. The paper's serves few steps too: a greater one would separate gates
+            sooner, but take most of them to 0, where they rank alike, while gates that stay near 1 still differ.
         sink, recent: tokens of streaming attention.
         batch: prompts per step, over all processes.
         until_settled: stop earlier, after the warm-up, when more steps would hardly change which heads are full.
@@ -228,7 +229,7 @@ def training_step(
 
 
 def outcome(profile: HeadProfile) -> list[str]:
-    """Lines on how a training went: whether its gates settled before the last step, and whether they separated.
+    """Lines on how a training went: whether its gates settled before the last step, separated, or collapsed to 0.
 
     Args:
         profile: of `train_gates`.
@@ -244,6 +245,12 @@ def outcome(profile: HeadProfile) -> list[str]:
     if high > gates.size / 2:
         fix = "raise reg" if done < steps else "train longer, or raise reg"
         lines.append(f"{high} of {gates.size} gates are {HIGH} or more: they have not separated; {fix}")
+    ranked = int((gates > 0).sum())
+    if ranked < max(SHARES) * gates.size:
+        lines.append(
+            f"{gates.size - ranked} of {gates.size} gates are 0: they have collapsed and rank alike; "
+            f"to keep more than {ranked} heads full, lower reg or train fewer steps"
+        )
     return lines
 
 

@@ -65,10 +65,10 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
     said = done(*start, *lengths, "--minutes", 0.01)
     chosen = "--steps 4 --min-context 400 --max-context 2048 --passkeys 2"
-    assert f"chosen for 0.01 min: {chosen} --reg 1.12\n" in said.err
+    assert f"chosen for 0.01 min: {chosen}\n" in said.err
     made = HeadProfile.load("p.safetensors").provenance
     assert (made["steps"], made["data"]["shortest"], made["data"]["longest"]) == (4, 400, 2048)
-    assert (made["reg"], made["until_settled"], made["steps_done"]) == (1.12, True, 4)
+    assert (made["reg"], made["until_settled"], made["steps_done"]) == (0.05, True, 4)
     assert "settled" not in said.err
     assert "16 of 16 gates are 0.8 or more: they have not separated; train longer" in said.err
     result = run(*start, *lengths, "--minutes", 0.001)
@@ -77,16 +77,17 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert timing == "timing some steps of the training"
     assert "give 1 min" in why
     assert "--minutes chooses --steps" in run(*start, "--minutes", 1, "--steps", 9).err
-    done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.05)
+    done(*start, *lengths, *chosen.split()[:2], "--max-context", 2048, "--reg", 0.2)
     made = HeadProfile.load("p.safetensors").provenance
-    assert (made["reg"], made["until_settled"]) == (0.05, False)
+    assert (made["reg"], made["until_settled"]) == (0.2, False)
 
 
 def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch):
-    """Gates without weight stay at 1: they settle as soon as they may, and have not separated."""
+    """It stops as soon as it may where gates are said to have settled; these have not separated."""
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)
     for module in (settling, training, training_state):
         monkeypatch.setattr(module, "LATEST", 4)
+    monkeypatch.setattr(training, "settled", lambda gates, lr: True)
     for name, steps in {"MOST": 20, "WANTED": 4, "LEAST": 3}.items():
         monkeypatch.setattr(pace, name, steps)
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "--sink", 4, "--recent", 16]
@@ -129,14 +130,17 @@ def test_the_estimate_of_a_training_leaves_out_what_came_before(folder, monkeypa
 
 def test_a_training_goes_on_from_its_checkpoint(folder):
     start = ["profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS]
-    done(*start, "-o", "whole.safetensors", "--curve", "curve.png")
+    done(*start, "-o", "whole.safetensors", "--curve", "curve.png", "--reg", 0.16)
     assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
-    done(*start, "-o", "p.safetensors", "--checkpoint", "state")
-    done(*start, "-o", "again.safetensors", "--checkpoint", "state", "--resume")
+    done(*start, "-o", "p.safetensors", "--checkpoint", "state", "--reg", 0.16)
+    # without --reg, the weight is the training's
+    kept = ["--checkpoint", "state", "--resume"]
+    done(*start, "-o", "again.safetensors", *kept)
     assert np.array_equal(scores("again.safetensors"), scores("whole.safetensors"))
-    other = run(*start, "-o", "p.safetensors", "--checkpoint", "state", "--resume", "--lr", 0.1)
+    other = run(*start, "-o", "p.safetensors", *kept, "--lr", 0.1)
     assert other.code == 1
     assert "lr" in other.err
+    assert "reg is 0.16 there and 0.05 here" in refused(*start, "-o", "p2.safetensors", *kept, "--reg", 0.05)
 
 
 def test_an_interrupted_training_says_how_to_go_on(folder, monkeypatch):

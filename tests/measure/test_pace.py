@@ -18,7 +18,6 @@ from kvsurgery.measure.pace import (
     Lengths,
     TrainingPlan,
     paced,
-    penalty,
     step_seconds,
 )
 from kvsurgery.measure.training import GateOptions
@@ -82,11 +81,6 @@ def test_what_is_given_is_kept():
     assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
     with pytest.raises(ProfileError, match="in 2 min there is time for 12 steps with prompts of 384 to 768 tokens"):
         paced(2, lambda tokens: tokens / 60, 32_000)
-
-
-def test_fewer_steps_weigh_the_mean_gate_more():
-    assert [penalty(steps) for steps in (2000, 5000)] == [GateOptions().reg] * 2
-    assert [penalty(steps) for steps in (1000, 400, 200, 100, 6)] == [0.07, 0.11, 0.16, 0.22, 0.22]
 
 
 def test_a_training_to_go_on_with():

@@ -25,16 +25,16 @@ class Duo(PasskeyMethod, GateMethod):
     """Gates that passkeys are recalled with, or with the loss "lm" the next token of a text.
 
     Attributes:
-        minutes: time for the training, which chooses what of `steps`, `min_context`, `max_context`, `passkeys` and
-            `reg` is None.
+        minutes: time for the training, which chooses what of `steps`, `min_context`, `max_context` and `passkeys` is
+            None.
     """
 
     name: str = "duo"
     minutes: float | None = setting(
         None,
         "minutes",
-        "time for the training, instead of `steps`. It stops earlier once the gates have settled. Contexts, passkeys "
-        "and `reg` are chosen for this time, unless they are given",
+        "time for the training, instead of `steps`. It stops earlier once the gates have settled. Contexts and "
+        "passkeys are chosen for this time, unless they are given",
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Duo(PasskeyMethod, GateMethod):
             until_settled=True,
         )
         if begun is None:
-            reporter.note(f"chosen for {self.minutes:g} min: {plan.flags} `reg` {planned.options().reg:g}")
+            reporter.note(f"chosen for {self.minutes:g} min: {plan.flags}")
         return planned
 
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Passkeys | Passages:

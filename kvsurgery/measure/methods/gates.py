@@ -30,8 +30,8 @@ class GateMethod(ContextMethod):
     """A training of gates.
 
     Attributes:
-        loss, steps, lr, reg, sink, recent, batch, until_settled: as `GateOptions` has them; `reg` is by default the
-            `penalty` of the steps.
+        loss, steps, lr, reg, sink, recent, batch, until_settled: as `GateOptions` has them; `reg` is by default that of
+            a training to resume, or the paper's.
         checkpoint: a file that keeps the state of the training.
         resume: whether to go on from it.
         curve: a picture to plot the training in.
@@ -48,7 +48,7 @@ class GateMethod(ContextMethod):
         None,
         "reg",
         "weight of the mean gate in the loss; a larger weight takes more gates to 0",
-        default="0.05 for 2,000 steps, more for fewer",
+        default="0.05, or as in the training to resume",
     )
     sink: int = setting(64, "sink", "first tokens that streaming heads see", least=0)
     recent: int = setting(256, "recent", "latest tokens that streaming heads see")
@@ -97,7 +97,8 @@ class GateMethod(ContextMethod):
         begun = TrainingState.require(self.checkpoint)[1] if self.checkpoint and self.resume else None
         planned = self.planned(measured, mesh, reporter, begun)
         if begun is not None:
-            planned = replace(planned, until_settled=begun.get("until_settled", False))
+            reg = begun.get("reg") if self.reg is None else self.reg
+            planned = replace(planned, reg=reg, until_settled=begun.get("until_settled", False))
         options = planned.options()
         prompts = planned.prompts(measured, mesh, reporter)
 
@@ -124,15 +125,13 @@ class GateMethod(ContextMethod):
         Raises:
             ProfileError: a number is out of range.
         """
-        from kvsurgery.measure.pace import penalty
         from kvsurgery.measure.training import GateOptions
 
-        steps = STEPS if self.steps is None else self.steps
         return GateOptions(
             loss=self.loss,
-            steps=steps,
+            steps=STEPS if self.steps is None else self.steps,
             lr=self.lr,
-            reg=penalty(steps) if self.reg is None else self.reg,
+            reg=GateOptions.reg if self.reg is None else self.reg,
             sink=self.sink,
             recent=self.recent,
             batch=self.batch,
