@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Tokens, flag, in_group
+from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Several, Tokens, flag, in_group
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.files import check_file
 from kvsurgery.recipe import CHOICES, Demand, Recipe
@@ -27,16 +27,16 @@ def fit_options(command: Any) -> Any:
     return _fields(command, DECIDED)
 
 
-def kind_options(command: Any) -> Any:
-    """The same without fields that are the axes of a sweep, and those of several devices."""
-    return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]))
+def sweep_options(command: Any) -> Any:
+    """The same with several values of the axes of a sweep, and without fields that have no place in one."""
+    return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
 
 
-def _fields(command: Any, without: Container[str] = ()) -> Any:
-    """Add `--recipe` and the options of all fields but some."""
+def _fields(command: Any, without: Container[str] = (), several: Container[str] = ()) -> Any:
+    """Add `--recipe` and the options of all fields but some, and of some with several values."""
     for group, names in FIELDS.items():
-        if kept := [name for name in names if name not in without]:
-            command = in_group(group, *map(_option, kept))(command)
+        if kept := [_option(name, name in several) for name in names if name not in without]:
+            command = in_group(group, *kept)(command)
     return recipe_file(command)
 
 
@@ -69,9 +69,12 @@ profile_option = click.option(
 )
 
 
-def _option(name: str) -> Callable[[Any], Any]:
-    """The option of a recipe's field."""
+def _option(name: str, several: bool) -> Callable[[Any], Any]:
+    """The option of a recipe's field, which takes one value or several."""
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
+    if several:
+        kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
+        kind = Several(click.types.convert_type(kind))
     default = getattr(Recipe(), name, None)
     if kind is bool and default is None:
         return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
@@ -83,9 +86,13 @@ def _option(name: str) -> Callable[[Any], Any]:
 
 
 LARGEST_RECIPE = 1 << 20  # bytes of a file that is read as one, before it is overwritten
-# the axes of a sweep, and with them what has no other value in one
+# the axes of a sweep, what one of them takes there, and fields that have no place in one
 AXES = ("sparsity", "full_heads", "sink", "recent", "budget", "beta", "kv_bits")
-NOT_SWEPT = (*AXES, "threshold", "kv_budget")
+SWEPT_BITS = (
+    Bits(16, 8, 4, 3, 2),
+    "Bits per stored key and value of full and budgeted heads, except for the newest tokens; 16 is the model's dtype.",
+)
+NOT_SWEPT = ("threshold", "kv_budget")
 DECIDED = (*CHOICES, "budget", "kv_bits", "kv_budget")
 # what options stand for that are given without a value
 BARE = {"hold": 32}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvsurgery.cli.options import CACHE, HEADS, Bits, Grouped, Several, Tokens, flag, in_group
-from kvsurgery.cli.recipe_options import in_flags, kind_options, profile_option, recipe_of
+from kvsurgery.cli.options import HEADS, Grouped, flag, in_group
+from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
 from kvsurgery.cli.tasks import run_options, task_options, tasks_of
 from kvsurgery.recipe import Recipe
@@ -20,38 +20,7 @@ from kvsurgery.recipe import Recipe
 if TYPE_CHECKING:
     from kvsurgery.evaluate.sweep_results import Sweep
 
-# axis -> its group, what its values are, and what it says, as `convert` takes one of them
-AXES: dict[str, tuple[str, click.ParamType, str]] = {
-    "sparsity": (HEADS, click.FLOAT, "Shares of KV heads that are not full."),
-    "full_heads": (HEADS, click.INT, "Instead of --sparsity: numbers of full KV heads over the whole model."),
-    "sink": (CACHE, Tokens(), "First tokens that a streaming head keeps.  [default: 64]"),
-    "recent": (CACHE, Tokens(), "Latest tokens that a streaming head keeps.  [default: 256]"),
-    "budget": (
-        CACHE,
-        Tokens(),
-        "Tokens of a prompt that a budgeted head keeps on average, in addition to the observation window: a "
-        'published "KV = 128" is 120 with --window 8.',
-    ),
-    "beta": (
-        CACHE,
-        click.FLOAT,
-        "How closely budgets follow the scores: a larger beta means more even budgets.  [default: (as `convert`)]",
-    ),
-    "kv_bits": (
-        CACHE,
-        Bits(16, 8, 4, 3, 2),
-        "Bits that full and budgeted heads store their tokens in, except for the newest; 16 is the model's dtype.",
-    ),
-}
 MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
-
-
-def axis_options(command: Any) -> Any:
-    """Add an option with several values for each axis."""
-    for name, (group, kind, text) in reversed(AXES.items()):
-        option = click.option(flag(name), type=Several(kind), help=text)
-        command = in_group(group, option)(command)
-    return command
 
 
 @click.command(cls=Grouped)
@@ -65,8 +34,7 @@ def axis_options(command: Any) -> Any:
     show_default=True,
     help="Output folder; an interrupted run continues there.",
 )
-@axis_options
-@kind_options
+@sweep_options
 @task_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
