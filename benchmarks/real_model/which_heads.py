@@ -24,9 +24,10 @@ import transformers
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Window, answered, divergence, nats, next_tokens, prompts, windows
+from trials import Prompt, Window, answered, nats, next_tokens, prompts, windows
 
 from kvsurgery import __version__, console
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
@@ -92,7 +93,7 @@ def measure(model: PreTrainedModel, trials: Trials, original: list[torch.Tensor]
     logs = [next_tokens(model, window) for window in trials.windows]
     return {
         "right": [int(each) for row in right for each in row],
-        "kl": [divergence(*pair) for pair in zip(logs, original, strict=True)],
+        "kl": [next_token_divergence(*pair).item() for pair in zip(logs, original, strict=True)],
         "nats": [nats(*pair) for pair in zip(logs, trials.windows, strict=True)],
     }
 
