@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvsurgery.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
-from kvsurgery.measure.decoder import decoder_of
+from kvsurgery.measure.model import decoder_of
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
 from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
