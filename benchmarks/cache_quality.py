@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from kvsurgery import console
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import first_tokens, token_ids
 
@@ -78,7 +79,7 @@ def measure(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, wanted: d
     found = {}
     for name, quantization in wanted.items():
         logs = exact if quantization is None else next_tokens(model, quantization, given, new)
-        divergence = F.kl_div(logs, exact, log_target=True, reduction="none").sum(-1).mean().item()
+        divergence = next_token_divergence(logs, exact).item()
         found[name] = {"kl": divergence, "nats": F.nll_loss(logs, tokens[0, prompt + 1 :]).item()}
     return found
 

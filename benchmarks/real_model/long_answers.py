@@ -37,10 +37,11 @@ from models import converted, stock
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, asked, divergence, hide, needles_of, questions, stated, windows
+from trials import Prompt, Question, asked, hide, needles_of, questions, stated, windows
 
 from kvsurgery import console
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import ACCUMULATED, SCORE_BYTES
@@ -211,7 +212,7 @@ def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int, cache: Any =
 def measure(
     contender: Contender, model: PreTrainedModel, case: Case, steps: int, original: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the divergence,
+    """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the
     facts of the prompt and of the answer that are recalled, and milliseconds of CPU time for each of the last tokens.
 
     Args:
@@ -232,7 +233,7 @@ def measure(
             original.append(logs)
         found["nats"].append(F.nll_loss(logs, quarter[0]).item())
         found["same"].append((logs.argmax(-1) == original[number].argmax(-1)).float().mean().item())
-        found["kl"].append(divergence(logs, original[number]))
+        found["kl"].append(next_token_divergence(logs, original[number]).item())
         after = session.seen - len(case.prompt.text)
         found["right"].append([*map(int, asked(model, session.cache, case.prompt, after))])
         if number and case.own:

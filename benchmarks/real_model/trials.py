@@ -192,11 +192,6 @@ def next_tokens(model: PreTrainedModel, window: Window) -> torch.Tensor:
     return model(tokens[:, window.prompt : -1], past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
-def divergence(logs: torch.Tensor, original: torch.Tensor) -> float:
-    """Mean Kullback-Leibler divergence, in nats, from the original's log-probabilities."""
-    return F.kl_div(logs, original, log_target=True, reduction="none").sum(-1).mean().item()
-
-
 def nats(logs: torch.Tensor, window: Window) -> float:
     """Mean negative log-likelihood of what follows the prompt."""
     return F.nll_loss(logs, torch.from_numpy(window.tokens[window.prompt + 1 :])).item()

@@ -31,13 +31,14 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
-from trials import Prompt, asked, continued, divergence, prompts
+from trials import Prompt, asked, continued, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
 from provenance import record_versions
 
 from kvsurgery import console
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
@@ -228,7 +229,7 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
 
 
 def answers(contender: Contender, source: Path, texts: list[Prompt], original: list[torch.Tensor]) -> dict[str, Any]:
-    """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
+    """Right answers by question, and by text the the mean negative log-likelihood and the bytes held.
 
     Args:
         original: log-probabilities of what follows each text; filled by the first contender, the original.
@@ -243,7 +244,7 @@ def answers(contender: Contender, source: Path, texts: list[Prompt], original: l
         logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
         if number == len(original):
             original.append(logs)
-        found["kl"].append(divergence(logs, original[number]))
+        found["kl"].append(next_token_divergence(logs, original[number]).item())
         found["nats"].append(F.nll_loss(logs, following[1:]).item())
     return found
 

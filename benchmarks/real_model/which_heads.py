@@ -24,12 +24,13 @@ import torch
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Window, answered, divergence, nats, next_tokens, prompts, windows
+from trials import Prompt, Window, answered, nats, next_tokens, prompts, windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
 
 from kvsurgery import console
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
@@ -97,7 +98,7 @@ def measure(model: PreTrainedModel, trials: Trials, original: list[torch.Tensor]
     logs = [next_tokens(model, window) for window in trials.windows]
     return {
         "right": [int(each) for row in right for each in row],
-        "kl": [divergence(*pair) for pair in zip(logs, original, strict=True)],
+        "kl": [next_token_divergence(*pair).item() for pair in zip(logs, original, strict=True)],
         "nats": [nats(*pair) for pair in zip(logs, trials.windows, strict=True)],
     }
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsurgery.evaluate.checkpoint import load, reader_of
 from kvsurgery.measure.cache_losses import TrialSizes
+from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.processes import usable_device
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import QUANTIZATION
@@ -84,9 +85,9 @@ def check_cache(folder: Path, text: CheckText, *, dtype: str = "auto") -> CacheC
     original = unquantized = 0.0
     for passage, expected in zip(text.passages, exact, strict=True):
         found = _log_probabilities(model, passage, cache(model.config))
-        original += _divergence(found, expected)
+        original += next_token_divergence(found, expected).item()
         if quantized:
-            unquantized += _divergence(found, _log_probabilities(model, passage, cache(plain)))
+            unquantized += next_token_divergence(found, _log_probabilities(model, passage, cache(plain))).item()
     count = len(text.passages)
     return CacheCheck(text.name, SIZES.context, original / count, unquantized / count if quantized else None)
 
@@ -97,7 +98,3 @@ def _log_probabilities(model: PreTrainedModel, passage: torch.Tensor, cache) -> 
     prompt, following = passage[None].to(model.device).split([SIZES.context, SIZES.scored], 1)
     cache = model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
     return model(following, **{CACHE: cache}).logits[0].float().log_softmax(-1).cpu()
-
-
-def _divergence(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return max(0.0, (expected.exp() * (expected - found)).sum(-1, dtype=torch.float64).mean().item())

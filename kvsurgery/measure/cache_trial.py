@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvsurgery.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
-from kvsurgery.measure.decoder import decoder_of
+from kvsurgery.measure.model import decoder_of
 from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
 from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
@@ -94,7 +94,7 @@ class CacheTrial:
                 rows, int(changed[0]) if len(changed) else len(self.layers.windows) - 1, count
             )
             # row by row, since logits are most of the memory
-            found += [self._divergence(row) for row in logs]
+            found += [next_token_divergence(row, self.exact[: len(row)]).cpu() for row in logs]
         return torch.stack(found)
 
     def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
@@ -110,10 +110,6 @@ class CacheTrial:
                 changed._read(prompt)
             found[rows] = changed.divergence(changes[rows])
         return found
-
-    def _divergence(self, logs: torch.Tensor) -> torch.Tensor:
-        exact = self.exact[: len(logs)]
-        return (exact.exp() * (exact - logs)).sum(-1, dtype=torch.float64).mean().clamp(min=0).cpu()
 
     @torch.no_grad()
     def _read(self, changes: torch.Tensor | None) -> None:
@@ -201,6 +197,15 @@ class CacheTrial:
                 near = (j < how.sink) | (i - j < how.recent)
                 visible = visible & (near | (kinds != kind).view(-1, 1, 1))
         return visible
+
+
+def next_token_divergence(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the exact one: float64 [].
+
+    Args:
+        found, exact: log-probabilities [tokens, vocabulary].
+    """
+    return (exact.exp() * (exact - found)).sum(-1, dtype=torch.float64).mean().clamp(min=0)
 
 
 def stored_states(keys: torch.Tensor, values: torch.Tensor, how: Quantization) -> Stored:

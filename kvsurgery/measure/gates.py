@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
-from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.model import MeasuredModel, decoder_of
 
 Loss = Literal["distill", "lm"]
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention_hooks import Attend
-from kvsurgery.measure.decoder import decoder_of
-from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.processes import Processes
 
 

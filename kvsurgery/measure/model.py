@@ -18,7 +18,6 @@ from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
-from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.processes import tensor_parallel
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.repo_id import is_repo_id
@@ -210,3 +209,9 @@ def _tokenizer(weights: str | Path, where: dict[str, str | None]) -> PreTrainedT
         return AutoTokenizer.from_pretrained(weights, **where)
     except Exception:  # what transformers raises where there is none differs by family and version
         return None
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Embedding, layers and final norm of a causal language model, without its output layer."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer

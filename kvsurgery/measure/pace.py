@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.measure.training import GateOptions
 from kvsurgery.text.lengths import LONGEST, SHORTEST
 

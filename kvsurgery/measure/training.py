@@ -14,10 +14,9 @@ import torch
 from blake3 import blake3
 
 from kvsurgery.errors import KVSurgeryError, ProfileError
-from kvsurgery.measure.decoder import decoder_of
 from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
-from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.measure.settling import LATEST, SHARES, settled
 from kvsurgery.measure.training_state import TrainingState
 from kvsurgery.processes import Processes
