@@ -28,6 +28,7 @@ from kvsurgery import console, figure
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
+from kvsurgery.head_kinds import full_heads
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
@@ -118,7 +119,7 @@ def context(layout: Any, room: float) -> int:
 
 def score(scores: np.ndarray, policy: Policy) -> float:
     """The sum of the full heads' scores."""
-    return sum(float(row[list(layer.full_heads)].sum()) for row, layer in zip(scores, policy.layers, strict=True))
+    return sum(float(row[list(full_heads(layer))].sum()) for row, layer in zip(scores, policy.layers, strict=True))
 
 
 def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -22,14 +22,18 @@ from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError, RecipeError
 from kvsurgery.files import write_whole
+from kvsurgery.head_kinds import Rest
 from kvsurgery.repo_id import is_address
 from kvsurgery.templates.kv_layout import Quantization, Selection
 from kvsurgery.typed_toml import check_types, read_table, to_toml
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")
-STREAMING = ("sink", "recent")
-BUDGETED = ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold", "select")
+# by what the remaining heads become: fields that only they use
+OF_REST: dict[Rest, tuple[str, ...]] = {
+    "streaming": ("sink", "recent"),
+    "budgeted": ("budgets_from", "budget", "beta", "window", "kernel_size", "pool", "hold", "select"),
+}
 QUANTIZED = ("kv_scheme", "kv_group_size", "kv_residual", "kv_streaming", "kv_sink", "kv_rotate", "kv_clip")
 # the `kv_bits` that are chosen for each layer; what is then chosen with them, or was not measured
 AUTO = "auto"
@@ -152,7 +156,7 @@ class Recipe:
     sparsity: float | None = None
     threshold: float | None = None
     full_heads: int | None = None
-    rest: Literal["streaming", "budgeted"] | None = None
+    rest: Rest | None = None
     group_reduce: Literal["mean", "max"] = "mean"
 
     sink: int = 64
@@ -246,7 +250,7 @@ class Recipe:
         if self.tp > 1:
             names += ["tp", "tp_uneven"]
         if self.rest:
-            names += ["group_reduce", *(STREAMING if self.rest == "streaming" else BUDGETED)]
+            names += ["group_reduce", *OF_REST[self.rest]]
         if self.kv_bits == AUTO:
             names += ["kv_bits", "kv_budget", *(name for name in QUANTIZED if name not in NOT_AUTO), "kv_measured"]
         elif self.kv_bits is not None:

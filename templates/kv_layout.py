@@ -3,15 +3,13 @@
 Nothing here needs torch: the tool that wrote this checkpoint and the model that runs it share this arithmetic.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # of the `kv_surgery` section that is written; what each version that can be read calls the cache's quantization
 VERSION = 2
 QUANTIZATION = {1: "quantisation", 2: "quantization"}
 MIN_GROUP = 16  # tokens; smaller groups of keys cost more in scales than they save in codes
-# what a head is: it keeps every token, streams, has the model's own sliding window, or has a budget
-KINDS = FULL, STREAMING, WINDOW, BUDGETED = "full", "streaming", "window", "budgeted"
 LINEAR = "linear_attention"  # what `layer_types` of a config calls layers that have a state and no KV cache
 EVERY = 2**30  # the sink of a full head, and more tokens than a row has
 ROTATIONS = "none", "values", "both"
@@ -60,17 +58,26 @@ class Quantization:
         if self.clip is None:
             object.__setattr__(self, "clip", self.bits in (3, 2) or (self.bits, self.scheme) == (4, "per-token"))
 
-    def tiles(self, tokens: int) -> int:
+    # numbers of tokens are integers or arrays of them, thus products in place of `min` and `max`
+
+    def tiles(self, tokens):
         """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""
-        return max(0, tokens - 1 - self.residual) // TILE
+        rest = tokens - 1 - self.residual
+        return rest * (rest > 0) // TILE
 
     def window_tiles(self, recent: int) -> int:
         """Tiles that a window of this many tokens can reach into, however its newest tokens are taken back."""
         return -(-(recent - 1) // TILE)
 
-    def slots(self, capacity: int, sink: int, margin: int = 0) -> int:
+    def slots(self, capacity, sink: int, margin: int = 0):
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
-        return min(capacity, sink + self.residual + TILE + margin)
+        beyond = capacity - sink - self.residual - TILE - margin
+        return capacity - beyond * (beyond > 0)
+
+    def head_bytes(self, tokens, head_dim: int, itemsize: int, margin: int = 0):
+        """Bytes of a head that sees all of its `tokens`, of which `margin` may be taken back."""
+        slots = self.slots(tokens, self.sink, margin)
+        return self.tiles(tokens - self.sink) * self.tile_bytes(head_dim, itemsize) + slots * 2 * head_dim * itemsize
 
     def code_bytes(self, head_dim: int) -> int:
         """Bytes of a token's codes, of keys or of values."""
@@ -145,11 +152,6 @@ class Selection:
     hold: int | None = None
     select: str = ATTENTION
 
-    @property
-    def section(self) -> dict:
-        """The entry in the `kv_surgery` section, without what is not set."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
     def quantizable(self, quantization: Quantization) -> bool:
         """Whether heads that select so can be quantized so. Where budgets hold, every token needs scales of its own: a
         later selection moves its codes, and where tokens share scales, it would quantize them again."""
@@ -164,15 +166,6 @@ class Selection:
         """First tokens that always stay. Where values count there are some: they get much attention, and their values
         are small."""
         return VALUE_SINKS if self.select == VALUE_NORM else 0
-
-    @property
-    def description(self) -> str:
-        """By what a token is chosen, before the number of queries and what they are."""
-        return {
-            ATTENTION: "the attention of",
-            ACCUMULATED: "the attention, summed over all selections so far, of",
-            VALUE_NORM: "the norm of their values times the attention of",
-        }[self.select]
 
 
 @dataclass(frozen=True)
@@ -205,45 +198,9 @@ class LayerLayout:
     chunked: bool = False
     source: int | None = None
 
-    @property
-    def kind(self) -> str:
-        """What the heads are that are not full."""
-        return BUDGETED if self.selection else WINDOW if self.native else STREAMING
-
-    @property
-    def kinds(self) -> "tuple[str | int, ...]":
-        """What each head is, in order: its kind, or its budget in tokens."""
-        budgets = iter(self.budgets)
-        return tuple(
-            kind
-            for full, others in self.blocks
-            for kind in (*[FULL] * full, *(next(budgets, self.kind) for _ in range(others)))
-        )
-
-    @property
-    def section(self) -> dict:
-        """The layer's entry in the `kv_surgery` section."""
-        entry = {"blocks": [list(block) for block in self.blocks]}
-        if self.head_dim is not None:
-            entry["head_dim"] = self.head_dim
-        if self.source is not None:
-            entry["source"] = self.source
-        if not self.heads:
-            return entry
-        if self.selection:
-            return {**entry, "budgets": list(self.budgets)}
-        entry |= {"sink": self.sink, "recent": self.recent}
-        flags = {"native": self.native, "chunked": self.chunked}
-        return {**entry, **{name: True for name, is_set in flags.items() if is_set}}
-
     def in_window(self, i, j):
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
         return i // self.recent == j // self.recent if self.chunked else i - j < self.recent
-
-    @property
-    def full_heads(self) -> tuple[int, ...]:
-        """The original's KV heads that keep every token, in order."""
-        return tuple(head for head, kind in zip(self.order, self.kinds, strict=True) if kind == FULL)
 
     @cached_property
     def heads(self) -> int:
@@ -349,13 +306,11 @@ class LayerLayout:
             tokens += [(count, 0 if self.holds else margin) for count in budgeted]
         else:
             streaming += sum(budgeted) * token
-        tile = how.tile_bytes(head_dim, itemsize)
         if self.quantized_window:
             tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
-            streaming = self.streaming * (tiles * tile + how.slots(total, self.sink, margin) * token)
-        return streaming + sum(
-            how.tiles(count - how.sink) * tile + how.slots(count, how.sink, beyond) * token for count, beyond in tokens
-        )
+            slots = how.slots(total, self.sink, margin)
+            streaming = self.streaming * (tiles * how.tile_bytes(head_dim, itemsize) + slots * token)
+        return streaming + sum(how.head_bytes(count, head_dim, itemsize, beyond) for count, beyond in tokens)
 
 
 def setting(config, name: str):
@@ -461,47 +416,6 @@ class KVLayout:
         ]
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Heads of each kind."""
-        result = dict.fromkeys(KINDS, 0)
-        for layer in self.layers:
-            result[FULL] += layer.full
-            result[layer.kind] += layer.heads - layer.full
-        return result
-
-    @property
-    def description(self) -> str:
-        """What the heads are that are not full, in a sentence without its end; empty where there are none."""
-        layers = [layer for layer in self.layers if layer.full < layer.heads and not layer.native]
-        if not layers:
-            return ""
-        kind, selection = layers[0].kind, layers[0].selection
-        if not selection:
-            return f"{kind} heads keep {layers[0].sink} sink tokens and the {layers[0].recent} most recent ones"
-        mean = sum(sum(layer.budgets) for layer in layers) / self.counts[kind]
-        if selection.hold is not None:
-            return (
-                f"{kind} heads keep {mean:.0f} tokens on average, chosen by {selection.description} the last "
-                f"{selection.window} tokens, these, and at most {selection.hold} tokens since, after which they choose "
-                "again"
-            )
-        return (
-            f"{kind} heads keep {mean:.0f} tokens of the prompt on average, chosen by {selection.description} its last "
-            f"{selection.window} tokens, and everything from those on"
-        )
-
-    @property
-    def section(self) -> dict:
-        """What `from_config` reads of the heads in the `kv_surgery` section."""
-        return {
-            "version": VERSION,
-            "head_dim": self.head_dim,
-            **({"selection": self.selection.section} if self.selection else {}),
-            **({"quantization": quantized} if (quantized := self.quantization_section) else {}),
-            "layers": [layer.section for layer in self.layers],
-        }
-
-    @property
     def selection(self) -> Selection | None:
         """How budgeted heads select; None: the others stream."""
         return next((layer.selection for layer in self.layers if layer.selection), None)
@@ -510,17 +424,6 @@ class KVLayout:
     def quantization(self) -> Quantization | None:
         """How the cache is quantized, that of the first layer that is; None: it is not."""
         return next((layer.quantization for layer in self.layers if layer.quantization), None)
-
-    @property
-    def quantization_section(self) -> dict | None:
-        """The entry of a quantized cache in the `kv_surgery` section: the fields of `Quantization`. One that differs
-        between layers is a list by layer, of which `bits` is None where a layer keeps the model's dtype."""
-        if self.quantization is None:
-            return None
-        unquantized = {**asdict(self.quantization), "bits": None}
-        entries = [asdict(layer.quantization) if layer.quantization else unquantized for layer in self.layers]
-        values = {name: [entry[name] for entry in entries] for name in unquantized}
-        return {name: some[0] if some.count(some[0]) == len(some) else some for name, some in values.items()}
 
     def quantized(self, quantization: Quantization) -> "KVLayout":
         """The same heads with a cache that is quantized so.

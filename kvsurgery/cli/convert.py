@@ -21,7 +21,7 @@ from kvsurgery.cli.recipe_options import (
     write_recipe,
 )
 from kvsurgery.cli.running import chosen_dtype, quiet_transformers, revision_option
-from kvsurgery.recipe import BUDGETED, STREAMING
+from kvsurgery.recipe import OF_REST
 
 if TYPE_CHECKING:
     from kvsurgery.conversion.prepared import PreparedConversion
@@ -182,7 +182,8 @@ def _note_idle(options: dict[str, Any], prepared: PreparedConversion) -> None:
     from kvsurgery import console
 
     used = prepared.policy.recipe.in_use
-    idle = [flag(name) for name in (*STREAMING, *BUDGETED) if options[name] is not None and name not in used]
+    names = (name for of_rest in OF_REST.values() for name in of_rest)
+    idle = [flag(name) for name in names if options[name] is not None and name not in used]
     if idle and prepared.fit is None:
         console.stderr.print(f"no head of this conversion uses {', '.join(idle)}")
 

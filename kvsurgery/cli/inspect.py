@@ -103,6 +103,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
     from kvsurgery.emit.cache_description import describe_bits, describe_hold
+    from kvsurgery.head_kinds import FULL, OTHERS
 
     print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:
@@ -111,9 +112,9 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {how}"]
     else:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
-    full = sum(count for count in surgery.full_heads if count is not None)
+    found = surgery.counts
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
-    others = f"{surgery.budgeted} budgeted" if surgery.budgeted else f"{surgery.streaming} streaming"
+    others = "".join(f", {found[kind]} {kind.name}" for kind in OTHERS if found[kind])
     if quantized := surgery.quantization:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         first = f"the first {quantized['sink']} and " if quantized["sink"] else ""
@@ -121,7 +122,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(f"KV cache in {describe_bits(quantized)}, {kept}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
-    lines.append(f"{full} KV heads full, {others}; full heads per layer: {per_layer}")
+    lines.append(f"{found[FULL]} KV heads full{others}; full heads per layer: {per_layer}")
     if surgery.hold:
         lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
     if refusal := surgery.vllm.get("refusal"):

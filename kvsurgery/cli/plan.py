@@ -13,6 +13,8 @@ from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
+from kvsurgery.head_kinds import BUDGETED, FULL, OTHERS, STREAMING, WINDOW, HeadKind, head_list, kinds_of
+from kvsurgery.layout_section import quantization_section
 from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile
@@ -40,15 +42,14 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
         "policy": {**policy.options, "hash": policy.hash},
         "kv_heads": {
             "eligible": policy.eligible,
-            "full": policy.full,
-            "streaming": policy.streaming,
-            "budgeted": policy.budgeted,
+            **{kind.name: count for kind, count in policy.counts.items() if not kind.own},
         },
         "rounded": policy.rounded,
-        "quantization": policy.layout.quantization_section,
+        "quantization": quantization_section(policy.layout),
         "left_out_of_config": hub_code_keys(checkpoint.config),
         "layers": [
             {
+                "heads": list(head_list(layer)),
                 "full": layer.full,
                 "streaming": layer.streaming,
                 "budgets": list(layer.budgets),
@@ -101,15 +102,15 @@ def width(candidate: Candidate, fit: Fit) -> int:
 def print_plan(facts: Mapping[str, Any]) -> None:
     """Policy, heads of each layer, KV bytes, and what there is to do."""
     print_policy(facts)
-    windows = any(layer["window"] for layer in facts["layers"])
-    budgets = any(layer["budgets"] for layer in facts["layers"])
-    bits = facts["policy"].get("kv_bits") == AUTO
+    found = kinds_of(layer["heads"] for layer in facts["layers"])
+    others = [kind for kind in OTHERS if found[kind]]
+    bits, windows, budgets = facts["policy"].get("kv_bits") == AUTO, WINDOW in found, BUDGETED in found
     columns = [
         "layer",
-        "full",
+        FULL.label,
         *["bits"] * bits,
-        "budgeted" if budgets else "streaming",
-        *["own window"] * windows,
+        *(kind.label for kind in others),
+        *[WINDOW.label] * windows,
         *["budgets"] * budgets,
     ]
     rows = [
@@ -117,12 +118,12 @@ def print_plan(facts: Mapping[str, Any]) -> None:
             index,
             layer["full"],
             *[layer["bits"] or ""] * bits,
-            len(layer["budgets"]) if budgets else layer["streaming"],
+            *(_count(layer["heads"], kind) for kind in others),
             *[layer["window"] or ""] * windows,
             *[_span(layer["budgets"])] * budgets,
         )
         for index, layer in enumerate(facts["layers"])
-        if layer["full"] + layer["streaming"] + len(layer["budgets"])  # linear attention has no heads
+        if layer["heads"]  # linear attention has none
     ]
     console.stdout.print(console.table("KV heads per layer", columns, rows))
     print_kv_bytes(facts)
@@ -131,6 +132,12 @@ def print_plan(facts: Mapping[str, Any]) -> None:
         f"{tensors['moved']} tensors permuted, {tensors['copied']} copied; "
         f"{console.size(facts['bytes_to_write'])} to write"
     )
+
+
+def _count(heads: list[str | int], kind: HeadKind) -> int:
+    """Heads of a kind in a layer; those with the model's own window stream too."""
+    counts = kinds_of([heads])
+    return counts[kind] + (counts[WINDOW] if kind is STREAMING else 0)
 
 
 def _span(budgets: list[int]) -> str:
@@ -142,9 +149,9 @@ def print_policy(facts: Mapping[str, Any]) -> None:
     policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
     apart = ("hash", "method", "rest", "reform")
     options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in apart)
-    kind, count = ("have budgets", heads["budgeted"]) if heads["budgeted"] else ("stream", heads["streaming"])
-    every = heads["eligible"]
-    changed = f"{count} of {every} KV heads {kind}" if count else f"all {every} KV heads stay full"
+    every, others = heads["eligible"], [kind for kind in OTHERS if heads[kind.name]]
+    changed = ", ".join(f"{heads[kind.name]} of {every} KV heads {kind.verb}" for kind in others)
+    changed = changed or f"all {every} KV heads stay full"
     lines = [f"{facts['source']}, {facts['family']}: {changed}" + (f" ({options})" if options else "")]
     if profile:
         lines.append(f"profile: {profile['method']}, measured on {profile['base_model']}")

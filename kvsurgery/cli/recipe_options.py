@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Several, Tokens, flag, in_group
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
 from kvsurgery.files import check_file
+from kvsurgery.head_kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
 from kvsurgery.templates.kv_layout import SELECTS
 
@@ -108,7 +109,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             "head full.  [default: (what the profile was measured for)]",
         ),
         "rest": (
-            click.Choice(["streaming", "budgeted"]),
+            click.Choice(get_args(Rest)),
             "How the remaining heads behave.  [default: (as --method)]",
         ),
         "group_reduce": (

@@ -20,7 +20,9 @@ from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.templates.kv_layout import BUDGETED, STREAMING, KVLayout, text_config
+from kvsurgery.head_kinds import BUDGETED, STREAMING, HeadKind, counts, head_list, kinds_of
+from kvsurgery.layout_section import quantization_section
+from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast
 
@@ -75,6 +77,12 @@ class Surgery:
     options: Mapping[str, Any] | None = None
     tool: str | None = None
     revertible: bool = False
+
+    @property
+    def counts(self) -> Counter[HeadKind]:
+        """Number of KV heads of each kind in layers with full attention."""
+        layers = zip(self.heads, self.full_heads, strict=True)
+        return kinds_of(heads for heads, full in layers if full is not None)
 
 
 @dataclass(frozen=True)
@@ -242,13 +250,13 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
-    heads = tuple(layer.kinds for layer in layout.attended)
+    heads, of_kind = tuple(map(head_list, layout.attended)), counts(layout)
     surgery = Surgery(
         full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),
         heads=heads,
-        streaming=layout.counts[STREAMING],
-        budgeted=layout.counts[BUDGETED],
-        quantization=layout.quantization_section,
+        streaming=of_kind[STREAMING],
+        budgeted=of_kind[BUDGETED],
+        quantization=quantization_section(layout),
         reform=asdict(reform) if reform else None,
         kv_dtype=loaded_dtype(config),
         kv_bytes=tuple(kv_table(config)),

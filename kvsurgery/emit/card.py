@@ -12,6 +12,8 @@ from typing import Any
 from kvsurgery.console import size
 from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.emit.config import auto_class
+from kvsurgery.head_kinds import OTHERS, unquantized
+from kvsurgery.layout_section import quantization_section
 from kvsurgery.lengths import length_name, lengths_of
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
@@ -116,8 +118,7 @@ def model_card(
         + _serving(config),
         eligible=policy.eligible,
         full=policy.full,
-        streaming=policy.streaming,
-        budgeted=policy.budgeted,
+        other_heads="\n".join(f"| {kind.heads} | {policy.counts[kind]} |" for kind in OTHERS),
         profile=_profile(profile),
         policy_hash=policy.hash[:16],
         # as sha256sum has them
@@ -157,20 +158,19 @@ def _profile(profile: HeadProfile | None) -> str:
 
 def _others(policy: Policy) -> str:
     """What the heads that are not full keep, as the end of a sentence."""
-    kind, heads, keep = policy.layout.description.partition(" heads ")
-    return f", **{kind}{heads.rstrip()}** {keep}" if keep else "; in this checkpoint, all heads are retrieval heads"
+    for kind in OTHERS:
+        if layers := [layer for layer in policy.layers if kind.count(layer)]:
+            return f", **{kind.heads}** {kind.sizes(layers)}"
+    return "; in this checkpoint, all heads are retrieval heads"
 
 
 def _quantized(policy: Policy) -> str:
     """How the cache is quantized, as the end of a sentence."""
-    section = policy.layout.quantization_section
+    section = quantization_section(policy.layout)
     if section is None:
         return ""
-    layers, excepted = policy.layout.layers, ""
-    if any(layer.budgets and not layer.quantized_budgets for layer in layers):
-        excepted = ", except in budgeted heads"
-    elif any(layer.streaming and not layer.quantized_window for layer in layers):
-        excepted = ", except in streaming heads"
+    kinds = " and ".join(kind.heads for kind in unquantized(policy.layout))
+    excepted = f", except in {kinds}" if kinds else ""
     return (
         f". The first {section['sink']} and at least the newest {section['residual']} tokens stay in the model's "
         f"dtype; the other tokens are stored in {describe_bits(section)}{excepted}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import CheckpointError
+from kvsurgery.layout_section import layout_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.templates.kv_layout import LINEAR, text_config
 
@@ -46,7 +47,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     if family.has_linear_layers:
         text["layer_types"] = [LINEAR if window == 0 else "full_attention" for window in family.windows(config)]
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
-    section = policy.layout.section
+    section = layout_section(policy.layout)
     layers = section.pop("layers")
     reform = {"reform": asdict(policy.reform)} if policy.reform else {}
     result["kv_surgery"] = {**section, **reform, "layers": layers}

@@ -108,14 +108,8 @@ def fit(
     hows = quantizations(priced, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
     stored = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
     prices = Prices(footprint, demand, stored, scores, hows, run, losses)
-    if priced.rest == "streaming":
-        candidates = [*prices.streaming(range(0, prices.heads + 1, run), recipe.sink, recipe.recent)]
-    else:
-        followed = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
-        candidates = [
-            *prices.streaming([prices.heads], 0, 1),
-            *prices.budgeted(followed, beta, recipe.selection),
-        ]
+    followed = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
+    candidates = [*prices.candidates(priced, followed, beta)]
     fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
     if not fitting:
         raise _nothing_fits(candidates, footprint, demand)

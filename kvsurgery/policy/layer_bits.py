@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import full_heads
 from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.recipe import Recipe
-from kvsurgery.templates.kv_layout import FULL, KVLayout, Quantization
+from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 # bits that a value counts as where a layer keeps the model's dtype
 UNQUANTIZED = 16
@@ -29,7 +30,7 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
     """
     if recipe.rest == "budgeted":
         raise PolicyError("`kv_bits` auto is for full heads: budgeted heads are not measured; give a width")
-    if not layout.counts[FULL]:
+    if not any(layer.full for layer in layout.layers):
         raise PolicyError("`kv_bits` auto is for full heads, and this policy has none; leave it out")
     hows: dict[int, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
@@ -45,17 +46,17 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
     if recipe.kv_budget < widths[0]:
         raise PolicyError(f"`kv_budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
     expected = [
-        np.zeros(losses.heads["streaming"].shape) if hows[bits] is None else losses.expected(str(bits))
-        for bits in widths
+        np.zeros((losses.model.layers, losses.model.kv_heads)) if how is None else losses.expected(str(bits))
+        for bits, how in sorted(hows.items())
     ]
     quantized = [place for place, layer in enumerate(layout.layers) if layer.full]
-    heads = [[*layout.layers[place].full_heads] for place in quantized]
+    heads = [[*full_heads(layout.layers[place])] for place in quantized]
     harms = [
         [float(each[place, some].sum()) for each in expected] for place, some in zip(quantized, heads, strict=True)
     ]
     costs = [[bits * len(some) for bits in widths] for some in heads]
     # budgets are decimal fractions
-    most = int(recipe.kv_budget * layout.counts[FULL] + 1e-6)
+    most = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
     chosen = dict(zip(quantized, least_loss(harms, costs, most), strict=True))
     layers = tuple(
         replace(layer, quantization=hows[widths[chosen[place]]] if place in chosen else None)

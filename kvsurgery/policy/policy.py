@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import BUDGETED, FULL, HeadKind, Rest, counts
+from kvsurgery.layout_section import quantization_section, selection_section
 from kvsurgery.policy.budgets import BETA, allocate_budgets
 from kvsurgery.policy.layer_bits import with_layer_bits
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks
@@ -23,9 +25,6 @@ from kvsurgery.profile.methods import MAX_BUDGET, METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
     ACCUMULATED,
-    BUDGETED,
-    FULL,
-    STREAMING,
     TILE,
     KVLayout,
     LayerLayout,
@@ -80,8 +79,8 @@ class Policy:
             }
             for layer in self.layers
         ]
-        content: list[Any] = [layers, self.selection and self.selection.section]
-        content += [part for part in (self.layout.quantization_section, self.reform and asdict(self.reform)) if part]
+        content: list[Any] = [layers, self.selection and selection_section(self.selection)]
+        content += [part for part in (quantization_section(self.layout), self.reform and asdict(self.reform)) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -94,25 +93,20 @@ class Policy:
         """How heads store all but their newest tokens, in the first layer that quantizes them; None: as they are."""
         return self.layout.quantization
 
+    @cached_property
+    def counts(self) -> dict[HeadKind, int]:
+        """Number of KV heads of each kind."""
+        return counts(self.layout)
+
     @property
     def eligible(self) -> int:
         """KV heads in full-attention layers."""
-        return self.full + self.streaming + self.budgeted
+        return sum(count for kind, count in self.counts.items() if not kind.own)
 
     @property
     def full(self) -> int:
         """KV heads that keep every token."""
-        return self.layout.counts[FULL]
-
-    @property
-    def streaming(self) -> int:
-        """KV heads in full-attention layers that stream."""
-        return self.layout.counts[STREAMING]
-
-    @property
-    def budgeted(self) -> int:
-        """KV heads that have a budget."""
-        return self.layout.counts[BUDGETED]
+        return self.counts[FULL]
 
 
 def decide(
@@ -210,7 +204,7 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
     return replace(recipe, **values).trimmed()
 
 
-def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Literal["streaming", "budgeted"]:
+def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest:
     """What heads that are not full become, where a recipe does not say."""
     return "budgeted" if budgets else METHODS[profile.method].rest
 
@@ -267,7 +261,8 @@ def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> 
             f"`kv_streaming` is for windows of at least {least} tokens, and the longest has {max(windows)}; leave it "
             "out"
         )
-    if not layout.counts[FULL] + layout.counts[BUDGETED] and not quantization.streaming:
+    of_kind = counts(layout)
+    if not of_kind[FULL] + of_kind[BUDGETED] and not quantization.streaming:
         raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
     return layout
 

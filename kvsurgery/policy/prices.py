@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log1p
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import Rest
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.tensor_parallel import arrange
@@ -50,7 +51,7 @@ class Candidate:
     """
 
     full_heads: int
-    rest: Literal["streaming", "budgeted"]
+    rest: Rest
     budget: int | None
     quantization: Quantization | None
     kv_bytes: int
@@ -112,6 +113,14 @@ class Prices:
         }
         chunks = min(demand.chunk, demand.prompt), demand.prompt
         self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
+
+    def candidates(self, recipe: Recipe, followed: np.ndarray, beta: float | None) -> Iterator[Candidate]:
+        """Candidates whose other heads become what a recipe says; budgets follow scores float32 [layers, kv_heads]."""
+        if recipe.rest == "streaming":
+            yield from self.streaming(range(0, self.heads + 1, self.run), recipe.sink, recipe.recent)
+        else:
+            yield from self.streaming([self.heads], 0, 1)  # every head full
+            yield from self.budgeted(followed, beta, recipe.selection)
 
     def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
         """Candidates with this many full heads, whose others stream."""
@@ -198,15 +207,13 @@ class Prices:
         return layout.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
 
     def _bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
-        """Bytes of one sequence's heads that keep this many tokens each: `LayerLayout.kv_bytes` of many at once."""
-        itemsize, head_dim = self.footprint.itemsize, self.footprint.model.head_dim
-        token = 2 * head_dim * itemsize
+        """Bytes of one sequence's heads that keep this many tokens each."""
+        head_dim, itemsize = self.footprint.model.head_dim, self.footprint.itemsize
         if quantization is None:
-            return int(tokens.sum()) * token
-        unpacked = min(quantization.sink + quantization.residual, MAX_TOKENS)
-        tiles = np.maximum(tokens - 1 - unpacked, 0) // kv_layout.TILE
-        slots = np.minimum(tokens, unpacked + kv_layout.TILE)
-        return int(tiles.sum()) * quantization.tile_bytes(head_dim, itemsize) + int(slots.sum()) * token
+            return int(tokens.sum()) * 2 * head_dim * itemsize
+        # no more tokens than 64 bits can add
+        sink, residual = (min(kept, MAX_TOKENS) for kept in (quantization.sink, quantization.residual))
+        return int(replace(quantization, sink=sink, residual=residual).head_bytes(tokens, head_dim, itemsize).sum())
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
         """Bytes that a prefill takes beside keys and values: unquantized, quantized, and for each budgeted head."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvsurgery.head_kinds import Rest
+
 
 @dataclass(frozen=True)
 class Method:
@@ -19,7 +21,7 @@ class Method:
 
     kind: Literal["gate", "importance", "share", "budget", "choice", "rank"]
     most: float | None
-    rest: Literal["streaming", "budgeted"]
+    rest: Rest
 
     @property
     def divides(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from kvsurgery.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
+from kvsurgery.head_kinds import FULL, HeadKind, kinds_of
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
-from kvsurgery.report.headlines import decode_ratios, kinds_of_heads, longest
+from kvsurgery.report.headlines import decode_ratios, longest
 
 NOTHING = "–"
 
@@ -76,13 +76,13 @@ def _setting(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Sequen
     return TableRow(name, "", cells)
 
 
-def _kinds(entry: Entry) -> Counter[str]:
-    return kinds_of_heads(entry.checkpoint["surgery"]["heads"])
+def _counts(entry: Entry) -> dict[HeadKind, int]:
+    """Number of KV heads of each kind that a policy decides."""
+    return {kind: count for kind, count in kinds_of(entry.checkpoint["surgery"]["heads"]).items() if not kind.own}
 
 
 def _eligible(entry: Entry) -> int:
-    kinds = _kinds(entry)
-    return kinds.total() - kinds["window"]
+    return sum(_counts(entry).values())
 
 
 def _all_heads(entry: Entry) -> Cell:
@@ -90,11 +90,11 @@ def _all_heads(entry: Entry) -> Cell:
 
 
 def _full_heads(entry: Entry) -> Cell:
-    return Cell(f"{_kinds(entry)['full']:,} of {_eligible(entry):,}")
+    return Cell(f"{_counts(entry).get(FULL, 0):,} of {_eligible(entry):,}")
 
 
 def _other_heads(entry: Entry) -> Cell:
-    counts = [f"{count:,} {kind}" for kind, count in _kinds(entry).items() if kind not in ("full", "window")]
+    counts = [f"{count:,} {kind.name}" for kind, count in _counts(entry).items() if kind is not FULL]
     return Cell(", ".join(counts) or NOTHING)
 
 

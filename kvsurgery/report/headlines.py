@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from kvsurgery.bench.results import Bench
 from kvsurgery.console import size
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
+from kvsurgery.head_kinds import BUDGETED, FULL, KINDS, kinds_of
 from kvsurgery.report.findings import verdict
 
 
@@ -33,23 +33,12 @@ def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | 
     return f"Converted{origin} to a head-level KV cache. {shown}"
 
 
-def kinds_of_heads(heads: Sequence[Sequence[str | int]]) -> Counter[str]:
-    """How many KV heads of all layers are of each kind; those with a budget are "budgeted"."""
-    return Counter("budgeted" if isinstance(kind, int) else kind for layer in heads for kind in layer)
-
-
 def conversion(checkpoint: Mapping[str, Any]) -> str:
     """Model, kinds of heads and bits."""
     surgery, shape = checkpoint["surgery"], checkpoint["dimensions"]
-    kinds = kinds_of_heads(surgery["heads"])
-    says = {
-        "full": "keep every token",
-        "streaming": "keep the first and the most recent tokens (streaming)",
-        "budgeted": "keep a budget of tokens",
-        "window": "keep the model's own sliding window",
-    }
-    parts = [f"{kinds[kind]:,} {does}" for kind, does in says.items() if kinds[kind]]
-    text = f"Of {kinds.total():,} KV heads, {', '.join(parts)}."
+    counts = kinds_of(surgery["heads"])
+    parts = [f"{counts[kind]:,} {kind.keeps}" for kind in KINDS if counts[kind]]
+    text = f"Of {counts.total():,} KV heads, {', '.join(parts)}."
     if shape:
         text = f"{checkpoint['model_type']} with {shape['layers']} layers of {shape['kv_heads']} KV heads. {text}"
     if quantized := surgery["quantization"]:
@@ -66,14 +55,12 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
 
 def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
     """Per layer, how many KV heads are of each kind that the model has, and the span of budgets."""
-    names = {"full": "full", "streaming": "streaming", "window": "own window"}
-    present = {kind for layer in heads for kind in layer}
-    rows = []
-    for kinds in heads:
-        row: dict[str, str | int] = {name: kinds.count(kind) for kind, name in names.items() if kind in present}
-        budgets = [kind for kind in kinds if isinstance(kind, int)]
-        if any(isinstance(kind, int) for kind in present):
-            row["budgeted"] = len(budgets)
+    present, rows = kinds_of(heads), []
+    for layer in heads:
+        counts = kinds_of([layer])
+        row: dict[str, str | int] = {kind.label: counts[kind] for kind in KINDS if kind in present}
+        budgets = [head for head in layer if isinstance(head, int)]
+        if BUDGETED in present:
             row["budgets"] = f"{min(budgets):,} to {max(budgets):,}" if budgets else ""
         rows.append(row)
     return rows
@@ -87,9 +74,9 @@ def tiles(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench |
 def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
     if not surgery:
         return
-    full = sum(count for count in surgery["full_heads"] if count is not None)
-    eligible = full + surgery["streaming"] + surgery["budgeted"]
-    yield Tile(f"{full:,} of {eligible:,}", "KV heads keep every token")
+    layers = zip(surgery["heads"], surgery["full_heads"], strict=True)
+    counts = kinds_of(heads for heads, full in layers if full is not None)
+    yield Tile(f"{counts[FULL]:,} of {counts.total():,}", f"KV heads {FULL.keeps}")
     row = surgery["kv_bytes"][-1]  # at the model's own maximum
     ratio = row["after"] / row["before"]
     yield Tile(size(row["after"]), f"of KV cache at {row['tokens']} tokens, {ratio:.0%} of {size(row['before'])}")

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsurgery.console import size
+from kvsurgery.head_kinds import BUDGETED, KINDS, kind_of, kinds_of
 from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above, plain_size
 from kvsurgery.report.colours import LIGHT
-from kvsurgery.report.headlines import kinds_of_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,14 +22,14 @@ LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(),
 def head_map(surgery: Mapping[str, Any]) -> Chart:
     """What each KV head keeps: layers across, the original's heads down."""
     heads = surgery["heads"]
-    counts = kinds_of_heads(heads)
-    said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    counts = kinds_of(heads)
+    said = ", ".join(f"{count} {kind.name}" for kind, count in counts.items())
     alt = f"Map of {len(heads)} layers by {max(map(len, heads))} KV heads: {said}. See the table of layers."
     height = min(max(0.17 * max(map(len, heads)), 1.0), 4) + 0.7
     order = "the original's order" if surgery["revertible"] else "the converted model's order"
     panel = Panel("KV heads by kind", alt, partial(_draw_heads, heads), height)
     note = f"Columns are layers and rows are KV heads, in {order}."
-    if counts["budgeted"]:
+    if counts[BUDGETED]:
         note += " A stronger blue means a larger budget."
     return Chart("heads", (panel,), note=note)
 
@@ -39,35 +39,32 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     from matplotlib.path import Path
     from matplotlib.transforms import Affine2D
 
-    budgets = [kind for layer in heads for kind in layer if isinstance(kind, int)]
+    budgets = [head for layer in heads for head in layer if isinstance(head, int)]
     least, most = (min(budgets), max(budgets)) if budgets else (0, 0)
-    blue = LIGHT["converted"]
-    looks = {
-        "full": {"facecolor": blue},
-        "streaming": {"facecolor": LIGHT["streaming"]},
-        "window": {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6},
-    }
 
-    def look(kind: str | int) -> dict[str, Any]:
-        if not isinstance(kind, int):
-            return looks[kind]
+    def look(head: str | int) -> dict[str, Any]:
+        colour = kind_of(head).colour
+        if colour is None:
+            return {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6}
+        if not isinstance(head, int):
+            return {"facecolor": LIGHT[colour]}
         # of few levels, so that a page stays small
-        level = round((kind - least) / max(most - least, 1) * (LEVELS - 1)) / (LEVELS - 1)
-        return {"facecolor": blue, "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
+        level = round((head - least) / max(most - least, 1) * (LEVELS - 1)) / (LEVELS - 1)
+        return {"facecolor": LIGHT[colour], "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
 
     cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
     square = cell.transform_path(Path.unit_rectangle())
     cells: dict[tuple, list[Path]] = {}
-    for layer, kinds in enumerate(heads):
-        for head, kind in enumerate(kinds):
-            place = Affine2D().translate(layer, head)
-            cells.setdefault(tuple(look(kind).items()), []).append(place.transform_path(square))
+    for column, layer in enumerate(heads):
+        for row, head in enumerate(layer):
+            place = Affine2D().translate(column, row)
+            cells.setdefault(tuple(look(head).items()), []).append(place.transform_path(square))
     for appearance, paths in cells.items():
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), **{"lw": 0, **dict(appearance)}))
-    found = {kind for layer in heads for kind in layer}
-    names: dict[str | int, str] = {kind: "own window" if kind == "window" else kind for kind in looks if kind in found}
-    names |= {budget: f"budget {budget:,}" for budget in sorted({least, most} if budgets else ())}
-    names_above(axes, 4, [Patch(label=name, **look(kind)) for kind, name in names.items()])
+    found = {head for layer in heads for head in layer}
+    labels: dict[str | int, str] = {kind.name: kind.label for kind in KINDS if kind.name in found}
+    labels |= {budget: f"budget {budget:,}" for budget in sorted({least, most} if budgets else ())}
+    names_above(axes, 4, [Patch(label=label, **look(head)) for head, label in labels.items()])
     axes.set_xlim(-0.6, len(heads) - 0.4)
     axes.set_ylim(max(map(len, heads)) - 0.4, -0.6)
     axes.grid(False)

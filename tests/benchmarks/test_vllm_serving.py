@@ -25,7 +25,7 @@ def test_conversions_have_the_shares_of_full_heads_that_are_asked_for(tmp_path: 
     assert [*folders] == ["dense", "25% full", "50% full"]
     layouts = [KVLayout.from_config(read_config(folder)) for name, folder in folders.items() if name != "dense"]
     heads = sum(layer.heads for layer in layouts[0].layers)
-    assert [layout.counts["full"] for layout in layouts] == [heads // 4, heads // 2]
+    assert [sum(layer.full for layer in layout.layers) for layout in layouts] == [heads // 4, heads // 2]
     assert {(layer.sink, layer.recent) for layout in layouts for layer in layout.layers} == {(4, 8)}
 
 

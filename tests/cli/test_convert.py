@@ -192,6 +192,8 @@ class TestDryRun:
         assert [[layer["full"], layer["streaming"]] for layer in plan["layers"]] == [
             layer["blocks"][0] for layer in emitted
         ]
+        heads = [["full"] * full + ["streaming"] * others for full, others in (layer["blocks"][0] for layer in emitted)]
+        assert [layer["heads"] for layer in plan["layers"]] == heads
         assert plan["kv_heads"] == {"eligible": 6, "full": 2, "streaming": 4, "budgeted": 0}
         assert plan["bytes_to_write"] == written["bytes"] + sum(
             len(content) for name, content in tree(here / "out").items() if name in emitted_names(here / "out")

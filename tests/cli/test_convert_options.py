@@ -114,6 +114,7 @@ class TestOptions:
         HeadProfile([[1, 2, 3], [4, 50, 0]], "budgets", "kv", "llama", MODEL).save("budgets.safetensors")
         facts = json.loads(done("convert", "--profile", "budgets.safetensors", "--dry-run", "--json").out)
         assert [layer["budgets"] for layer in facts["layers"]] == [[1, 2, 3], [4, 50, 0]]
+        assert [layer["heads"] for layer in facts["layers"]] == [[1, 2, 3], [4, 50, 0]]
 
     def test_budgets_that_hold(self, here: Path) -> None:
         command = ("convert", "llama", "--profile", PROFILE, "--rest", "budgeted", "--budget", 100, "--hold")

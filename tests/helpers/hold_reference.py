@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from kvsurgery.head_kinds import head_list
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
 
@@ -186,7 +187,7 @@ class HoldReference:
 
 def budgets(layer: LayerLayout) -> dict[int, int]:
     """The budget of each KV head that has one, in the order of the emitted model."""
-    return {head: kind for head, kind in enumerate(layer.kinds) if isinstance(kind, int)}
+    return {head: kind for head, kind in enumerate(head_list(layer)) if isinstance(kind, int)}
 
 
 def attention(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, **kwargs):

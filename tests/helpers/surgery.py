@@ -17,6 +17,7 @@ from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.config import auto_class
+from kvsurgery.head_kinds import full_heads
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -79,7 +80,7 @@ class Converted:
     def full(self) -> list[list[bool]]:
         """[layer][source KV head]: whether it keeps every token."""
         layers = self.policy.layout.attended
-        return [[head in layer.full_heads for head in range(len(layer.order))] for layer in layers]
+        return [[head in full_heads(layer) for head in range(len(layer.order))] for layer in layers]
 
 
 def recipe_of(

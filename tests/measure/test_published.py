@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.head_kinds import STREAMING
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.importers.duo import import_duo
@@ -70,7 +71,7 @@ def test_headkv(name):
 def test_counts_are_exact_in_spite_of_ties(published, sparsity):
     policy = decide(published, ModelLayers([None] * 32), Recipe(sparsity=sparsity, rest="streaming"))
     heads = 32 * published.model.kv_heads
-    assert policy.streaming == round(sparsity * heads)
+    assert policy.counts[STREAMING] == round(sparsity * heads)
     scores = kv_scores(published)
     full = [scores[n, head] for n, layer in enumerate(policy.layers) for head in layer.order[: layer.full]]
     rest = [scores[n, head] for n, layer in enumerate(policy.layers) for head in layer.order[layer.full :]]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import BUDGETED, full_heads
 from kvsurgery.policy.policy import decide
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.head_profile import HeadProfile
@@ -38,7 +39,7 @@ def cases(draw):
 
 def masks(policy):
     """bool [layers, heads]: what is full, by source head."""
-    return np.array([[head in layer.full_heads for head in range(len(layer.order))] for layer in policy.layers])
+    return np.array([[head in full_heads(layer) for head in range(len(layer.order))] for layer in policy.layers])
 
 
 def layout_of(policy, model):
@@ -66,7 +67,7 @@ def test_every_head_has_one_place_in_blocks_of_equal_size(case, data, uneven):
         assert sorted(layer.order) == list(range(made.model.kv_heads))
         own = layer.blocks
         assert [sum(block) for block in own] == [made.model.kv_heads // blocks] * blocks
-        assert sum(full for full, _ in own) == layer.full == len(layer.full_heads)
+        assert sum(full for full, _ in own) == layer.full == len(full_heads(layer))
         assert len({full for full, _ in own}) <= (2 if uneven else 1)
         assert max(full for full, _ in own) - min(full for full, _ in own) <= 1
         if layer.native:
@@ -131,7 +132,7 @@ def test_processes_hold_budgets_that_differ_by_less_than_a_head(blocks, size, la
     policy = decide(
         made, ModelLayers([None] * layers), Recipe(rest="budgeted", budget=budget, full_heads=full, tp=blocks)
     )
-    if not policy.budgeted:
+    if not policy.counts[BUDGETED]:
         return
     layout, largest = layout_of(policy, made.model), max(max(layer.budgets, default=0) for layer in policy.layers)
     prompt = largest + 100

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import BUDGETED, full_heads
 from kvsurgery.policy.fit import fit, pareto
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import decide
@@ -92,9 +93,9 @@ def share(profile, windows, policy, demand):
         budgets = iter(layer.budgets or ())
         for head in layer.order:
             whole += of_heads[head]
-            if head in layer.full_heads:
+            if head in full_heads(layer):
                 part = fidelity
-            elif layer.kind == "streaming":
+            elif layer.streaming:
                 how = policy.quantization
                 quantized = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
                 part = min(layer.sink + layer.recent, context) / context * (fidelity if quantized else 1)
@@ -139,7 +140,7 @@ class TestCandidates:
             over = candidate.total - (footprint.weights + activations + peak)
             # where processes differ, most of the cache and most of what waits may be in two of them
             head = demand.batch * demand.prompt * 2 * profile.model.head_dim * footprint.itemsize
-            assert 0 <= over <= (head if policy.budgeted and options["tp_uneven"] else 0)
+            assert 0 <= over <= (head if policy.counts[BUDGETED] and options["tp_uneven"] else 0)
             assert policy.rounded == 0
             assert 1 - candidate.loss == pytest.approx(share(profile, windows, policy, demand), abs=1e-9)
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import full_heads
+from kvsurgery.layout_section import layout_section
 from kvsurgery.policy.layer_bits import least_loss
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.head_profile import HeadProfile
@@ -60,7 +62,7 @@ def test_the_best_choice_of_layers(seed: int, budget: float) -> None:
     policy = decided(seed=seed, kv_budget=budget)
     measured = losses(replace(MODEL, layers=LAYERS), seed=seed)
     harm = {bits: measured.expected(str(bits)) for bits in (8, 4, 3, 2)} | {16: np.zeros((LAYERS, 3))}
-    full = {place: [*layer.full_heads] for place, layer in enumerate(policy.layers) if layer.full}
+    full = {place: [*full_heads(layer)] for place, layer in enumerate(policy.layers) if layer.full}
     bits = {place: (policy.layers[place].quantization or Quantization(16, clip=False)).bits for place in full}
 
     def price(widths) -> tuple[float, float]:
@@ -89,7 +91,7 @@ def test_layers_without_full_heads_have_no_width() -> None:
     policy = decided(sparsity=0.8, windows=[None, 32, None, None, None])
     for layer in policy.layers:
         assert bool(layer.full) == (layer.quantization is not None)
-    section = policy.layout.section
+    section = layout_section(policy.layout)
     config = {"kv_surgery": section, "num_hidden_layers": LAYERS, "num_key_value_heads": 3}
     stored = tuple(replace(layer, order=()) for layer in policy.layers)
     assert KVLayout.from_config(config).layers == stored
@@ -102,7 +104,7 @@ def test_a_budget_for_one_width_gives_it() -> None:
     }
     everything = decided(kv_budget=16.0)
     assert everything.quantization is None
-    assert "quantization" not in everything.layout.section
+    assert "quantization" not in layout_section(everything.layout)
 
 
 @pytest.mark.parametrize(

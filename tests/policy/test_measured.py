@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
+from kvsurgery.head_kinds import full_heads
 from kvsurgery.policy.fit import fit
 from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.policy.memory import Footprint
@@ -77,7 +78,7 @@ class TestFit:
         }
         for one in every:
             policy = decide(scored, ModelLayers([None, None]), one.recipe(recipe))
-            full = np.array([[head in layer.full_heads for head in range(3)] for layer in policy.layers])
+            full = np.array([[head in full_heads(layer) for head in range(3)] for layer in policy.layers])
             quantized = 0 if one.bits == 16 else measured.expected(str(one.bits))[full].sum()
             assert one.loss == pytest.approx(quantized + measured.expected("streaming")[~full].sum(), abs=1e-9)
         memory = data.draw(st.integers(min(one.total for one in every), max(one.total for one in every)))

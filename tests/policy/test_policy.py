@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.head_kinds import BUDGETED, STREAMING, head_list
 from kvsurgery.policy.policy import decide, keep_all
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.full_heads import kv_scores
@@ -62,7 +63,7 @@ class TestSelection:
         policy = decide(made, ModelLayers(windows), Recipe(sparsity=float(sparsity)))
         eligible = windows.count(None) * made.model.kv_heads
         streaming = int((sparsity * eligible).quantize(Decimal(1), ROUND_HALF_EVEN))
-        assert policy.streaming == streaming
+        assert policy.counts[STREAMING] == streaming
         assert policy.eligible == eligible
         assert full(policy) == set(ranking(made, windows)[: eligible - streaming])
 
@@ -137,7 +138,7 @@ class TestSelection:
     def test_counts_by_hand(self, sparsity, heads, streaming):
         made = profile(np.linspace(0, 1, heads)[None])
         policy = decide(made, ModelLayers([None]), Recipe(sparsity=sparsity))
-        assert policy.streaming == streaming
+        assert policy.counts[STREAMING] == streaming
         assert policy.layers[0].order[: policy.layers[0].full] == tuple(range(streaming, heads))
 
     def test_ties_fall_to_the_earlier_layer_then_head(self):
@@ -173,13 +174,13 @@ class TestSelection:
 
     def test_threshold_beyond_float32(self):
         made = profile([[0.1, 0.3]])
-        assert decide(made, ModelLayers([None]), Recipe(threshold=1e39)).streaming == 2
-        assert decide(made, ModelLayers([None]), Recipe(threshold=-1e39)).streaming == 0
+        assert decide(made, ModelLayers([None]), Recipe(threshold=1e39)).counts[STREAMING] == 2
+        assert decide(made, ModelLayers([None]), Recipe(threshold=-1e39)).counts[STREAMING] == 0
 
     def test_defaults_are_the_paper_s(self):
         gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
-        assert decide(gqa, ModelLayers([None] * 2)).streaming == 4
-        assert decide(mha, ModelLayers([None] * 2)).streaming == 6
+        assert decide(gqa, ModelLayers([None] * 2)).counts[STREAMING] == 4
+        assert decide(mha, ModelLayers([None] * 2)).counts[STREAMING] == 6
         assert {(layer.sink, layer.recent) for layer in decide(gqa, ModelLayers([None] * 2)).layers} == {(64, 256)}
 
 
@@ -297,7 +298,7 @@ class TestBudgets:
         policy = decide(made, ModelLayers([None, None]), Recipe(budget=100, beta=2))
         # share 50, pool 50 x 4 by 4 2 1 1 of 8
         assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
-        assert (policy.full, policy.streaming, policy.budgeted) == (0, 0, 4)
+        assert (policy.full, policy.counts[STREAMING], policy.counts[BUDGETED]) == (0, 0, 4)
         assert policy.options["rest"] == "budgeted"
         assert policy.options["window"] == policy.selection.window == 8
 
@@ -365,10 +366,10 @@ class TestBudgets:
 
     def test_native_layers_have_none(self):
         policy = decide(profile([[0.1, 0.9], [0.4, 0.4]]), ModelLayers([5, None]), Recipe(rest="budgeted", budget=10))
-        assert policy.layers[0].kind == "window"
+        assert head_list(policy.layers[0]) == ("window", "window")
         assert policy.layers[0].native
         assert sum(policy.layers[1].budgets) == 20
-        assert (policy.eligible, policy.budgeted) == (2, 2)
+        assert (policy.eligible, policy.counts[BUDGETED]) == (2, 2)
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.layout_section import layout_section
 from kvsurgery.measure.cache_losses import cache_losses
 from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
@@ -44,7 +45,7 @@ def test_layers_with_chunks_stay_as_they_are(mixed):
     converted = mixed("llama4")
     layout = KVLayout.from_config(converted.model.config)
     assert [layer.chunked for layer in layout.layers] == [True, False] * 2
-    assert layout.layers[0].section == {
+    assert layout_section(layout)["layers"][0] == {
         **{"blocks": [[0, 4]], "sink": 0, "recent": CHUNK},
         **{"native": True, "chunked": True},
     }

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache
 
+from kvsurgery.layout_section import layout_section
 from kvsurgery.templates import kv_hold, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache
@@ -370,7 +371,7 @@ def test_the_first_tokens_stay_where_values_count(held, dtype):
 def test_without_hold_nothing_is_selected_again(held):
     held.config.kv_surgery["selection"] = {"window": WINDOW, "kernel_size": 3, "pool": "max"}
     layout = KVLayout.from_config(held.config)
-    assert "hold" not in layout.section["selection"]
+    assert "hold" not in layout_section(layout)["selection"]
     assert layout.kv_bytes(1, 20, 100) - layout.kv_bytes(1, 20, 0) == 16 * 100 * 2 * layout.head_dim * 2
 
 

@@ -2,6 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
+from kvsurgery.layout_section import layout_section
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 
@@ -127,24 +128,6 @@ BUDGETS = {"blocks": [[1, 3]], "budgets": [5, 7, 9]}
 SELECTION = {"window": 4, "kernel_size": 3, "pool": "avg"}
 
 
-def test_every_head_has_a_kind():
-    layout = KVLayout.from_config(config())
-    assert [layer.kinds for layer in layout.layers] == [
-        ("full", "streaming", "streaming", "streaming"),
-        ("full",) * 4,
-        ("window",) * 4,
-    ]
-    assert layout.counts == {"full": 5, "streaming": 3, "window": 4, "budgeted": 0}
-    assert layout.description == "streaming heads keep 4 sink tokens and the 16 most recent ones"
-    native = config()["kv_surgery"]["layers"][2]
-    layers = [BUDGETS, {"blocks": [[2, 2]], "budgets": [8, 8]}, native]
-    layout = KVLayout.from_config(config(layers, selection=SELECTION))
-    assert layout.layers[0].kinds == ("full", 5, 7, 9)
-    assert layout.counts == {"full": 3, "streaming": 0, "window": 4, "budgeted": 5}
-    assert layout.description.startswith("budgeted heads keep 7 tokens of the prompt on average, ")
-    assert KVLayout.from_config(config([{"blocks": [[4, 0]], "sink": 0, "recent": 1}] * 3)).description == ""
-
-
 @pytest.mark.parametrize(
     "section",
     [
@@ -157,4 +140,4 @@ def test_every_head_has_a_kind():
 )
 def test_a_section_is_read_and_written_alike(section):
     whole = config(**section)
-    assert KVLayout.from_config(whole).section == whole["kv_surgery"]
+    assert layout_section(KVLayout.from_config(whole)) == whole["kv_surgery"]

@@ -86,7 +86,7 @@ def test_other_heads_and_blocks(checkpoint, tmp_path, family, options):
 def test_a_cache_that_is_quantized_on_request(checkpoint, mixed, tmp_path, family):
     converted, ids = convert_folder(checkpoint(family), tmp_path / "out", kv_bits=4), tokens(1, 300)
     assert converted.model.config.kv_surgery["quantization"]["bits"] == 4
-    assert KVLayout.from_config(converted.model.config).quantization_section["bits"] == 4
+    assert KVLayout.from_config(converted.model.config).quantization.bits == 4
     options = {**GREEDY, "cache_implementation": "quantized"}
     expected = converted.model.generate(ids, **GREEDY)
     assert converted.model.generate(ids, **options).equal(expected)

@@ -14,6 +14,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.head_kinds import STREAMING, full_heads
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.policy.fit import fit
 from kvsurgery.policy.memory import Footprint
@@ -62,9 +63,9 @@ def test_a_head_keeps_what_any_of_its_layers_needs(checkpoint, family, layer):
     profile = scored(checkpoint(family), layer)
     assert kv_scores(profile, sources=layers.sources)[1].tolist() == pytest.approx([0.1, 1, 0.1, 1])
     policy = decide(profile, layers, Recipe(full_heads=2))
-    assert [each.full_heads for each in policy.layout.attended] == [(), (1, 3), (), (1, 3), (), (1, 3)]
+    assert [full_heads(each) for each in policy.layout.attended] == [(), (1, 3), (), (1, 3), (), (1, 3)]
     assert policy.orders == ((0, 1, 2, 3), (1, 3, 0, 2)) + ((0, 1, 2, 3), (1, 3, 0, 2)) * 2
-    assert (policy.full, policy.streaming) == (2, 2)
+    assert (policy.full, policy.counts[STREAMING]) == (2, 2)
 
 
 @families

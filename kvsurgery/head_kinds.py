@@ -1,0 +1,159 @@
+"""The kinds of KV heads: their names and words, and how many heads of a layout are of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsurgery.templates.kv_layout import ACCUMULATED, ATTENTION, VALUE_NORM, KVLayout, LayerLayout
+
+# what the remaining heads of layers with full attention become
+Rest = Literal["streaming", "budgeted"]
+# by what budgeted heads choose tokens, before "the last 8 tokens"
+CHOSEN_BY = {
+    ATTENTION: "the attention of",
+    ACCUMULATED: "the attention, summed over all selections so far, of",
+    VALUE_NORM: "the norm of their values times the attention of",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKind:
+    """A kind of KV head.
+
+    Attributes:
+        name: in recipes and facts.
+        keeps: what such heads do, after their number.
+        count: number of heads of this kind in a layer.
+        quantized: whether those are quantized, in a layer that has a quantized cache.
+        colour: on the report's map of heads; None: an outline.
+        label: in tables and legends.
+        own: whether it comes from the model, so that no policy decides it.
+    """
+
+    name: str
+    keeps: str
+    count: Callable[[LayerLayout], int]
+    quantized: Callable[[LayerLayout], bool]
+    colour: str | None
+    label: str
+    own: bool = False
+
+    @property
+    def heads(self) -> str:
+        """Such heads, in words."""
+        return f"heads with the model's {self.label}" if self.own else f"{self.name} heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherKind(HeadKind):
+    """A kind that a policy gives to heads that are not full.
+
+    Attributes:
+        verb: what such heads do, in a word or two after their number.
+        sizes: what the heads of some layers keep, in tokens, after `heads`.
+    """
+
+    verb: str
+    sizes: Callable[[Sequence[LayerLayout]], str]
+
+
+def _streaming_sizes(layers: Sequence[LayerLayout]) -> str:
+    return f"keep {layers[0].sink} sink tokens and the {layers[0].recent} most recent ones"
+
+
+def _budgeted_sizes(layers: Sequence[LayerLayout]) -> str:
+    selection = layers[0].selection
+    assert selection is not None  # as there are budgets
+    budgets = [budget for layer in layers for budget in layer.budgets]
+    mean, chosen = f"{sum(budgets) / len(budgets):.0f} tokens", f"chosen by {CHOSEN_BY[selection.select]}"
+    if selection.hold is not None:
+        return (
+            f"keep {mean} on average, {chosen} the last {selection.window} tokens, these, and at most {selection.hold} "
+            "tokens since, after which they choose again"
+        )
+    return (
+        f"keep {mean} of the prompt on average, {chosen} its last {selection.window} tokens, and everything from those "
+        "on"
+    )
+
+
+FULL = HeadKind(
+    name="full",
+    keeps="keep every token",
+    count=lambda layer: layer.full,
+    quantized=lambda layer: True,
+    colour="converted",
+    label="full",
+)
+STREAMING = OtherKind(
+    name="streaming",
+    keeps="keep the first and the most recent tokens (streaming)",
+    count=lambda layer: 0 if layer.native else layer.streaming,
+    quantized=lambda layer: layer.quantized_window,
+    colour="streaming",
+    label="streaming",
+    verb="stream",
+    sizes=_streaming_sizes,
+)
+BUDGETED = OtherKind(
+    name="budgeted",
+    keeps="keep a budget of tokens",
+    count=lambda layer: len(layer.budgets),
+    quantized=lambda layer: layer.quantized_budgets,
+    colour="converted",
+    label="budgeted",
+    verb="have budgets",
+    sizes=_budgeted_sizes,
+)
+WINDOW = HeadKind(
+    name="window",
+    keeps="keep the model's own sliding window",
+    count=lambda layer: layer.streaming if layer.native else 0,
+    quantized=lambda layer: layer.quantized_window,
+    colour=None,
+    label="own window",
+    own=True,
+)
+KINDS = (FULL, STREAMING, WINDOW, BUDGETED)
+NAMED = {kind.name: kind for kind in KINDS}
+OTHERS = (STREAMING, BUDGETED)  # those of `Rest`
+
+
+def kind_of(head: str | int) -> HeadKind:
+    """The kind of a head that `head_list` gives the name of its kind, or its budget."""
+    return BUDGETED if isinstance(head, int) else NAMED[head]
+
+
+def kinds_of(heads: Iterable[Sequence[str | int]]) -> Counter[HeadKind]:
+    """Number of KV heads of each kind in all layers, from a `head_list` of each."""
+    return Counter(kind_of(head) for layer in heads for head in layer)
+
+
+def head_list(layer: LayerLayout) -> tuple[str | int, ...]:
+    """What each head of a layer is, in order: the name of its kind, or its budget in tokens."""
+    other = next((kind for kind in KINDS if kind is not FULL and kind.count(layer)), FULL)
+    budgets = iter(layer.budgets)
+    return tuple(
+        head
+        for full, others in layer.blocks
+        for head in (*[FULL.name] * full, *(next(budgets, other.name) for _ in range(others)))
+    )
+
+
+def full_heads(layer: LayerLayout) -> tuple[int, ...]:
+    """The original's KV heads that keep every token, in order."""
+    return tuple(head for head, kind in zip(layer.order, head_list(layer), strict=True) if kind == FULL.name)
+
+
+def counts(layout: KVLayout) -> dict[HeadKind, int]:
+    """Number of KV heads of each kind."""
+    return {kind: sum(map(kind.count, layout.layers)) for kind in KINDS}
+
+
+def unquantized(layout: KVLayout) -> list[HeadKind]:
+    """The kinds of which heads stay in the model's dtype in layers with a quantized cache."""
+    layers = [layer for layer in layout.layers if layer.quantization]
+    return [kind for kind in KINDS if any(kind.count(layer) and not kind.quantized(layer) for layer in layers)]

@@ -1,0 +1,50 @@
+"""The `kv_surgery` section of config.json, as `KVLayout.from_config` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvsurgery.templates.kv_layout import VERSION, KVLayout, LayerLayout, Selection
+
+
+def layout_section(layout: KVLayout) -> dict[str, Any]:
+    """What the section says of a layout."""
+    return {
+        "version": VERSION,
+        "head_dim": layout.head_dim,
+        **({"selection": selection_section(layout.selection)} if layout.selection else {}),
+        **({"quantization": quantized} if (quantized := quantization_section(layout)) else {}),
+        "layers": [_layer_section(layer) for layer in layout.layers],
+    }
+
+
+def _layer_section(layer: LayerLayout) -> dict[str, Any]:
+    entry: dict[str, Any] = {"blocks": [list(block) for block in layer.blocks]}
+    if layer.head_dim is not None:
+        entry["head_dim"] = layer.head_dim
+    if layer.source is not None:
+        entry["source"] = layer.source
+    if not layer.heads:
+        return entry
+    if layer.selection:
+        return {**entry, "budgets": list(layer.budgets)}
+    entry |= {"sink": layer.sink, "recent": layer.recent}
+    flags = {"native": layer.native, "chunked": layer.chunked}
+    return {**entry, **{name: True for name, is_set in flags.items() if is_set}}
+
+
+def selection_section(selection: Selection) -> dict[str, Any]:
+    """The entry that says how budgeted heads select, without what is not set."""
+    return {name: value for name, value in asdict(selection).items() if value is not None}
+
+
+def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
+    """The entry of a quantized cache: the fields of `Quantization`. One that differs between layers is a list by layer,
+    of which `bits` is None where a layer keeps the model's dtype."""
+    if layout.quantization is None:
+        return None
+    unquantized = {**asdict(layout.quantization), "bits": None}
+    entries = [asdict(layer.quantization) if layer.quantization else unquantized for layer in layout.layers]
+    values = {name: [entry[name] for entry in entries] for name in unquantized}
+    return {name: some[0] if some.count(some[0]) == len(some) else some for name, some in values.items()}
