@@ -114,7 +114,9 @@ def table(found: dict[str, Any]) -> list[str]:
             ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(*np.exp([worse.mean, worse.low, worse.high]))
             more = f"{better.mean:+.0%} [{better.low:+.0%}, {better.high:+.0%}]"
         cells = [name, console.size(of_cases[0]["kv_bytes"]), *(f"{value:.2f}" for value in np.exp(nats.mean(0)))]
-        cells += [ratio, *(f"{share:.0%}" for share in np.nanmean(shares[name], 0)), more]
+        right, known = (np.array([each["right"] for each in some]) for some in (of_cases, results[ORIGINAL]))
+        counts = zip((right * known).sum((0, 2)), known.sum((0, 2)), strict=True)
+        cells += [ratio, *(f"{recalled} of {every}" for recalled, every in counts), more]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -20,6 +20,8 @@ from sessions import H2O, TOVA, Session
 
 from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.dimensions import ModelLayers
+from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
@@ -269,6 +271,31 @@ def test_the_docs_say_what_was_measured() -> None:
     for name, [case] in json.loads((results / "long-text.json").read_text())["results"].items():
         growth = case["step_ms"][-1] / case["step_ms"][0]
         assert growth > 2 if name == "original" else growth < 1.1
+
+
+def test_the_docs_say_what_caches_take_in_16_bit() -> None:
+    """Of the recipes that were measured in float32, which the committed bytes confirm."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "long-answers.json").read_text())
+    profile = HeadProfile.load(ROOT / "examples" / "smollm2" / "er.safetensors")
+    plain = Recipe(rest="budgeted", budget=216, hold=32)
+    packed = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=32)
+    recipes = {
+        "budgets of 216 that hold, blocks of 32": plain,
+        "budgets of 451 that hold, 4 bits": replace(packed, budget=451),
+        "budgets of 674 that hold, 2 bits": replace(packed, budget=674, kv_bits=2),
+    }
+    for name, recipe in recipes.items():
+        layout = decide(profile, ModelLayers((None,) * profile.model.layers), recipe, None, None).layout
+        size = found["settings"]["prompt"], found["settings"]["new"]
+        assert layout.kv_bytes(1, *size, itemsize=4) == found["results"][name][0]["kv_bytes"]
+        assert f"{layout.kv_bytes(1, *size, itemsize=2) / 2**20:.1f}" == "5.6"
+    original = found["results"]["original"][0]["kv_bytes"] / 2
+    said = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert (
+        f"in 16 bit the original takes {console.size(original)}, and budgets of 216, 451 in 4 bits and 674 in 2 bits"
+        in said
+    )
+    assert "take 5.6 MiB each" in said
 
 
 @pytest.mark.parametrize("name", ["held-answers", "held-answers-bundled"])

@@ -239,9 +239,9 @@ def test_selections_count_what_the_original_recalls() -> None:
         "value-norm": [result([1, 1, 1, 1], 1.4), result([0, 0, 1, 0], 2.4)],
     }
     assert selections.table({"settings": {"new": 400}, "results": results})[2:] == [
-        "| original | 1.00 KiB | 4.48 | 4.48 | 4.48 | 4.48 |  | 100% | 100% | 100% |  |",
-        "| attention | 1.00 KiB | 7.39 | 7.39 | 7.39 | 7.39 |  | 33% | 33% | 33% |  |",
-        "| value-norm | 1.00 KiB | 6.69 | 6.69 | 6.69 | 6.69 | × 0.905 [0.905, 0.905] | 50% | 50% | 50% | "
+        "| original | 1.00 KiB | 4.48 | 4.48 | 4.48 | 4.48 |  | 4 of 4 | 4 of 4 | 4 of 4 |  |",
+        "| attention | 1.00 KiB | 7.39 | 7.39 | 7.39 | 7.39 |  | 2 of 4 | 2 of 4 | 2 of 4 |  |",
+        "| value-norm | 1.00 KiB | 6.69 | 6.69 | 6.69 | 6.69 | × 0.905 [0.905, 0.905] | 3 of 4 | 3 of 4 | 3 of 4 | "
         "+17% [+0%, +33%] |",
     ]
 

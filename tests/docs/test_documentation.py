@@ -134,6 +134,8 @@ def check(command: Command) -> None:
     if program in ("python", "torchrun") and (paths := [word for word in words if word.endswith(".py")]):
         path = paths[0]
         text = (ROOT / path).read_text()
+        if "import comparison" in text:  # whose command line it is
+            text += (ROOT / "benchmarks" / "comparison.py").read_text()
         for option in (word for word in words[words.index(path) :] if word.startswith("--")):
             assert f'"{option}"' in text, command.line
     elif program == "pip":
