@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.ranking import full_heads
 from tests.helpers.tiny_recall import FOLDER, ablation, task
+
+SMOLLM2 = FOLDER.parent / "smollm2"
 
 
 @pytest.fixture
@@ -32,6 +35,16 @@ def test_the_profile_tells_the_heads_apart(scripts):
     assert {name: told[name] for name in ("steps", "reg", "lr")} == {
         name: getattr(gates.OPTIONS, name) for name in ("steps", "reg", "lr")
     }
+
+
+def test_gates_of_20_minutes_rank_half_of_the_heads():
+    """None of the heads that are full at 50% is chosen by its place in the model."""
+    minutes, gates = (HeadProfile.load(SMOLLM2 / f"{name}.safetensors") for name in ("minutes", "gates"))
+    full = full_heads(minutes, 0.5)
+    assert full.sum() == 45
+    assert (minutes.scores[full] > minutes.scores[~full].max()).all()
+    assert (minutes.scores == 0).sum() == 33
+    assert (full & full_heads(gates, 0.5)).sum() == 39
 
 
 @pytest.mark.slow
