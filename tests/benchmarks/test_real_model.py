@@ -29,6 +29,7 @@ from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.profile.loading import load_scores
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 from tests.helpers.families import stock
@@ -333,7 +334,28 @@ def test_gates_of_20_minutes_are_what_their_readme_says() -> None:
     said = " ".join((folder / "README.md").read_text().split())
     made = minutes.provenance
     assert f"it chose {made['steps']} steps" in said
-    assert f"stopped after {made['steps_done']} steps" in said
+    assert ("did them all" in said) == (made["steps_done"] == made["steps"])
     assert f"prompts of {made['data']['shortest']} to {made['data']['longest']} tokens" in said
     [half] = (overlap for overlap in compare(minutes, gates).overlaps if overlap.sparsity == 0.5)
-    assert f"Of the {half.full} heads that are full at 50%, {half.shared} are the same" in said
+    assert f"the {half.full} heads that are full at 50% are ranked, and {half.shared} of them are the same" in said
+
+
+def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
+    folder = ROOT / "examples" / "smollm2"
+    names = {"ER": "er", "gates of 20 minutes": "minutes"}
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (folder / "README.md").read_text().partition("| | attention |")[2].splitlines()
+    ]
+    columns = ["attention", *lines[0]]
+    said = {}
+    for row, *cells in lines[2:6]:
+        said |= {(row, column): cell for column, cell in zip(columns, cells, strict=True) if cell}
+    found = {}
+    for pair in said:
+        first, second = (load_scores(folder / f"{names.get(name, name)}.safetensors") for name in pair)
+        compared = compare(first, second)
+        [half] = (overlap for overlap in compared.overlaps if overlap.sparsity == 0.5)
+        found[pair] = f"{compared.spearman:.2f}, {half.shared}"
+    assert len(said) == 10
+    assert said == found
