@@ -72,7 +72,7 @@ def draw(found: Mapping[str, Any], colours: figures.Colours) -> Figure:
     every = [row for row in rows(found) if row.name != ORIGINAL]
     [original] = (row for row in rows(found) if row.name == ORIGINAL)
     titles = "divergence of the next token, nats", "facts recalled"
-    figure, (of_loss, of_recall) = figures.panels(colours, titles, (9, 5))
+    figure, (of_loss, of_recall) = figures.panels(colours, titles, (9, 5.4))
     of_loss.set_yscale("log")
     of_recall.yaxis.set_major_formatter("{x:.0%}")
     of_recall.axhline(original.scores.recall.mean, color=colours["original"], linestyle=":", label=ORIGINAL)

@@ -160,12 +160,13 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         window: tuple[int, int] | None = None,
     ) -> Converted:
         recipe = Recipe(sparsity=sparsity, rest="streaming")
+        name, series = "kvsurgery, all heads full", "kvsurgery"
+        if sparsity:
+            name, series = f"kvsurgery, {1 - sparsity:.0%} of heads full {chosen_by}", "kvsurgery, streaming heads"
         if bits:
             recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
-        heads = f"{1 - sparsity:.0%} of heads full {chosen_by}" if sparsity else "all heads full"
-        parts = ([f"streaming heads {chosen_by}"] if sparsity else []) + (["bits"] if bits else [])
-        name = ", ".join(["kvsurgery", heads, *([f"{bits} bits"] if bits else [])])
-        series = f"kvsurgery, {' and '.join(parts)}"
+            name = f"{name}, {bits} bits"
+            series += ", bits" if not sparsity else ", 4 bits" if bits == 4 else ", 2 or 8 bits"
         if residual is not None:
             recipe = replace(recipe, kv_residual=residual)
             name, series = (f"{words}, residual {residual}" for words in (name, series))
@@ -175,18 +176,18 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         return Converted(name, series, recipe=recipe, profile=scores)
 
     def budgeted(budget: int, bits: int | None = None) -> Converted:
-        recipe, series = Recipe(rest="budgeted", budget=budget), f"kvsurgery, budgets {by_others[0]}"
+        recipe, series = Recipe(rest="budgeted", budget=budget), "kvsurgery, budgets"
         name = f"kvsurgery, budgets of {budget} {by_others[0]}"
         if bits:
             recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
-            name, series = f"{name}, {bits} bits", f"{series} and bits"
+            name, series = f"{name}, {bits} bits", f"{series}, {bits} bits"
         return Converted(name, series, recipe=recipe, profile=others[0])
 
     def by_layer(kv_budget: float) -> Converted:
         recipe = Recipe(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(measured))
-        name, series = f"kvsurgery, all heads full, {kv_budget:g} bits by layer", "kvsurgery, bits by layer"
-        name, series = (f"{words}, residual 0" for words in (name, series))
-        return Converted(name, series, recipe=replace(recipe, kv_residual=0), profile=losses)
+        name = f"kvsurgery, all heads full, {kv_budget:g} bits by layer, residual 0"
+        recipe = replace(recipe, kv_residual=0)
+        return Converted(name, "kvsurgery, bits, residual 0", recipe=recipe, profile=losses)
 
     def quantized(backend: str, bits: int) -> Quantized:
         return Quantized(

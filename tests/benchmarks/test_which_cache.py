@@ -118,3 +118,57 @@ def test_the_documented_tables_are_the_committed_results() -> None:
     places = [names.index(name) for name in ("cache", "bytes", *heads.strip("| ").split(" | "))]
     assert len(shown) > 4
     assert set(shown) <= {f"| {' | '.join(row[place] for place in places)} |" for row in rows}
+
+
+def test_each_other_cache_is_beaten_by_one_of_ours_as_the_docs_say() -> None:
+    rows = cache_report.rows(json.loads((ROOT / "benchmarks" / "results" / "which-cache.json").read_text()))
+    ours = [row for row in rows if row.name.startswith("kvsurgery, ")]
+    others = [row for row in rows if row not in ours and row.name != "original"]
+    for other in others:
+        assert any(
+            own.share <= other.share
+            and own.scores.kl.mean < other.scores.kl.mean
+            and own.scores.outside.mean >= other.scores.outside.mean
+            for own in ours
+        ), other.name
+    assert f"for each of the {len(others)} caches of kvpress and transformers" in page()
+
+
+def test_what_the_docs_say_of_facts_and_divergence() -> None:
+    rows = {
+        row.name: row
+        for row in cache_report.rows(json.loads((ROOT / "benchmarks" / "results" / "which-cache.json").read_text()))
+    }
+
+    def recall(name: str) -> str:
+        return f"{rows[name].scores.recall.mean:.0%}"
+
+    presses = [row.scores.recall.mean for name, row in rows.items() if name.endswith("Press, 20%")]
+    at_most = max(mean for mean in presses if mean != rows["AdaKVPress, 20%"].scores.recall.mean)
+    budgets, smaller = (f"kvsurgery, budgets of {budget} by er, 4 bits" for budget in (1024, 512))
+    assert f"{rows[budgets].share:.0%}" == "20%"
+    assert (
+        f"by ER in 4 bits recall {recall(budgets)} of the facts, the original {recall('original')} and the presses at "
+        f"most {at_most:.0%}. At {rows[smaller].share:.0%} of the bytes, budgets of 512 recall {recall(smaller)}."
+        in page()
+    )
+    halves = [rows[f"kvsurgery, 50% of heads full by {chosen}"].scores for chosen in ("er", "measured loss", "gates")]
+    lost = sorted(-100 * half.more.mean for half in halves)
+    worse = sorted(half.ratio.mean - 1 for half in halves)
+    assert f"half of the heads lose {lost[0]:.0f} to {lost[-1]:.0f} points of the original's" in page()
+    assert f"perplexity rises by {worse[0]:.1%} to {worse[-1]:.1%}" in page()
+    presses = [row.scores.kl.mean for name, row in rows.items() if name.endswith("Press, 60%") and row.share < 0.99]
+    assert all(max(presses) < half.kl.mean for half in halves)
+    full = "kvsurgery, {} of heads full by measured loss, 4 bits{}".format
+    windows = recall(full("25%", "")), recall(full("25%", ", window 16 + 64"))
+    assert "in 4 bits, they lower recall from {} to {}".format(*windows) in page()
+    by_layer, quanto = (
+        rows["kvsurgery, all heads full, 3.3 bits by layer, residual 0"],
+        rows["QuantizedCache, quanto, 4 bits"],
+    )
+    assert by_layer.share <= quanto.share
+    assert by_layer.scores.kl.mean < 0.55 * quanto.scores.kl.mean
+
+
+def page() -> str:
+    return " ".join((ROOT / "docs" / "results.md").read_text().split())
