@@ -123,7 +123,7 @@ def usable_device(name: str | None) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise KVSurgeryError(f"torch cannot use the device {device}: {reason}; give another --device") from error
+        raise KVSurgeryError(f"torch cannot use the device {device}: {reason}; give another `device`") from error
     return device
 
 

@@ -302,11 +302,11 @@ def flags_of(recipe: Recipe) -> list[str]:
 
 
 def in_flags(message: str) -> str:
-    """An error's message with options in place of fields in backticks, a recipe's and an evaluation's."""
+    """A message with options in place of fields in backticks: of recipes, evaluations and measurements."""
     names = [name for names in FIELDS.values() for name in names]
-    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk"]
-    names += ["lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "dtype"]
-    names += ["answers", "checkpoint", "resume", "steps", "minutes", "reg", "min_context"]
+    names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
+    names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval"]
+    names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "how", "base_model"]
     known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
     known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}

@@ -20,7 +20,7 @@ from kvsurgery.processes import Processes
 from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set
 
 KIND = "retrieval"  # of needles that are found, and not reasoned about
-OTHERWISE = "or leave needle out of --tasks"
+OTHERWISE = "or leave needle out of `tasks`"
 
 
 @dataclass(frozen=True, eq=False)

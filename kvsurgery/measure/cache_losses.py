@@ -95,7 +95,7 @@ def cache_losses(
     if getattr(config, "attn_temperature_tuning", False) and sizes.length >= config.floor_scale:
         raise UnsupportedModel(
             f"queries of {measured.name} have a factor by position from {config.floor_scale} tokens on, with which its "
-            "caches cannot be measured; give a shorter --context"
+            "caches cannot be measured; give a shorter `context`"
         )
     measuring = _Measuring(measured, layers, sizes, progress, mesh)
     measuring.read(text, first)

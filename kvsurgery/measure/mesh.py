@@ -185,10 +185,10 @@ def check_rope(measured: MeasuredModel) -> None:
     if by_length:
         raise UnsupportedModel(
             f"{measured.name} has {by_length.pop()} RoPE, which depends on the length of a prompt, so that processes "
-            "cannot share its tokens; leave --sp out"
+            "cannot share its tokens; leave `sp` out"
         )
     if getattr(measured.model.config.get_text_config(), "attn_temperature_tuning", False):
         raise UnsupportedModel(
             f"queries of {measured.name} have a factor that stock code counts from the start of the prompt, so that "
-            "processes cannot share its tokens; leave --sp out"
+            "processes cannot share its tokens; leave `sp` out"
         )

@@ -12,8 +12,8 @@ from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial
 from kvsurgery.text.needles import needle_place
 
 OTHERWISE = {
-    "retrieval": "or use --method duo or attention, which hide passkeys",
-    "reasoning": "or use --method headkv-er, the same score over needles without a reason, duo or attention",
+    "retrieval": "or use `method` duo or attention, which hide passkeys",
+    "reasoning": "or use `method` headkv-er, the same score over needles without a reason, duo or attention",
 }
 
 

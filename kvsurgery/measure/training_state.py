@@ -103,7 +103,7 @@ class TrainingState:
             ProfileError: no such file, or a malformed one.
         """
         if not path.is_file():
-            raise ProfileError(f"no training checkpoint {path} to resume; leave out --resume to begin one")
+            raise ProfileError(f"no training checkpoint {path} to resume; leave out `resume` to begin one")
         return cls._read(path)
 
     @classmethod
@@ -119,7 +119,7 @@ class TrainingState:
         state, _ = cls._read(path)
         if state.step:
             raise OutputError(
-                f"{path} holds {state.step} steps of a training; go on with --resume, or give another file"
+                f"{path} holds {state.step} steps of a training; go on with `resume`, or give another file"
             )
 
     @classmethod
@@ -144,5 +144,5 @@ class TrainingState:
             and latest.shape == (min(len(history), LATEST), *gates.shape)
         )
         if not sound:
-            raise ProfileError(f"training checkpoint {path} is damaged; begin again without --resume")
+            raise ProfileError(f"training checkpoint {path} is damaged; begin again without `resume`")
         return cls(*floats, history.numpy()), facts

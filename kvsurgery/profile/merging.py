@@ -54,12 +54,12 @@ def merge(
     if how != "rank-product" and len(methods) > 1:
         raise ProfileError(
             f"scores of {' and '.join(sorted(methods))} have no common scale to take the {how} on; "
-            "merge ranks: --how rank-product"
+            "merge ranks: `how` rank-product"
         )
     if base_model is None and len(names) > 1:
         raise ProfileError(
             f"the profiles name different models, {' and '.join(sorted(names))}; "
-            "if they are the same, say how to call it: --base-model NAME"
+            "if they are the same, name it: `base_model` NAME"
         )
     base_model = base_model or names.pop()
     revisions = {profile.base_revision for profile in profiles if profile.base_model == base_model}

@@ -34,7 +34,7 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
     if profile.scores is None:
-        raise ProfileError(f"a {profile.method} profile has embedding heads and no scores to plot; leave --plot out")
+        raise ProfileError(f"a {profile.method} profile has embedding heads and no scores to plot")
     layers, heads = profile.scores.shape
     figure, (bars, axes) = _figure(layers, heads, maps=1)
     # the heads that stay full at a sparsity are among those of a lower one

@@ -175,7 +175,7 @@ def _check_samples(entries: Sequence[Entry | SweepEntry]) -> None:
         if None not in (sizes := (one.dense_bytes, results.dense_bytes)) and len({*sizes}) > 1:
             raise KVSurgeryError(
                 f"{where} were evaluated in different dtypes, so that their KV bytes cannot be compared; evaluate both "
-                "with the same --dtype"
+                "with the same `dtype`"
             )
 
 
@@ -210,7 +210,7 @@ def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
             continue
         if ORIGINAL not in results.models:
             yield (
-                f"{entry.name} was evaluated without --source. It therefore has no differences to the original, and is "
+                f"{entry.name} was evaluated without the original. It therefore has no differences to it, and is "
                 "missing in the chart."
             )
         elif results.kv_bytes is None:

@@ -23,8 +23,8 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
     bench = Bench.load(folder) if (folder / benchmark.FILE).exists() else None
     if results is None and bench is None:
         raise KVSurgeryError(
-            f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval` or `kvsurgery bench` "
-            f"with --out {folder} first"
+            f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval DIR --out {folder}` or "
+            f"`kvsurgery bench DIR --out {folder}` first"
         )
     if results and bench and not of_one_checkpoint(results.checkpoint, bench.checkpoint):
         raise KVSurgeryError(

@@ -33,7 +33,8 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
     page = report / PAGE
     if not page.is_file():
         raise KVSurgeryError(
-            f"{report} has no {PAGE}: run `kvsurgery eval` or `kvsurgery bench` with --out {report} again"
+            f"{report} has no {PAGE}: run `kvsurgery eval DIR --out {report}` or "
+            f"`kvsurgery bench DIR --out {report}` again"
         )
     # as JSON has it, for the comparison
     facts = json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))

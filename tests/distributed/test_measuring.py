@@ -92,10 +92,10 @@ class TestMesh:
         measured = measured_model(stock("llama", num_hidden_layers=1), name="org/long")
         check_rope(measured)
         measured.model.get_decoder().rotary_emb.rope_type = kind
-        with pytest.raises(UnsupportedModel, match=f"org/long has {kind} RoPE, .* leave --sp out"):
+        with pytest.raises(UnsupportedModel, match=f"org/long has {kind} RoPE, .* leave `sp` out"):
             check_rope(measured)
 
     def test_factors_that_are_counted_from_the_start_of_a_prompt(self):
         measured = measured_model(stock("llama4"), name="org/scout")
-        with pytest.raises(UnsupportedModel, match=r"queries of org/scout have a factor .* leave --sp out"):
+        with pytest.raises(UnsupportedModel, match=r"queries of org/scout have a factor .* leave `sp` out"):
             check_rope(measured)

@@ -207,7 +207,7 @@ class TestResume:
         path = tmp_path / "state.safetensors"
         with pytest.raises(KeyboardInterrupt):
             train(measured, 2, checkpoint=path)
-        with pytest.raises(OutputError, match="holds 2 steps of a training; go on with --resume"):
+        with pytest.raises(OutputError, match="holds 2 steps of a training; go on with `resume`"):
             train(measured, checkpoint=path)
         other = tmp_path / "notes.txt"
         other.write_text("mine")

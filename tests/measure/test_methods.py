@@ -44,7 +44,7 @@ def test_settings_of_a_training_reach_it() -> None:
         (lambda: Duo(resume=True), "`resume` goes on from `checkpoint`"),
         (lambda: Duo(minutes=1, steps=100), "`minutes` chooses `steps`"),
         (lambda: Duo(minutes=0), "`minutes` must be > 0, got 0"),
-        (lambda: RLKVLite(text="book.txt"), "give the model's answers with `answers`"),
+        (lambda: RLKVLite(text="book.txt"), "which trains on the model's own answers"),
         (lambda: KVBits(), "`text` is missing"),
         (lambda: Duo(steps=0).options(), "steps must be >= 1, got 0"),
         (lambda: Duo(min_context=512).check(), "give a longer `min_context`"),

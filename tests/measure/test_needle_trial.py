@@ -60,7 +60,7 @@ def test_the_hardest_answered_set_of_the_kind_at_the_shortest_length(tiny, hayst
 
 def test_reasoning_scores_do_not_fall_back_to_needles_without_a_reason(tiny, haystack, sets):
     sets("phrase", "fact", "word")
-    with pytest.raises(TextError, match=r"reasoning needles .* reasoning 0, choice 0\).*use --method headkv-er"):
+    with pytest.raises(TextError, match=r"reasoning needles .* reasoning 0, choice 0\).*use `method` headkv-er"):
         choose_needles(tiny, haystack, "headkv-r2", Trials((120,)))
 
 

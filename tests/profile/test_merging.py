@@ -138,11 +138,11 @@ class TestRefusals:
         with pytest.raises(ProfileError) as raised:
             merge([kv(np.eye(2)), kv(np.eye(2), "ablation")], how)
         assert str(raised.value) == (
-            f"scores of ablation and duo have no common scale to take the {how} on; merge ranks: --how rank-product"
+            f"scores of ablation and duo have no common scale to take the {how} on; merge ranks: `how` rank-product"
         )
 
     def test_two_names(self):
-        with pytest.raises(ProfileError, match=r"different models, \./model and org/model; .*--base-model NAME"):
+        with pytest.raises(ProfileError, match=r"different models, \./model and org/model; .*`base_model` NAME"):
             merge([kv(np.eye(2)), kv(np.eye(2), base_model="./model")])
 
     def test_other_dimensions(self):

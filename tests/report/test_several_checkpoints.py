@@ -151,7 +151,7 @@ class TestNotices:
         alone = replace(needles("b", 0.9, 0.5), models={"converted": "b"})
         first, second = self.notices(tmp_path, old, alone)
         assert "a is missing in the chart" in first
-        assert "b was evaluated without --source" in second
+        assert "b was evaluated without the original" in second
 
     def test_one_name_twice_is_told_apart_by_folder(self, tmp_path):
         folders = [saved(tmp_path / name, needles("a", 0.9, 0.5)) for name in ("x", "y")]

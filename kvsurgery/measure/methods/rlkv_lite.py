@@ -43,7 +43,9 @@ class RLKVLite(GateMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.text is not None:
-            raise ProfileError("`text` does not go with `method` rlkv-lite; give the model's answers with `answers`")
+            raise ProfileError(
+                "`text` does not go with `method` rlkv-lite, which trains on the model's own answers; leave it out"
+            )
 
     def check(self) -> None:
         """Check files.
