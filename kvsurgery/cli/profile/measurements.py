@@ -154,7 +154,8 @@ def _reform(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], o
 
 def _kv_bits(measured: MeasuredModel, mesh: Mesh, advance: Callable[..., None], options: dict) -> Measurement:
     from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
-    from kvsurgery.text.haystack import Haystack, first_tokens
+    from kvsurgery.text.haystack import Haystack
+    from kvsurgery.text.tokens import first_tokens
 
     names = {"passages": "samples", "context": "context", "sink": "sink", "recent": "recent"}
     sizes = TrialSizes(**{name: options[option] for name, option in names.items()})
