@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import decoding
 from kvsurgery.evaluate.sample import Conversation, Sample
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from kvsurgery.text.tokens import text_of
 
 TOKEN_ACCURACY = "token_accuracy"
