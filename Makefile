@@ -34,7 +34,7 @@ test: .venv/ready
 	.venv/bin/python $(PYTEST)
 
 # while working: what decides a conversion, without models; under a minute on two cores
-FAST = checkpoint policy profile text test_recipe.py test_structure.py templates/test_kv_layout.py
+FAST = checkpoint metrics policy profile text test_recipe.py test_structure.py templates/test_kv_layout.py
 test-fast: .venv/ready
 	.venv/bin/python $(PYTEST) $(FAST:%=tests/%) --ignore tests/policy/test_footprint.py
 

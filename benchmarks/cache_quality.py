@@ -30,7 +30,7 @@ from transformers.utils import logging
 from kvsurgery import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.templates.kv_layout import Quantization
-from kvsurgery.text.haystack import first_tokens, token_ids
+from kvsurgery.text.tokens import first_tokens, token_ids
 
 STEPS = {
     "0.1.0": "scheme of version 0.1.0",

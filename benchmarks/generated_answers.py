@@ -36,7 +36,8 @@ from kvsurgery import console
 from kvsurgery.bench.caches import unusable
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import token_ids
 
 REQUEST = "Continue this text at length.\n\n"
 CHUNK = 16  # tokens of an answer that are read at once; far fewer than a cache quantizes together

@@ -33,7 +33,8 @@ from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import Quantization
-from kvsurgery.text.haystack import Haystack, first_tokens
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import first_tokens
 
 BUDGETS = {4.0: (4, 4), 3.5: (4, 3), 3.0: (3, 3), 2.5: (3, 2)}  # and the widths of layers in turn of as many bytes
 

@@ -33,7 +33,8 @@ from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Demand, Recipe
-from kvsurgery.text.haystack import Haystack, first_tokens
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import first_tokens
 
 MIB = 1 << 20
 

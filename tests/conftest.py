@@ -52,3 +52,16 @@ def all_full(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
             checkpoint(family), tmp_path_factory.mktemp("out") / f"{family}-full", sparsity=0.0
         )
     )
+
+
+@pytest.fixture
+def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the bundled model answer the named sets of needles that ship, and no others."""
+    from kvsurgery.text import needle_sets
+    from tests.helpers.needle_sets import write_sets
+
+    def make(*answered: str) -> None:
+        monkeypatch.setattr(needle_sets, "FOLDER", tmp_path / "sets")
+        write_sets(tmp_path / "sets", answered)
+
+    return make

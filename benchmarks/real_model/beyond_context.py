@@ -39,7 +39,8 @@ from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.figure import new_figure, save_figure
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_reform import Reform
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import token_ids
 
 LENGTHS = (4000, 8000, 16000, 32000, 64000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)

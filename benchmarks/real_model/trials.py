@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
+from kvsurgery.text.tokens import token_ids
 
 SAME = " The {} has the same secret word as the {}."
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate import decoding
 from kvsurgery.evaluate.sample import Conversation, Sample
-from kvsurgery.text.haystack import text_of
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
+from kvsurgery.text.tokens import text_of
 
 TOKEN_ACCURACY = "token_accuracy"
 

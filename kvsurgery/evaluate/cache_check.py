@@ -16,7 +16,8 @@ from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.processes import usable_device
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import QUANTIZATION
-from kvsurgery.text.haystack import Haystack, first_tokens
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import first_tokens
 
 SIZES = TrialSizes(passages=4, scored=64)
 

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.family import load_family
 from kvsurgery.checkpoint.source import read_config
 from kvsurgery.errors import TextError, UnsupportedModel
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import first_tokens, special_ids, text_of
+from kvsurgery.text.tokens import first_tokens, special_ids, text_of
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import read_json
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.haystack import text_of, token_ids
+from kvsurgery.text.tokens import text_of, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

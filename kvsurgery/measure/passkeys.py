@@ -15,8 +15,9 @@ import torch
 from kvsurgery.errors import ProfileError, TextError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.prompts import Contexts, describe
-from kvsurgery.text.haystack import Haystack, ordinary_tokens
+from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.passkeys import ORDINALS, PasskeyWords
+from kvsurgery.text.tokens import ordinary_tokens
 
 
 class PasskeyPrompt(NamedTuple):

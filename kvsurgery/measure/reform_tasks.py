@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.reform import RankedPrompt
 from kvsurgery.profile.embedding_heads import TASKS
-from kvsurgery.text.haystack import Haystack, token_ids
+from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle, Prompt, needle_place
+from kvsurgery.text.tokens import token_ids
 
 PAIRS, CHAINS = 8, 4  # in a context; one of them is asked about
 CHARACTERS = 10  # of an id or a value

@@ -27,13 +27,14 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
+from kvsurgery.metrics.words import qa_f1, rouge1_recall
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_cache import CACHE
-from kvsurgery.text.haystack import Haystack, text_of, token_ids
+from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.lengths import DEPTHS
-from kvsurgery.text.metrics import qa_f1, rouge1_recall
 from kvsurgery.text.needle_sets import SETS, NeedleChoice
 from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
+from kvsurgery.text.tokens import text_of, token_ids
 from kvsurgery.version import __version__
 
 # method -> the kind of needle, what measures an answer, and the part of the needle it is compared with

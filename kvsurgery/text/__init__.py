@@ -1,1 +1,1 @@
-"""Text for models to read, to measure their heads and to evaluate them: haystacks, needles, turns, answers."""
+"""Text for models to read, to measure their heads and to evaluate them: haystacks, needles, passkeys, turns."""

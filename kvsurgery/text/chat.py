@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsurgery.errors import UnsupportedModel
-from kvsurgery.text.haystack import first_tokens, token_ids
+from kvsurgery.text.tokens import first_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -14,6 +14,7 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.files import reading_text
 from kvsurgery.text.hub_dataset import dataset_of, dataset_rows, require_datasets
+from kvsurgery.text.tokens import special_ids, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,36 +142,6 @@ def check_text(source: str | None) -> None:
         require_datasets(dataset[0])
     else:
         raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text as it stands: nothing is put around it."""
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, **options: bool) -> str:
-    """The text of token ids, with the options of `decode`."""
-    text = tokenizer.decode(tokens, **options)
-    assert isinstance(text, str)  # there is a list of texts for several lists of ids only
-    return text
-
-
-def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before any text."""
-    plain, whole = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]
-    return whole[: next(start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)]
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that stand for no text."""
-    added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
-    return sorted({*tokenizer.all_special_ids, *added})
-
-
-def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
-    """int64: the token ids of a model with this vocabulary that are neither special nor added."""
-    apart = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
-    return np.array([token for token in range(min(len(tokenizer), vocabulary)) if token not in apart])
 
 
 def _file(path: str) -> str:

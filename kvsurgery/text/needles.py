@@ -14,7 +14,7 @@ import numpy as np
 from kvsurgery.errors import TextError, UnsupportedModel, short
 from kvsurgery.files import reading_text
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import first_tokens, special_ids, text_of, token_ids
+from kvsurgery.text.tokens import first_tokens, special_ids, text_of, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

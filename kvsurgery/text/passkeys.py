@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.text.chat import around_turn
-from kvsurgery.text.haystack import first_tokens, token_ids
+from kvsurgery.text.tokens import first_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,18 +25,11 @@ from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.needle_sets import read_set
 from tests.helpers.families import stock
-from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 240, 10, 8, 32
 MOST = BUDGET + WINDOW + HOLD
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
 
 
 @pytest.fixture(scope="module")

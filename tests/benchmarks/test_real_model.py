@@ -31,17 +31,10 @@ from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.needle_sets import read_set
 from tests.helpers.families import stock
-from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, FACTS = 120, 3
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
 
 
 @pytest.fixture(scope="module")

@@ -12,23 +12,12 @@ from transformers import AutoModelForCausalLM
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import CheckpointError, Mismatch, OutputError
 from tests.helpers.families import EVERY, make
-from tests.helpers.shards import convert_llama, llama_checkpoint, tree
+from tests.helpers.shards import tree
 from tests.helpers.surgery import convert_folder
 
 # what conversion neither copies nor keeps
 LOST = {".env", ".cache/huggingface/download", "pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx"}
 LOST |= {"model.Q4_K.gguf"}
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return llama_checkpoint(tmp_path / "source", shards=3)
-
-
-@pytest.fixture
-def converted(source: Path, tmp_path: Path) -> Path:
-    convert_llama(source, tmp_path / "converted")
-    return tmp_path / "converted"
 
 
 def checksums(folder: Path) -> dict[str, str]:

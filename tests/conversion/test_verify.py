@@ -9,18 +9,7 @@ from kvsurgery.checkpoint.provenance import Provenance
 from kvsurgery.conversion.verify import verify
 from kvsurgery.errors import CheckpointError, Mismatch
 from tests.helpers.families import EVERY
-from tests.helpers.shards import convert_llama, llama_checkpoint, tree
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return llama_checkpoint(tmp_path / "source", shards=3)
-
-
-@pytest.fixture
-def converted(source: Path, tmp_path: Path) -> Path:
-    convert_llama(source, tmp_path / "converted")
-    return tmp_path / "converted"
+from tests.helpers.shards import llama_checkpoint, tree
 
 
 def flip(path: Path, place: int = -1) -> None:

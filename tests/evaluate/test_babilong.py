@@ -13,7 +13,7 @@ import pytest
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.babilong import ASKED, BabilongTask
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import TURN, tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.longbench import DATASETS, EXTENDED, LongBenchTask
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 

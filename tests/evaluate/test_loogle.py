@@ -7,7 +7,7 @@ import pytest
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.loogle import ASKED, LoogleTask
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import tokenizer
 

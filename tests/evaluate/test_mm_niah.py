@@ -16,7 +16,7 @@ from kvsurgery.evaluate.checkpoint import load, reader_of
 from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.runner import Options, evaluate
 from kvsurgery.evaluate.tasks.mm_niah import TASKS, MMNIAHTask
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.families import IMAGE, make
 from tests.helpers.surgery import convert_folder, random_profile

@@ -16,10 +16,10 @@ from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.text import haystack
-from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needle_sets import read_set
 from kvsurgery.text.needles import CHAT, PLAIN
 from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, OPENING, ORDINALS
+from kvsurgery.text.tokens import special_ids
 from tests.evaluate.recall import MODEL, tasks
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 

@@ -17,7 +17,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.ruler import task as ruler
 from kvsurgery.evaluate.tasks.ruler.puzzles import NOISE, WORDS, frequent_words
 from kvsurgery.evaluate.tasks.ruler.task import NIAH, RulerTask
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.evaluate.ruler_samples import MADE, MANY, reader, samples, texts
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer

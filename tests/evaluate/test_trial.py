@@ -12,10 +12,9 @@ from kvsurgery.errors import OutputError, TextError
 from kvsurgery.evaluate import trial
 from kvsurgery.evaluate.runner import Evaluation, Options, evaluate
 from kvsurgery.evaluate.tasks.needle import NeedleTask
-from kvsurgery.text import needle_sets
 from kvsurgery.text.needle_sets import AUTO
 from tests.evaluate.recall import MODEL, tasks
-from tests.helpers.needle_sets import COUNT, write_sets
+from tests.helpers.needle_sets import COUNT
 
 BATCH = Options(batch=4)
 
@@ -23,17 +22,6 @@ BATCH = Options(batch=4)
 @pytest.fixture
 def task(language):
     return {"needle": replace(tasks(language)["needle"], needles=AUTO)}
-
-
-@pytest.fixture
-def sets(tmp_path, monkeypatch):
-    """Lets the bundled model answer the named sets that ship, and no others."""
-
-    def make(*answered):
-        monkeypatch.setattr(needle_sets, "FOLDER", tmp_path / "sets")
-        write_sets(tmp_path / "sets", answered)
-
-    return make
 
 
 @pytest.fixture

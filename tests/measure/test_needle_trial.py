@@ -9,11 +9,9 @@ from kvsurgery.measure import needle_trial
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.needle_trial import choose_needles
 from kvsurgery.measure.retrieval import Trials, retrieval_scores
-from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
 from tests.evaluate.recall import write_language
-from tests.helpers.needle_sets import write_sets
 from tests.helpers.tiny_recall import FOLDER
 
 
@@ -27,17 +25,6 @@ def haystack(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("language")
     write_language(folder)
     return Haystack.read(str(folder / "text.txt"), tiny.text, 2000)
-
-
-@pytest.fixture
-def sets(tmp_path, monkeypatch):
-    """Lets the bundled model answer the named sets that ship, and no others."""
-
-    def make(*answered):
-        monkeypatch.setattr(needle_sets, "FOLDER", tmp_path / "sets")
-        write_sets(tmp_path / "sets", answered)
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError
-from kvsurgery.text.haystack import Haystack, first_tokens, special_ids
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import first_tokens, special_ids
 from tests.helpers.vocabularies import KINDS, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvsurgery.errors import TextError
+from kvsurgery.metrics.words import qa_f1
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.metrics import qa_f1
 from kvsurgery.text.needle_sets import FOLDER, SETS, TRIALS, NeedleChoice, choose_set, read_set, trial_places
 from tests.helpers.vocabularies import tokenizer
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import TextError, UnsupportedModel
-from kvsurgery.text.haystack import special_ids
 from kvsurgery.text.needles import KEYS, Needle, Prompt, needle_place, read_needles
+from kvsurgery.text.tokens import special_ids
 from tests.helpers.vocabularies import CHAT_TEMPLATE, KINDS, SPECIAL, TURN, tokenizer
 
 TEXT = "The lamp was out. Nobody came. The lamp stayed out until morning, and then the road was open again. "

@@ -13,8 +13,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
 from kvsurgery.evaluate.rows import ENDINGS, check_source, in_folder, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.metrics.words import chinese_words
 from kvsurgery.setting import SOURCE, THERE, setting
-from kvsurgery.text.metrics import chinese_words
 
 DATASETS = tomllib.loads(Path(__file__).with_name("longbench.toml").read_text(encoding="utf-8"))
 FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}

@@ -13,7 +13,7 @@ from kvsurgery.evaluate.rows import check_source, in_folder, is_texts, read_rows
 from kvsurgery.evaluate.sample import Conversation, Reader, Sample
 from kvsurgery.setting import SOURCE, setting
 from kvsurgery.text.chat import around_turn, between_turns, turn_tokens
-from kvsurgery.text.haystack import token_ids
+from kvsurgery.text.tokens import token_ids
 
 ANSWER = 1024  # tokens at most
 

@@ -16,10 +16,11 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
-from kvsurgery.text.haystack import Haystack, check_text, token_ids
+from kvsurgery.text.haystack import Haystack, check_text
 from kvsurgery.text.lengths import DEPTHS, default_lengths
 from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
 from kvsurgery.text.needles import Needle, Prompt, needle_place
+from kvsurgery.text.tokens import token_ids
 
 ANSWER = 2  # tokens to generate for one of the right answer
 STOPS = ("\n",)

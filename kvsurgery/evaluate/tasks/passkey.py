@@ -17,9 +17,10 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
 from kvsurgery.text import help as says
-from kvsurgery.text.haystack import Haystack, check_text, ordinary_tokens, tokens_needed
+from kvsurgery.text.haystack import Haystack, check_text, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, ORDINALS, PasskeyWords
+from kvsurgery.text.tokens import ordinary_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

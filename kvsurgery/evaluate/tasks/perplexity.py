@@ -14,8 +14,9 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
-from kvsurgery.text.haystack import Haystack, check_text, first_tokens, tokens_needed
+from kvsurgery.text.haystack import Haystack, check_text, tokens_needed
 from kvsurgery.text.lengths import default_lengths
+from kvsurgery.text.tokens import first_tokens
 
 
 @dataclass(frozen=True)

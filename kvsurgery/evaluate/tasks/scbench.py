@@ -13,9 +13,9 @@ import numpy as np
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.rows import named_files, option_fields, read_rows, right_answers
 from kvsurgery.evaluate.sample import Reader, Sample
+from kvsurgery.metrics.functions import LANGUAGES, require_parsers
 from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
-from kvsurgery.text.functions import LANGUAGES, require_parsers
 
 ASKED = tomllib.loads(Path(__file__).with_name("scbench.toml").read_text(encoding="utf-8"))
 PREFIX = "scbench_"  # of the names of files and configurations

@@ -48,7 +48,8 @@ class KVBits(Method):
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
         """Measure caches: see `cache_losses`."""
         from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
-        from kvsurgery.text.haystack import Haystack, first_tokens
+        from kvsurgery.text.haystack import Haystack
+        from kvsurgery.text.tokens import first_tokens
 
         sizes = TrialSizes(passages=self.passages, context=self.context, sink=self.sink, recent=self.recent)
         sizes.check()

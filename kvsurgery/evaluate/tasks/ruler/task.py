@@ -28,7 +28,8 @@ from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
 from kvsurgery.files import check_readable
 from kvsurgery.setting import SAMPLES, setting, text_setting
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text, text_of
+from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
+from kvsurgery.text.tokens import text_of
 
 NIAH = {
     "niah_single_1": Niah("noise", "words", "numbers"),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.text import answer_parsing
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics import answer_parsing
+from kvsurgery.metrics.registry import METRICS
 
 BOOK = ("the green house", "B")
 

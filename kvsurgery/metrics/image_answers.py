@@ -29,45 +29,45 @@ CONTRACTIONS = {word.replace("'", ""): word for word in WITH_APOSTROPHE.split()}
 CAMERA = {"the camera is moving left": "a", "the camera is moving right": "b"}
 
 
-def option_index(said: str, answers: Sequence[str]) -> float:
+def option_index(answer: str, references: Sequence[str]) -> float:
     """1 if an answer is the right option's letter, or its index from 0, up to a period.
 
     Args:
-        answers: the index of the right option.
+        references: the index of the right option.
     """
-    said = said.strip(".")
-    if said.isdecimal():
-        return float(said.lstrip("0") == answers[0].lstrip("0"))
-    said = said.lower().replace("the answer is", "").replace("*", "")
-    if "." in said:
-        said = said.split(".")[0].replace(",", "")
-    said = next((letter for phrase, letter in CAMERA.items() if phrase in said), said.strip())
-    return float(said == chr(ord("a") + int(answers[0])))
+    answer = answer.strip(".")
+    if answer.isdecimal():
+        return float(answer.lstrip("0") == references[0].lstrip("0"))
+    answer = answer.lower().replace("the answer is", "").replace("*", "")
+    if "." in answer:
+        answer = answer.split(".")[0].replace(",", "")
+    answer = next((letter for phrase, letter in CAMERA.items() if phrase in answer), answer.strip())
+    return float(answer == chr(ord("a") + int(references[0])))
 
 
-def counts_in_place(said: str, answers: Sequence[str]) -> float:
+def counts_in_place(answer: str, references: Sequence[str]) -> float:
     """Share of the numbers that a JSON list has in the right place (soft accuracy); the lists of an object are one.
 
     Args:
-        answers: the right numbers.
+        references: the right numbers.
     """
     try:
-        found = json.loads(said.strip(".").replace("json", "").replace("```", "").strip())
+        found = json.loads(answer.strip(".").replace("json", "").replace("```", "").strip())
     except (ValueError, RecursionError):
         return 0.0
     if isinstance(found, dict) and all(isinstance(part, list) for part in found.values()):
         found = [*chain.from_iterable(found.values())]
     if not isinstance(found, list):
         return 0.0
-    return sum(one == int(other) for one, other in zip(found, answers, strict=False)) / len(answers)
+    return sum(one == int(other) for one, other in zip(found, references, strict=False)) / len(references)
 
 
-def vqa_words(said: str, answers: Sequence[str]) -> float:
+def vqa_words(answer: str, references: Sequence[str]) -> float:
     """1 if an answer has the right words, as VQA spells them: without case, articles and punctuation, digits for words.
 
     Contractions count with and without their apostrophe.
     """
-    return float(re.search(rf"\b{re.escape(_vqa(answers[0]))}\b", _vqa(said.strip("."))) is not None)
+    return float(re.search(rf"\b{re.escape(_vqa(references[0]))}\b", _vqa(answer.strip("."))) is not None)
 
 
 def _vqa(text: str) -> str:

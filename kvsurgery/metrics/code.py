@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-def lines_match(said: str, right: str) -> float:
+def lines_match(answer: str, reference: str) -> float:
     """1 if an answer begins with the right lines."""
-    lines = _lines(right)
-    return float(_lines(said)[: len(lines)] == lines)
+    lines = _lines(reference)
+    return float(_lines(answer)[: len(lines)] == lines)
 
 
-def edit_similarity(said: str, right: str) -> float:
+def edit_similarity(answer: str, reference: str) -> float:
     """1 less the edits (Levenshtein) between the lines said and the right ones, as a share of the longer text."""
-    lines = _lines(right)
-    one, other = "\n".join(_lines(said)[: len(lines)]), "\n".join(lines)
+    lines = _lines(reference)
+    one, other = "\n".join(_lines(answer)[: len(lines)]), "\n".join(lines)
     return 1 - _edits(one, other) / max(1, len(one), len(other))
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.text.metrics import METRICS
+from kvsurgery.metrics.registry import METRICS
 
 # a function, and what stands before it in a code block
 CODE = {

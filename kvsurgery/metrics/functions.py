@@ -25,26 +25,26 @@ LANGUAGES = {
 CODE_BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def repeated_function(said: str, answers: Sequence[str], choices: Sequence[str]) -> float:
+def repeated_function(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
     """1 if the right function is, of all that are asked about, the most similar to an answer, with a BLEU of 0.8.
 
     Of an answer with code blocks, the first function in one counts, or else the first block.
 
     Args:
-        answers: the function, and the language that it is written in.
+        references: the function, and the language that it is written in.
         choices: the functions of the same repository.
 
     Raises:
         KVSurgeryError: the packages that parse and compare are not installed.
     """
-    right, language = answers
-    parser, said = _parser(language), said.strip()
-    blocks = CODE_BLOCK.findall(said)
+    reference, language = references
+    parser, answer = _parser(language), answer.strip()
+    blocks = CODE_BLOCK.findall(answer)
     functions = (function for block in blocks if (function := _first_function(parser, block, language)) is not None)
-    found = next(functions, blocks[0] if blocks else said)
+    found = next(functions, blocks[0] if blocks else answer)
     similar = {choice: _bleu(found, choice) for choice in choices}
     best = max(similar, key=similar.__getitem__)
-    return float(best == right and similar[best] >= SIMILAR)
+    return float(best == reference and similar[best] >= SIMILAR)
 
 
 def require_parsers() -> None:
@@ -93,9 +93,9 @@ def _is_free(function: Node) -> bool:
     return bool(declarator and name) and (declarator.type, name.type) == ("function_declarator", "identifier")
 
 
-def _bleu(said: str, right: str) -> float:
+def _bleu(answer: str, reference: str) -> float:
     """BLEU of up to four words in a row, smoothed for short texts (Chen and Cherry 2014, method 4), 0 to 1."""
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
-    words, right_words = (re.split(r"\s+", text.strip()) for text in (said, right))
-    return float(sentence_bleu([right_words], words, smoothing_function=SmoothingFunction().method4))
+    words, reference_words = (re.split(r"\s+", text.strip()) for text in (answer, reference))
+    return float(sentence_bleu([reference_words], words, smoothing_function=SmoothingFunction().method4))

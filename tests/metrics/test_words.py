@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.text.metrics import METRICS, code_similarity, qa_f1, qa_f1_zh, rouge1_recall, rouge_l, rouge_l_zh
+from kvsurgery.metrics.registry import METRICS
+from kvsurgery.metrics.words import code_similarity, qa_f1, qa_f1_zh, rouge1_recall, rouge_l, rouge_l_zh
 
 CLASSES = ("Entity", "Other entity", "Number", "Date of a number", "Number of something")
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen")
@@ -110,7 +111,7 @@ def test_chinese_by_hand():
 
 
 # the others read a letter, a number or a word out of what is said
-PARSING = {f"kvsurgery.text.{name}" for name in ("answer_parsing", "functions", "image_answers")}
+PARSING = {f"kvsurgery.metrics.{name}" for name in ("answer_parsing", "functions", "image_answers")}
 WHOLE = [name for name, metric in METRICS.items() if metric.__module__ not in PARSING]
 
 

@@ -1,0 +1,1 @@
+"""How right an answer is: metrics of benchmarks, 0 to 1."""
