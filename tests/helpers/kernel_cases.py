@@ -14,14 +14,8 @@ from kvsurgery.templates.kv_kernels import EVERY
 from kvsurgery.templates.kv_layout import ACCUMULATED, TILE, VALUE_NORM, LayerLayout, Quantization, Selection
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse
 from kvsurgery.templates.kv_store import append, flush
-from kvsurgery.templates.kv_tiles import (
-    QuantizedGroup,
-    empty_tiles,
-    encoded_tokens,
-    quantize,
-    rotated,
-    token_states,
-)
+from kvsurgery.templates.kv_tiles import QuantizedGroup, empty_tiles, quantize, rotated
+from kvsurgery.templates.kv_token_codes import encoded_tokens, token_states
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference, prefill_reference
 
