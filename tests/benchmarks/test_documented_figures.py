@@ -87,8 +87,8 @@ def test_long_prompts_of_the_bundled_model() -> None:
 
 
 def test_the_readme_says_what_half_of_the_heads_keep() -> None:
-    every = heads_report.rows(found("which-heads"))
-    rows = {row.heads: row for row in every if (row.share, row.size) in ((None, None), (50, "16+64"))}
+    every = heads_report.rows(found("which-heads"), "16+64")
+    rows = {row.heads: row.scores for row in every if row.share in (None, 50)}
     chosen = [rows[name] for name in ("gates", "attention", "er")]
     recalls, rises = ([f(row) for row in chosen] for f in (lambda row: row.recall.mean, lambda row: row.ratio.mean - 1))
     said = sentences(README)
