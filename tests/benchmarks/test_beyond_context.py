@@ -140,3 +140,17 @@ def test_the_documents_say_what_was_measured() -> None:
     points = " ".join(f"{100 * value:.3g}" for value in (than_bm25.mean, than_bm25.low, than_bm25.high))
     mean, low, high = points.split()
     assert f"REFORM finds {mean} points [{low}, {high}] more" in page
+
+
+def test_two_hops_are_guessed_as_the_docs_say() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "two-hops.json").read_text())
+    [(length, samples)] = found["results"].items()
+    full = recalled_by_text(samples, "full attention")
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert f"full attention answers {sum(full)} of {len(full)} questions in texts of {length} tokens" in page
+    around = beyond_context.recalled(samples, "full attention")
+    assert around.low < 1 / beyond_context.FACTS < around.high
+
+
+def recalled_by_text(samples: list[dict], name: str) -> list[bool]:
+    return [right for sample in samples for right in sample[name]["right"]]
