@@ -212,8 +212,9 @@ def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int, cache: Any =
 def measure(
     contender: Contender, model: PreTrainedModel, case: Case, steps: int, original: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the
-    facts of the prompt and of the answer that are recalled, and milliseconds of CPU time for each of the last tokens.
+    """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the divergence,
+    the facts of the prompt and of the answer that are recalled, and milliseconds of CPU time for each of the last
+    tokens.
 
     Args:
         original: log-probabilities of each quarter; filled by the first contender, the original.

@@ -230,7 +230,7 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
 
 
 def answers(contender: Contender, source: Path, texts: list[Prompt], original: list[torch.Tensor]) -> dict[str, Any]:
-    """Right answers by question, and by text the the mean negative log-likelihood and the bytes held.
+    """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
 
     Args:
         original: log-probabilities of what follows each text; filled by the first contender, the original.

@@ -316,7 +316,8 @@ def test_the_default_window_keeps_what_the_docs_say() -> None:
         f"attention keeps {kept['attention']} ({more['attention']}), measured losses {kept['measured loss']} "
         f"({more['measured loss']}), and ER {kept['er']} ({more['er']})."
     ) in page()
-    assert f"64 + 256 keep {kept['gates']} of the facts, and perplexity rises by {more['gates']}" in page("README.md")
+    half = f"half of the heads chosen by gates recall {kept['gates']} of the facts that the original recalls"
+    assert f"{half}, and perplexity rises by {more['gates']}" in page("README.md")
     assert f"one recalls {random.draws[0]:.0%} of the facts and another {random.draws[-1]:.0%}" in page()
     minutes = "gates of 20 minutes"
     assert f"keeps {kept[minutes]} of the facts, and perplexity rises by {more[minutes]}." in page()

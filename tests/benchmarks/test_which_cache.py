@@ -155,7 +155,10 @@ def test_what_the_docs_say_of_facts_and_divergence() -> None:
     halves = [rows[f"kvsurgery, 50% of heads full by {chosen}"].scores for chosen in ("er", "measured loss", "gates")]
     lost = sorted(-100 * half.more.mean for half in halves)
     worse = sorted(half.ratio.mean - 1 for half in halves)
-    assert f"half of the heads lose {lost[0]:.0f} to {lost[-1]:.0f} points of the original's" in page()
+    assert f"half of the heads lose {lost[0]:.0f} to {lost[-1]:.0f} points, and" in page()
+    shares = sorted(100 * half.outside.mean for half in halves)
+    snap = rows["SnapKVPress, 60%"].scores.outside.mean
+    assert f"SnapKV recalls {snap:.0%} and ours {shares[0]:.0f} to {shares[-1]:.0f}%" in page()
     assert f"perplexity rises by {worse[0]:.1%} to {worse[-1]:.1%}" in page()
     presses = [row.scores.kl.mean for name, row in rows.items() if name.endswith("Press, 60%") and row.share < 0.99]
     assert all(max(presses) < half.kl.mean for half in halves)
