@@ -75,6 +75,8 @@ def main() -> None:
     for name in (NOVEL, ENCYCLOPEDIA):
         if not (arguments.texts / name).is_file():
             parser.error(f"{arguments.texts / name} is missing")
+    if not arguments.model.is_dir():
+        parser.error(f"{arguments.model} is missing; run examples/smollm2/make.py")
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for table in tables(arguments.texts):

@@ -135,7 +135,15 @@ def embedding_ranking(
 
 
 def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Reform) -> None:
-    """Raise ProfileError where samples are of unknown tasks, too long for the model, or missing."""
+    """Raise ProfileError where samples are of unknown tasks, too long, or missing, or where nothing can be read so."""
+    for name, least in (("chunk", 1), ("encode_budget", 1), ("window", 1), ("keep", 0)):
+        if (value := getattr(recurrence, name)) < least:
+            raise ProfileError(f"{name} is a number of tokens, got {value}")
+    if recurrence.encode_budget < 2 * recurrence.keep:
+        raise ProfileError(
+            f"encode_budget {recurrence.encode_budget} does not hold the first and last {recurrence.keep} tokens, "
+            "which always stay"
+        )
     unknown = set(samples) - set(TASKS)
     if unknown or not samples:
         raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")

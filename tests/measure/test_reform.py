@@ -1,5 +1,7 @@
 """Ranking of embedding heads: the formulas by hand and by their laws, on random models, and on one that recalls."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -262,6 +264,20 @@ class TestRanking:
         small = {"max_position_embeddings": 511} if "recurrence" in options else {}
         with pytest.raises(ProfileError, match=message):
             embedding_ranking(measured(**small), samples, **options)
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"chunk": 0}, "chunk is a number of tokens, got 0"),
+            ({"window": 0}, "window is a number of tokens"),
+            ({"keep": -1}, "keep is a number of tokens"),
+            ({"encode_budget": 511}, "encode_budget 511 does not hold the first and last 256 tokens"),
+        ],
+        ids=str,
+    )
+    def test_bad_sizes(self, sizes, message):
+        with pytest.raises(ProfileError, match=message):
+            embedding_ranking(measured(), {"pattern": [sample()]}, recurrence=replace(PAPER, **sizes))
 
     def test_a_family_that_reform_does_not_cover(self):
         refused = measured_model(stock("gpt_oss"), no_reform=load_family("gpt_oss").no_reform)

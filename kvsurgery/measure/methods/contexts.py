@@ -38,7 +38,12 @@ class ContextMethod(Method):
         """
         from kvsurgery.measure.prompts import Contexts
 
-        return Contexts.of(measured, self.min_context or SHORTEST, self.max_context, self.seed)
+        return Contexts.of(measured, self.shortest, self.max_context, self.seed)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest prompt, by default 1,000."""
+        return SHORTEST if self.min_context is None else self.min_context
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class PasskeyMethod(ContextMethod):
         Raises:
             ProfileError: it has not.
         """
-        count, size = self.passkeys or PASSKEYS, self.passkey_tokens
-        if (self.min_context or SHORTEST) <= (least := 2 * count * size):
+        count, size = self.count, self.passkey_tokens
+        if self.shortest <= (least := 2 * count * size):
             raise ProfileError(
                 f"{count} passkeys of {size} tokens, hidden and recalled, take more than {least} tokens; give a longer "
                 "`min_context`, or fewer or shorter passkeys"
@@ -73,5 +78,10 @@ class PasskeyMethod(ContextMethod):
         """
         from kvsurgery.measure.passkeys import Passkeys
 
-        drawn = {"count": self.passkeys or PASSKEYS, "size": self.passkey_tokens}
+        drawn = {"count": self.count, "size": self.passkey_tokens}
         return Passkeys.of(measured, self.contexts(measured), self.text, **drawn)
+
+    @property
+    def count(self) -> int:
+        """Passkeys in a prompt, by default 10."""
+        return PASSKEYS if self.passkeys is None else self.passkeys

@@ -74,9 +74,9 @@ class Duo(PasskeyMethod, GateMethod):
             self,
             minutes=None,
             steps=plan.steps,
-            min_context=self.min_context or plan.shortest,
+            min_context=plan.shortest if self.min_context is None else self.min_context,
             max_context=self.max_context or plan.longest,
-            passkeys=self.passkeys or plan.passkeys,
+            passkeys=plan.passkeys if self.passkeys is None else self.passkeys,
             until_settled=True,
         )
         if begun is None:

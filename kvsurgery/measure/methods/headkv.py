@@ -24,7 +24,6 @@ class HeadKV(Method):
         depths: of needles in the text, 0 (first) to 1 (last). None: ten.
     """
 
-    name: str = "headkv-r2"
     needles: str = setting("auto", "needles", says.NEEDLES)
     lengths: tuple[int, ...] | None = lengths_setting()
     depths: tuple[float, ...] | None = setting(None, "depths", says.DEPTHS, default="ten")
