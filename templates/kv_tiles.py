@@ -56,7 +56,7 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
     key_groups, value_groups = (of(keys.shape[-1]) for of in (quantization.key_groups, quantization.value_groups))
-    return Tiles(*_quantize(keys, key_groups, quantization), *_quantize(values, value_groups, quantization))
+    return Tiles(*quantize_groups(keys, key_groups, quantization), *quantize_groups(values, value_groups, quantization))
 
 
 def dequantize(tiles: Tiles, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +167,7 @@ def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torc
     return (2.0**-shifts).to(device, dtype).view(-1, 1, 1, 1, 1)
 
 
-def _quantize(
+def quantize_groups(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _encoded(states, groups, quantization)
@@ -228,7 +228,7 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The reverse of `_pack`."""
     return packed if bits == 8 else torch.cat([*_planes(packed, bits)], -1)
 
@@ -236,7 +236,7 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
     """Codes uint8 [..., tokens, n] of the channels that the same bits of bytes hold, from the low bits on."""
     if bits == 3:
-        low, third = _thirds(packed)
+        low, third = split_thirds(packed)
         pairs = third.to(torch.int16)  # a byte for both bytes of a word: of each plane, two bits that are eight apart
         pairs = (pairs << 6).bitwise_or_(pairs.bitwise_left_shift_(2))
         for place, plane in enumerate(_planes(low, 2)):
@@ -251,7 +251,7 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
             yield shifted if plane == last else shifted.bitwise_and_(2**bits - 1)
 
 
-def _thirds(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_thirds(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of codes of 3 bits, packed as [..., tokens, width], those of the two low bits and of the third, by token."""
     tokens, width = packed.shape[-2:]
     parts = packed.flatten(-2).split([tokens * width * 2 // 3, tokens * width // 3], -1)
@@ -268,13 +268,13 @@ def _third_bits(device: torch.device) -> torch.Tensor:
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     *outer, tokens, width = codes.shape
     rows, columns = scales.shape[-2:]
-    states = _unpack(codes, bits).to(scales.dtype)
+    states = unpack(codes, bits).to(scales.dtype)
     grouped = states.view(*outer, rows, tokens // rows, columns, width * 8 // bits // columns)
     scale, low = (part[..., :, None, :, None] for part in scales.unbind(-3))
-    return _scaled(grouped, scale, low).view_as(states)
+    return scale_codes(grouped, scale, low).view_as(states)
 
 
-def _scaled(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def scale_codes(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     if codes.dtype == torch.float32:  # several times faster where a scale is for the innermost states
         return codes.mul_(scale).add_(low)
     return torch.addcmul(low, codes, scale)  # rounds once

@@ -7,7 +7,7 @@ import torch
 
 from .kv_heads import on_device
 from .kv_layout import TILE, Quantization
-from .kv_tiles import QuantizedGroup, Tiles, _quantize, _scaled, _thirds, _unpack
+from .kv_tiles import QuantizedGroup, Tiles, quantize_groups, scale_codes, split_thirds, unpack
 
 KEYS, VALUES = 0, 1
 
@@ -136,18 +136,18 @@ def _token_bytes(packed: torch.Tensor, bits: int, back: bool = False) -> torch.T
     if back:
         parts = packed.split([width * 2 // 3, width // 3], -1)
         return torch.cat([part.flatten(-2) for part in parts], -1).unflatten(-1, (tokens, -1))
-    return torch.cat(_thirds(packed), -1)
+    return torch.cat(split_thirds(packed), -1)
 
 
 def encoded_tokens(states: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of codes, scales and minima, as `by_token` has them, of tokens [..., n, head_dim]."""
     *_, tokens, head_dim = states.shape
-    codes, scales = _quantize(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
+    codes, scales = quantize_groups(states, (tokens, quantization.value_groups(head_dim)[1]), quantization)
     return _token_bytes(codes, quantization.bits), scales.transpose(-3, -2).flatten(-2)
 
 
 def token_states(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     """States [..., n, head_dim] that these bytes, scales and minima stand for."""
     scale, low = scales.unflatten(-1, (2, -1, 1)).unbind(-3)
-    states = _unpack(_token_bytes(codes, bits, back=True), bits).to(scales.dtype)
-    return _scaled(states.unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)
+    states = unpack(_token_bytes(codes, bits, back=True), bits).to(scales.dtype)
+    return scale_codes(states.unflatten(-1, (scale.shape[-2], -1)), scale, low).flatten(-2)

@@ -66,8 +66,10 @@ def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
     for layer in layers:
         for part in ("watch", "renew"):
             setattr(layer.budgeted, part, timed(spent, part, getattr(layer.budgeted, part)))
-    kv_tiles = import_module(".kv_tiles", type(layers[0]).__module__.rpartition(".")[0])
-    with mock.patch.object(kv_tiles, "_quantize", timed(spent, "quantize", kv_tiles._quantize)):
+    emitted = type(layers[0]).__module__.rpartition(".")[0]
+    tiles, codes = (import_module(name, emitted) for name in (".kv_tiles", ".kv_token_codes"))
+    quantize = timed(spent, "quantize", tiles.quantize_groups)
+    with mock.patch.object(tiles, "quantize_groups", quantize), mock.patch.object(codes, "quantize_groups", quantize):
         begin = time.process_time()
         for _ in range(steps):
             token = output.logits[:, -1:].argmax(-1)

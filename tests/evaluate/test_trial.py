@@ -94,6 +94,6 @@ def test_a_set_that_is_named_is_not_tried(task, sets, tmp_path, loaded):
 
 def test_nothing_is_begun_where_no_set_is_answered(task, sets, tmp_path):
     sets("reasoning")
-    with pytest.raises(TextError, match=r"no set of retrieval needles .* phrase 0, fact 0, word 0\).*--tasks$"):
+    with pytest.raises(TextError, match=r"no set of retrieval needles .* phrase 0, fact 0, word 0\).* out of `tasks`$"):
         evaluate({"original": MODEL}, task, tmp_path / "report", BATCH, device="cpu")
     assert not (tmp_path / "report").exists()

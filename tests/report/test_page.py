@@ -192,7 +192,7 @@ class TestParts:
 
 class TestRefused:
     def test_nothing_was_evaluated(self, tmp_path):
-        with pytest.raises(KVSurgeryError, match=r"neither results\.json nor bench\.json: run `kvsurgery eval`"):
+        with pytest.raises(KVSurgeryError, match=r"neither results\.json nor bench\.json: run `kvsurgery eval "):
             write_report(tmp_path)
 
     @pytest.mark.parametrize(
