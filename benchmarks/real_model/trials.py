@@ -117,7 +117,7 @@ def chained_prompts(
     for _ in range(count):
         drawn = needles_of(rng, needles, 2 * facts)
         told, asked_for = drawn[:facts], [cue for cue, _ in drawn[facts:]]
-        links = [SAME.format(*map(_place, pair)) for pair in zip(asked_for, (cue for cue, _ in told), strict=True)]
+        links = [SAME.format(*map(_subject, pair)) for pair in zip(asked_for, (cue for cue, _ in told), strict=True)]
         sentences = [*stated(tokenizer, told), *(token_ids(tokenizer, link) for link in links)]
         sentences = [sentences[place] for place in rng.permutation(len(sentences))]
         text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
@@ -126,7 +126,7 @@ def chained_prompts(
     return made
 
 
-def _place(cue: str) -> str:
+def _subject(cue: str) -> str:
     """What the beginning of a fact is about."""
     return cue.removeprefix("The secret word of the ").removesuffix(" is")
 
