@@ -30,9 +30,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from kvsurgery import console
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 

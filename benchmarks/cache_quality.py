@@ -27,7 +27,7 @@ from provenance import record_versions
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.tokens import first_tokens, token_ids

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.templates.kv_layout import TILE, Quantization
 from kvsurgery.templates.kv_tiles import dequantize, quantize, rotation
 

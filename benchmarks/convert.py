@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 
 HIDDEN, INTERMEDIATE, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128

@@ -32,8 +32,8 @@ from peers.held import held_bytes
 from provenance import record_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsurgery import console
 from kvsurgery.bench.caches import unusable
+from kvsurgery.display import console
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.haystack import Haystack

@@ -23,8 +23,8 @@ import torch
 from provenance import record_versions
 from transformers.utils import logging
 
-from kvsurgery.dimensions import ModelLayers
 from kvsurgery.emit.cache_description import describe_widths
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import CacheTrial
 from kvsurgery.measure.model import MeasuredModel

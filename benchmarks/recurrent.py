@@ -38,9 +38,9 @@ from recurrent_report import ABOVE, OURS, RANDOM, WORST, claimed, plot, show, ve
 from synthetic import dimensions, emitted
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from kvsurgery import console
 from kvsurgery.bench.memory import LiveBytes
-from kvsurgery.memory import peak_memory
+from kvsurgery.display import console
+from kvsurgery.system.memory import peak_memory
 from kvsurgery.templates.kv_encode import Encoder, EncodingLayer
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform

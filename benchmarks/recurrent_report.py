@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib import colormaps
 
-from kvsurgery import console
-from kvsurgery.figure import new_figure, save_figure
+from kvsurgery.display import console
+from kvsurgery.display.figure import new_figure, save_figure
 
 OURS, ABOVE, WORST = "REFORM", "REFORM, best above layer 0", "REFORM, worst heads"
 RANDOM = "REFORM, random heads"  # and a number

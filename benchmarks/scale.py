@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery import console, figure
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.display import console, figure
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.head_kinds import full_heads
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 
 HERE = Path(__file__).resolve().parent / "tiny-recall"

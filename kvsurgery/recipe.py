@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsurgery.errors import PolicyError, RecipeError
-from kvsurgery.files import write_whole
-from kvsurgery.head_kinds import Rest
-from kvsurgery.repo_id import is_address
+from kvsurgery.heads.kinds import Rest
+from kvsurgery.system.files import write_whole
+from kvsurgery.system.repo_id import is_address
+from kvsurgery.system.typed_toml import check_types, read_table, to_toml
 from kvsurgery.templates.kv_layout import Quantization, Selection
-from kvsurgery.typed_toml import check_types, read_table, to_toml
 
 # ways to choose the full heads, of which a recipe has at most one
 CHOICES = ("sparsity", "threshold", "full_heads")

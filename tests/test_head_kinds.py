@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from kvsurgery.head_kinds import (
+from kvsurgery.heads.kinds import (
     BUDGETED,
     FULL,
     KINDS,

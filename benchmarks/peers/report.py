@@ -9,8 +9,8 @@ from typing import Any
 from contenders import CONTENDERS, STOCK, Contender
 from matplotlib import colormaps
 
-from kvsurgery import console
-from kvsurgery.figure import new_figure, save_figure
+from kvsurgery.display import console
+from kvsurgery.display.figure import new_figure, save_figure
 
 PANELS = {
     "recall_asked": "answers right, the question in the prompt",

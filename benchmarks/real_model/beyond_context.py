@@ -33,10 +33,10 @@ from provenance import record_versions
 from recurrent_methods import BM25, Full, Gathered, InfiniPot, InfLLM, Method, Reading, Recurrent, Truncation, duplicate
 from synthetic import dimensions, emitted
 
-from kvsurgery import console
+from kvsurgery.display import console
+from kvsurgery.display.figure import new_figure, save_figure
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
-from kvsurgery.figure import new_figure, save_figure
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack

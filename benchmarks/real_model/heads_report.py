@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from paired import HEADS, Scores, outside, scores
 
-from kvsurgery.figure import new_figure, save_figure
+from kvsurgery.display.figure import new_figure, save_figure
 
 NAME = re.compile(r"(?P<heads>.+), (?P<share>\d+)% full, (?P<size>\d+\+\d+)")
 DRAW = re.compile(r"random \d+")

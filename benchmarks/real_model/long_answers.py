@@ -39,8 +39,8 @@ from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTr
 from transformers.utils import logging
 from trials import Prompt, Question, asked, hide, needles_of, questions, stated, windows
 
-from kvsurgery import console
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, Question, asked, hide, needles_of, stated, windows
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
 from kvsurgery.profile.head_profile import HeadProfile

@@ -21,7 +21,8 @@ from models import converted, stock
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from kvsurgery import __version__, console
+from kvsurgery import __version__
+from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 

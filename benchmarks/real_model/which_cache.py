@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
 from provenance import record_versions
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile

@@ -29,7 +29,7 @@ from trials import Prompt, Window, answered, nats, next_tokens, prompts, windows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.measure.own_answers import read_answers
 from kvsurgery.profile.head_profile import HeadProfile

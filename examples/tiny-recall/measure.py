@@ -10,7 +10,7 @@ import torch
 from ablation import restricted
 from task import Prompts, exact_match, prompts
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import full_heads

@@ -18,7 +18,7 @@ from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.checkpoint import read_text_config
 from kvsurgery.evaluate.records import versions
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.processes import started_processes, usable_device
+from kvsurgery.system.processes import started_processes, usable_device
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
 
-from kvsurgery import console
 from kvsurgery.bench.caches import WIDTHS, stored_bytes, unusable
 from kvsurgery.bench.memory import free_bytes
+from kvsurgery.checkpoint.dtype import stored_dtype
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint, read_config
-from kvsurgery.dtype import stored_dtype
+from kvsurgery.display import console
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.answering import GATHERED_ALONE
 from kvsurgery.evaluate.checkpoint import copy_code, load
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import KVLayout
 from kvsurgery.templates.kv_reform import Reform

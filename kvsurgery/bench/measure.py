@@ -17,7 +17,7 @@ from kvsurgery.bench.timing import Stopwatch, quartiles
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
 
 # decode steps that are not counted; on a GPU, the third captures the ones that follow

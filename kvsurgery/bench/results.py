@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.files import document, write_table, write_whole
+from kvsurgery.system.files import document, write_table, write_whole
 
 FILE, TABLE = "bench.json", "bench.csv"
 FORMAT, VERSION = "kvsurgery.bench", 1

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.templates.kv_layout import LINEAR, text_config
 
 # larger numbers in a config are nonsense, and would make lists of that length

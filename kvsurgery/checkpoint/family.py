@@ -29,7 +29,7 @@ from typing import Any
 from kvsurgery.checkpoint.attention_rules import AttentionRules
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.errors import UnsupportedModel
-from kvsurgery.resources import PATCHES
+from kvsurgery.system.resources import PATCHES
 from kvsurgery.templates.kv_layout import text_config
 
 LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)

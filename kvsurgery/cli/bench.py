@@ -89,14 +89,14 @@ def bench(
     kvsurgery bench ./llama3-duo --device cuda --lengths 16K,64K,128K --batches 1,4 --out report/
     torchrun --nproc-per-node 4 -m kvsurgery bench ./llama3-tp4 --out report/
     """
-    from kvsurgery import console
     from kvsurgery.bench.benchmark import benchmark, default_workload
     from kvsurgery.cli.verify import source_folder
+    from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.evaluate.checkpoint import check_original
-    from kvsurgery.files import check_folder
-    from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
+    from kvsurgery.system.files import check_folder
+    from kvsurgery.system.processes import is_first
 
     quiet_transformers()
     if out is not None:
@@ -129,7 +129,7 @@ def bench(
 
 def _show(found: Bench) -> None:
     """Time and memory as tables, what was left out, and how to measure more."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     times: Columns = {
         "prefill": lambda row: _milliseconds(row.prefill),
@@ -157,7 +157,7 @@ def _show(found: Bench) -> None:
 
 def _print(found: Bench, title: str, columns: Columns) -> None:
     """A table of the rows that were measured."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     batches = len(found.settings["batches"]) > 1
     lines, last = [], None
@@ -203,6 +203,6 @@ def _milliseconds(phase: Phase | None) -> str:
 
 
 def _peak(phase: Phase | None) -> str:
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     return console.size(phase.peak_bytes) if phase else "-"

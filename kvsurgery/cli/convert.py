@@ -111,12 +111,12 @@ def convert(
     kvsurgery convert ./qwen --profile reform.safetensors --profile duo.safetensors --out ./qwen-long
     kvsurgery convert ./llama3 --recipe duo.toml --sparsity 0.25 --out ./llama3-duo
     """
-    from kvsurgery import console
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of, warn
+    from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
-    from kvsurgery.files import check_folder
+    from kvsurgery.system.files import check_folder
 
     recipe = recipe_of(options)
     if save_recipe is not None:
@@ -179,7 +179,7 @@ def convert(
 
 def _note_idle(options: dict[str, Any], prepared: PreparedConversion) -> None:
     """Say which options make no difference beside the others; those that a fit may use or not are left to it."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     used = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
@@ -192,11 +192,11 @@ def _convert(
     prepared: PreparedConversion, out: Path, jobs: int | None, kv_check: str | None, remote: Streamed | None = None
 ) -> dict[str, Any]:
     """Convert, check the cache if a text is given, and say what was done."""
-    from kvsurgery import console
     from kvsurgery.conversion.convert import convert
     from kvsurgery.conversion.engine import JOBS
+    from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
-    from kvsurgery.memory import peak_memory
+    from kvsurgery.system.memory import peak_memory
 
     text = None if kv_check is None else _check_text(kv_check, prepared)
     if jobs is None:
@@ -231,7 +231,7 @@ def _check(out: Path, text: CheckText) -> dict[str, Any]:
     """Measure a converted checkpoint's divergence, and write it to the model card."""
     from kvsurgery.emit.card import CHECK, with_section
     from kvsurgery.evaluate.cache_check import check_cache
-    from kvsurgery.files import write_whole
+    from kvsurgery.system.files import write_whole
 
     check, card = check_cache(out, text, dtype=chosen_dtype("auto", out, None)), out / "README.md"
     write_whole(card, with_section(card.read_text(encoding="utf-8"), str(check), CHECK))

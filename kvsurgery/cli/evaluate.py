@@ -59,16 +59,16 @@ def evaluate(
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-duo --source ./llama3 --tasks ruler --lengths 128K
     torchrun --nproc-per-node 8 -m kvsurgery eval ./llama3-70b-tp8 --tasks ruler --lengths 128K --tp 8
     """
-    from kvsurgery import console
     from kvsurgery.cli.recipe_options import in_flags
     from kvsurgery.cli.verify import source_folder
+    from kvsurgery.display import console
     from kvsurgery.evaluate.checkpoint import check_original, is_converted
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.runner import evaluate
     from kvsurgery.evaluate.tasks.ruler.task import RulerTask
-    from kvsurgery.files import check_folder
-    from kvsurgery.processes import is_first
     from kvsurgery.report import write_report
+    from kvsurgery.system.files import check_folder
+    from kvsurgery.system.processes import is_first
 
     quiet_transformers()
     check_folder(out)
@@ -122,7 +122,7 @@ def check_measured(results: Results) -> None:
 
 def _show(results: Results) -> None:
     """The scores as a table, and what was left out."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     names = [*results.models]
     columns = ["task", "metric", "samples", *names, *(["difference [95%]"] if len(names) == 2 else [])]

@@ -100,10 +100,10 @@ def fit(
     kvsurgery fit ./llama3 --profile r2.safetensors --memory 20GiB --context 32K --new-tokens 1K --plot fit.png
     kvsurgery fit ./llama3-70b --profile duo.safetensors --memory 80GB --context 128K --batch 4 --tp 8
     """
-    from kvsurgery import console
     from kvsurgery.cli import plan
     from kvsurgery.cli.source import request_of, warn
-    from kvsurgery.figure import check_picture
+    from kvsurgery.display import console
+    from kvsurgery.display.figure import check_picture
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to choose; leave it out")
@@ -136,8 +136,8 @@ def fit(
 
 def _print_table(found: Fit) -> None:
     """Some of the candidates that nothing beats, the choice, and the best of other widths."""
-    from kvsurgery import console
     from kvsurgery.cli.plan import width
+    from kvsurgery.display import console
 
     best, next_best = found.pareto, found.alternatives[:ALTERNATIVES]
     shown = {best[round(place * (len(best) - 1) / (ROWS - 1))] for place in range(ROWS)} | {found.choice, *next_best}
@@ -171,7 +171,7 @@ def _plot(found: Fit, name: str, path: Path) -> None:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
     from kvsurgery.cli.plan import loss_facts, width
-    from kvsurgery.figure import new_figure, save_figure
+    from kvsurgery.display.figure import new_figure, save_figure
     from kvsurgery.policy.fit import pareto
 
     def quality(candidate: Candidate) -> float:

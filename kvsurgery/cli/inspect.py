@@ -38,7 +38,7 @@ def inspect(source: str, revision: str | None, as_json: bool) -> None:
 
 
 def _show(facts: Facts) -> None:
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     def say(line: str) -> None:
         console.stdout.print(line)
@@ -57,7 +57,7 @@ def _show(facts: Facts) -> None:
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     if facts.revision:
         yield "commit", facts.revision
@@ -100,10 +100,10 @@ def _brief(value: Any) -> str:
 
 
 def _show_surgery(surgery: Surgery, family: str | None) -> None:
-    from kvsurgery import console
     from kvsurgery.cli.plan import describe_reform, print_kv_bytes
+    from kvsurgery.display import console
     from kvsurgery.emit.cache_description import describe_bits, describe_hold
-    from kvsurgery.head_kinds import FULL, OTHERS
+    from kvsurgery.heads.kinds import FULL, OTHERS
 
     print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.display import console
 from kvsurgery.emit.cache_description import describe_bits, describe_hold
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import hub_code_keys
-from kvsurgery.head_kinds import BUDGETED, FULL, OTHERS, STREAMING, WINDOW, HeadKind, head_list, kinds_of
-from kvsurgery.layout_section import quantization_section
+from kvsurgery.heads.kinds import BUDGETED, FULL, OTHERS, STREAMING, WINDOW, HeadKind, head_list, kinds_of
+from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.fit import Fit
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvsurgery.repo_id import is_repo_name
+from kvsurgery.system.repo_id import is_repo_name
 
 
 @click.command()
@@ -32,10 +32,11 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     kvsurgery push ./llama3-duo you/llama3-duo --private
     kvsurgery push ./llama3-duo you/llama3-duo --report report/
     """
-    from kvsurgery import console, hub
+    from kvsurgery import hub
     from kvsurgery.checkpoint.provenance import Provenance
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.verify import verify
+    from kvsurgery.display import console
 
     if not is_repo_name(repo_id):
         raise click.UsageError(f"{repo_id!r} is not a repository name; the Hub's names look like owner/name")

@@ -12,9 +12,9 @@ import click
 
 from kvsurgery.cli.options import CACHE, DEVICES, HEADS, PROMPTS, Bits, Several, Tokens, flag, in_group
 from kvsurgery.errors import OutputError, PolicyError, RecipeError
-from kvsurgery.files import check_file
-from kvsurgery.head_kinds import Rest
+from kvsurgery.heads.kinds import Rest
 from kvsurgery.recipe import CHOICES, Demand, Recipe
+from kvsurgery.system.files import check_file
 from kvsurgery.templates.kv_layout import SELECTS
 
 
@@ -283,7 +283,7 @@ def check_recipe_file(path: Path) -> None:
 
 def write_recipe(recipe: Recipe, path: Path | None) -> None:
     """Write a recipe to the file of --save-recipe, if one is given."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     if path is not None:
         recipe.save(path)

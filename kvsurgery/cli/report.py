@@ -33,7 +33,7 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
     kvsurgery report report-50 report-25 report-kv4 --out comparison
     kvsurgery report report-50 sweep/
     """
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.report import write_comparison, write_report
     from kvsurgery.report.comparison import is_sweep
 

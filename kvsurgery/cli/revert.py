@@ -27,10 +27,10 @@ def revert(folder: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     \b
     kvsurgery revert ./llama3-duo --out ./llama3
     """
-    from kvsurgery import console
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.revert import revert
+    from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.repo_id import is_repo_id
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POSITIVE = click.IntRange(min=1)
@@ -55,9 +55,9 @@ def quiet_transformers() -> None:
 def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: str | None = None) -> str:
     """The dtype to measure a folder or a Hub id in: "auto" becomes float32 where the CPU is slow in the checkpoint's,
     which is said on stderr."""
-    from kvsurgery import console
-    from kvsurgery.dtype import INSTRUCTIONS, slow_on_cpu, stored_dtype
-    from kvsurgery.processes import is_first, usable_device
+    from kvsurgery.checkpoint.dtype import INSTRUCTIONS, slow_on_cpu, stored_dtype
+    from kvsurgery.display import console
+    from kvsurgery.system.processes import is_first, usable_device
 
     if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
         return dtype

@@ -29,7 +29,7 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
 
 def warn(prepared: PreparedConversion) -> None:
     """Say what a choice by memory does not see to."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     fit, positions = prepared.fit, prepared.checkpoint.text_config.get("max_position_embeddings")
     if fit is None:

@@ -64,12 +64,12 @@ def sweep(
     kvsurgery sweep ./llama3 --profile duo.safetensors --sink 4,64 --recent 256,1K --tasks perplexity --text book.txt
     kvsurgery sweep ./llama3 --profile r2.safetensors --budget 64,128,256,512,1024 --beta 1.05,1.2,2 --tasks ruler
     """
-    from kvsurgery import console
     from kvsurgery.cli.source import request_of
+    from kvsurgery.display import console
     from kvsurgery.evaluate.sweep import Grid, sweep
-    from kvsurgery.files import check_folder
-    from kvsurgery.processes import is_first
     from kvsurgery.report.sweep_charts import quality
+    from kvsurgery.system.files import check_folder
+    from kvsurgery.system.processes import is_first
 
     axes = {name: values for name in AXES if (values := options[name]) is not None}
     if not axes:
@@ -121,8 +121,8 @@ def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
 
 def _show(found: Sweep) -> None:
     """A row for each setting, the original's first."""
-    from kvsurgery import console
     from kvsurgery.cli.evaluate import cells
+    from kvsurgery.display import console
     from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
     from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.running import chosen_dtype, dtype_option
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.repo_id import is_repo_id
 
 
 @click.command()
@@ -44,10 +44,10 @@ def verify(
     kvsurgery verify ./llama3-duo --source ./llama3 --logits
     kvsurgery verify ./llama3-duo --hashes
     """
-    from kvsurgery import console
     from kvsurgery.checkpoint.source import weight_bytes
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
+    from kvsurgery.display import console
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
@@ -93,8 +93,8 @@ def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
 
     from transformers.utils import logging
 
-    from kvsurgery import console
     from kvsurgery.conversion.logits import compare_logits
+    from kvsurgery.display import console
 
     logging.disable_progress_bar()
     with console.stderr.status("running the stock and the emitted model"):

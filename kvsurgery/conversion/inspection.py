@@ -16,12 +16,12 @@ from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import heads_by_layer, plan_moves
 from kvsurgery.conversion.request import hub_id
 from kvsurgery.conversion.resemblance import resemblance
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
 from kvsurgery.errors import CheckpointError, UnsupportedModel
-from kvsurgery.head_kinds import BUDGETED, STREAMING, HeadKind, counts, head_list, kinds_of
-from kvsurgery.layout_section import quantization_section
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, head_list, kinds_of
+from kvsurgery.heads.section import quantization_section
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast

@@ -17,11 +17,11 @@ from blake3 import blake3
 from kvsurgery.checkpoint.headers import Shard
 from kvsurgery.checkpoint.journal import JOURNAL, PART, Journal
 from kvsurgery.checkpoint.side_files import chunks
-from kvsurgery.console import size as readable
 from kvsurgery.conversion.engine import JOBS, Target, move_bytes
 from kvsurgery.conversion.plan import Move
+from kvsurgery.display.console import size as readable
 from kvsurgery.errors import Mismatch, OutputError
-from kvsurgery.files import check_folder
+from kvsurgery.system.files import check_folder
 
 
 class Output:

@@ -16,8 +16,8 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import Tensor
 from kvsurgery.checkpoint.role import Role
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import Policy
 
 # other dtypes come with scales whose layout surgery would have to know

@@ -13,7 +13,7 @@ from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores, pinned
 from kvsurgery.recipe import Recipe
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.repo_id import is_repo_id
 
 if TYPE_CHECKING:
     from kvsurgery.hub.stream import Streamed

@@ -9,15 +9,15 @@ from hashlib import sha256
 from string import Template
 from typing import Any
 
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_bits
 from kvsurgery.emit.config import auto_class
-from kvsurgery.head_kinds import OTHERS, unquantized
-from kvsurgery.layout_section import quantization_section
-from kvsurgery.lengths import length_name, lengths_of
+from kvsurgery.heads.kinds import OTHERS, unquantized
+from kvsurgery.heads.lengths import length_name, lengths_of
+from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.resources import TEMPLATES
+from kvsurgery.system.resources import TEMPLATES
 from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
 from kvsurgery.version import __version__
 from kvsurgery.vllm.forecast import forecast

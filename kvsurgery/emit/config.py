@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import CheckpointError
-from kvsurgery.layout_section import layout_section
+from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.templates.kv_layout import LINEAR, text_config
 

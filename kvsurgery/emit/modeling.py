@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.policy.policy import Policy
-from kvsurgery.resources import TEMPLATES
+from kvsurgery.system.resources import TEMPLATES
 from kvsurgery.version import __version__
 
 HEADER = f"""\

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvsurgery.evaluate.checkpoint import load, reader_of
 from kvsurgery.measure.cache_losses import TrialSizes
 from kvsurgery.measure.cache_trial import next_token_divergence
-from kvsurgery.processes import usable_device
+from kvsurgery.system.processes import usable_device
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import QUANTIZATION
 from kvsurgery.text.haystack import Haystack

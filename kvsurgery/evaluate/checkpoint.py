@@ -24,7 +24,7 @@ from kvsurgery.checkpoint.source import CONFIG, read_config, read_weights
 from kvsurgery.emit.config import auto_class
 from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.processes import tensor_parallel
+from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 
 GENERATION_CONFIG = "generation_config.json"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from kvsurgery.checkpoint.dtype import stored_dtype
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.dtype import stored_dtype
 from kvsurgery.evaluate.results import Results
 from kvsurgery.evaluate.sample import Sample
 from kvsurgery.templates.kv_layout import KVLayout

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsurgery.evaluate.records import lines, read_lines
 from kvsurgery.evaluate.sample import Conversation, Sample
-from kvsurgery.files import write_whole
+from kvsurgery.system.files import write_whole
 
 
 def write_judged(folder: Path, samples: Sequence[Sample], models: Iterable[str], note: Callable[[str], None]) -> None:

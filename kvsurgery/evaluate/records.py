@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import KVSurgeryError, OutputError, cut
 from kvsurgery.evaluate.sample import Sample
-from kvsurgery.files import differences, write_whole
+from kvsurgery.system.files import differences, write_whole
 from kvsurgery.version import __version__
 
 SETTINGS = "settings.json"

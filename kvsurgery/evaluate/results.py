@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.files import document, write_whole
+from kvsurgery.system.files import document, write_whole
 
 FILE = "results.json"
 FORMAT, VERSION = "kvsurgery.evaluation", 1

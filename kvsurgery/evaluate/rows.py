@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvsurgery.errors import TextError, short
-from kvsurgery.files import check_readable, reading_text
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.files import check_readable, reading_text
+from kvsurgery.system.repo_id import is_repo_id
 from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 
 ENDINGS = (".jsonl", ".json")

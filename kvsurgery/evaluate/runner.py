@@ -34,8 +34,8 @@ from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, taken
 from kvsurgery.evaluate.standing import Progress, Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial
-from kvsurgery.files import write_whole
-from kvsurgery.processes import Processes, started_processes
+from kvsurgery.system.files import write_whole
+from kvsurgery.system.processes import Processes, started_processes
 
 SAMPLES = "samples.jsonl"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, Interval, TaskResult
-from kvsurgery.files import document, write_table, write_whole
+from kvsurgery.system.files import document, write_table, write_whole
 
 FILE, TABLE = "sweep.json", "sweep.csv"
 FORMAT, VERSION = "kvsurgery.sweep", 1

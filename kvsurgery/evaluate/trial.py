@@ -16,7 +16,7 @@ from kvsurgery.evaluate.records import SETTINGS, read_settings
 from kvsurgery.evaluate.sample import Reader, Sample, Task
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.measure.retrieval import RIGHT
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from kvsurgery.text.needle_sets import AUTO, SETS, NeedleChoice, choose_set
 
 KIND = "retrieval"  # of needles that are found, and not reasoned about

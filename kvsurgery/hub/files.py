@@ -11,7 +11,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from kvsurgery.errors import HubError
 from kvsurgery.hub.errors import explained
-from kvsurgery.repo_id import HubFile
+from kvsurgery.system.repo_id import HubFile
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvsurgery.dimensions import ModelLayers
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
 from kvsurgery.measure.model import decoder_of

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.attention_hooks import Attend
 from kvsurgery.measure.model import MeasuredModel, decoder_of
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from kvsurgery import hub
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import CONFIG, read_config
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
-from kvsurgery.processes import tensor_parallel
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.processes import tensor_parallel
+from kvsurgery.system.repo_id import is_repo_id
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from blake3 import blake3
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.files import write_bytes_whole
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.prompts import Contexts
+from kvsurgery.system.files import write_bytes_whole
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.long_tasks import long_task
 

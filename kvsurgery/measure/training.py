@@ -19,8 +19,8 @@ from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.measure.settling import LATEST, SHARES, settled
 from kvsurgery.measure.training_state import TrainingState
-from kvsurgery.processes import Processes
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.system.processes import Processes
 from kvsurgery.version import __version__
 
 # (step, place in the step's batch) -> tokens int64 [batch, tokens], targets bool [batch, tokens], and more or nothing

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.files import differences, write_bytes_whole
 from kvsurgery.measure.settling import LATEST
+from kvsurgery.system.files import differences, write_bytes_whole
 
 FORMAT = "kvsurgery.gate-training"
 VERSION = "2"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvsurgery import console
-from kvsurgery.dimensions import ModelLayers
+from kvsurgery.display import console
 from kvsurgery.errors import PolicyError
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import decide, usual_rest
 from kvsurgery.policy.prices import ERRORS, LEAST_BUDGET, Candidate, Prices, quantizations

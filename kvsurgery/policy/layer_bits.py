@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import full_heads
+from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.recipe import Recipe

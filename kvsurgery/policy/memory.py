@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.tensor_parallel import check_blocks
 from kvsurgery.templates.kv_layout import text_config
 

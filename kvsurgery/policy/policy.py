@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import BUDGETED, FULL, HeadKind, Rest, counts
-from kvsurgery.layout_section import quantization_section, selection_section
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, FULL, HeadKind, Rest, counts
+from kvsurgery.heads.section import quantization_section, selection_section
 from kvsurgery.policy.budgets import BETA, allocate_budgets
 from kvsurgery.policy.layer_bits import with_layer_bits
 from kvsurgery.policy.tensor_parallel import arrange, check_blocks

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import Rest
+from kvsurgery.heads.kinds import Rest
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.tensor_parallel import arrange

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization

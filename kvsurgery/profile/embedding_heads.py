@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 
 STATES = ("q", "k", "v")
 # what is ranked: states, and to compare them with, what enters a layer, and the attention of the question's tokens

@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read

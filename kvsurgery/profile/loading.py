@@ -10,7 +10,7 @@ from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import LARGEST_FILE
 from kvsurgery.profile.tensor_file import TensorFile
-from kvsurgery.repo_id import HubFile, is_address
+from kvsurgery.system.repo_id import HubFile, is_address
 
 
 def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:

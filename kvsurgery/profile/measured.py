@@ -10,10 +10,10 @@ import numpy as np
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.repo_id import is_repo_id
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsurgery.head_kinds import Rest
+from kvsurgery.heads.kinds import Rest
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvsurgery.display.figure import new_figure, save_figure
 from kvsurgery.errors import ProfileError
-from kvsurgery.figure import new_figure, save_figure
 from kvsurgery.profile.comparison import Comparison
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.importers.reform import HEADS
 
 LIST = Path(__file__).with_name("published.toml")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.published import Published, ancestors, normal, published
 from kvsurgery.templates.kv_layout import text_config
 

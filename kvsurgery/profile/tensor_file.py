@@ -17,8 +17,8 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from kvsurgery.errors import OutputError, ProfileError
-from kvsurgery.files import write_bytes_whole
-from kvsurgery.repo_id import is_address
+from kvsurgery.system.files import write_bytes_whole
+from kvsurgery.system.repo_id import is_address
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
-from kvsurgery.console import size
-from kvsurgery.figure import inline_svg, new_figure, save_figure
-from kvsurgery.lengths import length_name
+from kvsurgery.display.console import size
+from kvsurgery.display.figure import inline_svg, new_figure, save_figure
+from kvsurgery.heads.lengths import length_name
 from kvsurgery.report.colours import LIGHT, VARIABLES
 
 if TYPE_CHECKING:

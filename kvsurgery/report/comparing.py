@@ -9,7 +9,6 @@ from kvsurgery.bench.results import Bench
 from kvsurgery.errors import OutputError
 from kvsurgery.evaluate.results import Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
-from kvsurgery.files import check_folder
 from kvsurgery.report.charts import Chart
 from kvsurgery.report.comparison import Comparison, compare, is_sweep
 from kvsurgery.report.comparison_tables import checkpoint_rows, sweep_columns, sweep_rows
@@ -18,6 +17,7 @@ from kvsurgery.report.quality_charts import BARS, Line, Place, Quality, quality_
 from kvsurgery.report.rendering import render
 from kvsurgery.report.sweep_charts import FRONT, axis_of, lines_of
 from kvsurgery.report.writing import PAGE, save_page, showable
+from kvsurgery.system.files import check_folder
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
-from kvsurgery.head_kinds import FULL, HeadKind, kinds_of
+from kvsurgery.heads.kinds import FULL, HeadKind, kinds_of
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest

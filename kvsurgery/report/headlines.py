@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.bench.results import Bench
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.emit.cache_description import describe_widths
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, Results
-from kvsurgery.head_kinds import BUDGETED, FULL, KINDS, kinds_of
+from kvsurgery.heads.kinds import BUDGETED, FULL, KINDS, kinds_of
 from kvsurgery.report.findings import verdict
 
 

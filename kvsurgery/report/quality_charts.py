@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
 from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis, plain_size
 from kvsurgery.report.colours import LIGHT

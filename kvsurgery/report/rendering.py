@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvsurgery.bench.results import Row
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.report import findings
 from kvsurgery.report.colours import DARK, LIGHT
 from kvsurgery.report.speed_charts import short_time

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsurgery.bench.results import PHASES, Bench, Row
-from kvsurgery.console import size
+from kvsurgery.display.console import size
 from kvsurgery.report.charts import Chart, Panel, curve, looks
 
 if TYPE_CHECKING:

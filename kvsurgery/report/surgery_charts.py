@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvsurgery.console import size
-from kvsurgery.head_kinds import BUDGETED, KINDS, kind_of, kinds_of
+from kvsurgery.display.console import size
+from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
 from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above, plain_size
 from kvsurgery.report.colours import LIGHT
 

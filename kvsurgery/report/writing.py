@@ -11,7 +11,6 @@ from jinja2 import TemplateError
 from kvsurgery.bench.results import Bench
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
-from kvsurgery.files import write_whole
 from kvsurgery.report import findings, headlines
 from kvsurgery.report.charts import Chart
 from kvsurgery.report.folder import checkpoint_of, read
@@ -19,6 +18,7 @@ from kvsurgery.report.rendering import render
 from kvsurgery.report.score_charts import length_curves, needle_maps, task_scores
 from kvsurgery.report.speed_charts import speed
 from kvsurgery.report.surgery_charts import head_map, kv_memory
+from kvsurgery.system.files import write_whole
 
 PAGE = "index.html"
 EVALUATION = (

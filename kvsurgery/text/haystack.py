@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.files import reading_text
+from kvsurgery.system.files import reading_text
 from kvsurgery.text.hub_dataset import dataset_of, dataset_rows, require_datasets
 from kvsurgery.text.tokens import special_ids, token_ids
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.repo_id import is_repo_id
+from kvsurgery.system.repo_id import is_repo_id
 
 
 def dataset_of(source: str) -> tuple[str, str | None] | None:

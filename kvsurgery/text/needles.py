@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvsurgery.errors import TextError, UnsupportedModel, short
-from kvsurgery.files import reading_text
+from kvsurgery.system.files import reading_text
 from kvsurgery.text.chat import around_turn
 from kvsurgery.text.tokens import first_tokens, special_ids, text_of, token_ids
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsurgery.lengths import lengths_of
+from kvsurgery.heads.lengths import lengths_of
 from kvsurgery.templates.kv_layout import KVLayout, setting
 from kvsurgery.vllm import ARCHITECTURES
 from kvsurgery.vllm.groups import Groups

@@ -15,9 +15,9 @@ from kvsurgery.bench.contenders import Contender, contenders, load_models, step_
 from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
 from kvsurgery.bench.results import Row
 from kvsurgery.errors import KVSurgeryError
-from kvsurgery.processes import Processes
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 from tests.helpers.surgery import Converted, convert_folder, random_profile

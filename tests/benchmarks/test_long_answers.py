@@ -18,9 +18,9 @@ import long_answers
 import selection_cost
 from sessions import H2O, TOVA, Session
 
-from kvsurgery import console
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.dimensions import ModelLayers
+from kvsurgery.display import console
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsurgery import console
 from kvsurgery.bench.results import Bench
+from kvsurgery.display import console
 
 ROOT = Path(__file__).resolve().parents[2]
 

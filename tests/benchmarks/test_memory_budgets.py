@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import memory_budgets
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import EXACT, Window
 from kvsurgery.policy.prices import Candidate
 from kvsurgery.profile.head_profile import HeadProfile

@@ -23,9 +23,9 @@ import trials
 import which_heads
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.evaluate.results import Interval
 from kvsurgery.evaluate.statistics import interval, resampled_means
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure.cache_trial import next_token_divergence
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile

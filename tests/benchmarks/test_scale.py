@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.templates.kv_layout import Quantization

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions
 from tests.helpers.families import EVERY, FAMILIES
 
 TYPES = sorted({settings["model_type"] for settings in FAMILIES.values()})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvsurgery import console
+from kvsurgery.display import console
 from kvsurgery.measure import pace, settling, training, training_state
 from kvsurgery.measure.prompts import Contexts
 from kvsurgery.profile.cache_losses import CacheLosses
@@ -122,7 +122,7 @@ def test_the_estimate_of_a_training_leaves_out_what_came_before(folder, monkeypa
             return Contexts.of(*arguments)
 
     monkeypatch.setattr("kvsurgery.measure.prompts.Contexts", Slow)
-    monkeypatch.setattr("kvsurgery.console.step_progress", partial(console.step_progress, clock=lambda: now[0]))
+    monkeypatch.setattr("kvsurgery.display.console.step_progress", partial(console.step_progress, clock=lambda: now[0]))
     said = done("profile", "compute", folder, "--method", "duo", *GATES, *PROMPTS, "-o", "p.safetensors")
     assert "measuring duo 0/6\n" in said.err
     assert "in all" not in said.err

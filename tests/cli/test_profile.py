@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvsurgery.cli.profile import profile
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.cli.profile_command import refusal, run, working_folder  # noqa: F401  (a fixture)

@@ -7,8 +7,8 @@ import pytest
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES

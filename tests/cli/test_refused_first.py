@@ -16,7 +16,7 @@ import torch
 
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.measure.training_state import TrainingState
-from kvsurgery.processes import started_processes
+from kvsurgery.system.processes import started_processes
 from tests.helpers.command import PROFILE, nothing_happens, refused
 
 DUO = ("profile", "compute", "llama", "--method", "duo", "-o", "p.safetensors")

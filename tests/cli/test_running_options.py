@@ -5,7 +5,7 @@ import json
 import click
 import pytest
 
-from kvsurgery import dtype as dtypes
+from kvsurgery.checkpoint import dtype as dtypes
 from kvsurgery.cli import cli
 from tests.helpers.command import done, refused, run
 from tests.helpers.families import make

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.hub_repo import Blob
 from tests.helpers.hub_server import serve

@@ -14,7 +14,7 @@ from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.reform import RankedPrompt, embedding_ranking
 from kvsurgery.measure.retrieval import Trials, retrieval_scores
 from kvsurgery.measure.training import GateOptions, KeptState, fingerprint, train_gates
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from tests.helpers.families import tokens
 
 BATCH, PROMPT, NEW = 2, 21, 3

@@ -17,7 +17,7 @@ import torch.distributed.tensor
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, dynamic_module_utils  # noqa: F401
 from transformers.utils import logging
 
-from kvsurgery.processes import started_processes
+from kvsurgery.system.processes import started_processes
 
 PATIENCE = 1800  # seconds; only a process that hangs takes that long, even on busy cores
 

@@ -7,7 +7,7 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh, check_rope
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.training import fingerprint
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from tests.distributed import measuring, process
 from tests.distributed.process import WIDE
 from tests.distributed.start import start

@@ -13,7 +13,7 @@ from kvsurgery.evaluate.runner import Evaluation
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.needle_trial import choose_needles
 from kvsurgery.measure.retrieval import Trials
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from kvsurgery.text import needle_sets
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import AUTO

@@ -13,7 +13,7 @@ from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Options, evaluate
-from kvsurgery.processes import Processes, tensor_parallel
+from kvsurgery.system.processes import Processes, tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.distributed import process
 from tests.distributed.process import WIDE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsurgery.processes import Processes
+from kvsurgery.system.processes import Processes
 from tests.distributed import process
 from tests.distributed.start import start
 from tests.helpers.families import make

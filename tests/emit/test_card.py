@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import yaml
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.card import kv_table, model_card, with_section
 from kvsurgery.emit.config import converted_config
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 

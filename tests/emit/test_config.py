@@ -6,7 +6,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvsurgery.checkpoint.family import Family
-from kvsurgery.dimensions import ModelLayers
 from kvsurgery.emit.config import (
     both_rope_spellings,
     converted_config,
@@ -14,6 +13,7 @@ from kvsurgery.emit.config import (
     hub_code_keys,
 )
 from kvsurgery.errors import CheckpointError
+from kvsurgery.heads.dimensions import ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe

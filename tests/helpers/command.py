@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from kvsurgery.cli import main
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from tests.helpers.shards import tree
 
 # what lies in the working directory of the fixture `here`, beside the checkpoint `llama`

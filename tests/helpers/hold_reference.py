@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvsurgery.head_kinds import head_list
+from kvsurgery.heads.kinds import head_list
 from kvsurgery.templates.kv_cache import CACHE
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM, KVLayout, LayerLayout
 

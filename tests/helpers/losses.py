@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.cache_losses import CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
 

@@ -2,7 +2,7 @@
 
 import json
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.measured import Measured
 
 GQA = ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8)

@@ -17,7 +17,7 @@ from kvsurgery.checkpoint.source import read_config
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.emit.config import auto_class
-from kvsurgery.head_kinds import full_heads
+from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile

@@ -3,7 +3,7 @@
 import numpy as np
 from safetensors import safe_open
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 
 GQA = ModelDimensions(layers=3, query_heads=8, kv_heads=2, head_dim=16)

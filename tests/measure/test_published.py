@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
-from kvsurgery.head_kinds import STREAMING
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import STREAMING
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.importers.duo import import_duo

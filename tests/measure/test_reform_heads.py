@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import KINDS, STATES, TASKS, EmbeddingHead, Ranking, columns_of
 
 TEN = ModelDimensions(layers=10, query_heads=4, kv_heads=2, head_dim=8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.measure import settling, training, training_state
 from kvsurgery.measure.settling import LATEST, settled
 from kvsurgery.measure.training import GateOptions, KeptState, outcome, train_gates

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import BUDGETED, full_heads
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, full_heads
 from kvsurgery.policy.policy import decide
 from kvsurgery.policy.tensor_parallel import arrange
 from kvsurgery.profile.head_profile import HeadProfile

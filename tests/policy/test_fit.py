@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.emit.config import converted_config
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import BUDGETED, full_heads
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, full_heads
 from kvsurgery.policy.fit import fit, pareto
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.policy import decide

@@ -8,8 +8,8 @@ import torch
 from kvsurgery.bench.memory import LiveBytes
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import PolicyError, UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.memory import DEQUANTISED, Footprint
 from kvsurgery.templates.kv_heads import CUDA_BLOCK
 from kvsurgery.templates.kv_layout import KVLayout

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import full_heads
-from kvsurgery.layout_section import layout_section
+from kvsurgery.heads.dimensions import ModelLayers
+from kvsurgery.heads.kinds import full_heads
+from kvsurgery.heads.section import layout_section
 from kvsurgery.policy.layer_bits import least_loss
 from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.head_profile import HeadProfile

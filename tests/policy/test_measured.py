@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelLayers
 from kvsurgery.errors import PolicyError
-from kvsurgery.head_kinds import full_heads
+from kvsurgery.heads.dimensions import ModelLayers
+from kvsurgery.heads.kinds import full_heads
 from kvsurgery.policy.fit import fit
 from kvsurgery.policy.measured import measured_recipe
 from kvsurgery.policy.memory import Footprint

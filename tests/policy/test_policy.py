@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
-from kvsurgery.head_kinds import BUDGETED, STREAMING, head_list
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import BUDGETED, STREAMING, head_list
 from kvsurgery.policy.policy import decide, keep_all
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.full_heads import kv_scores

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide, keep_all
 from kvsurgery.policy.reform import with_reform
 from kvsurgery.profile.embedding_heads import EmbeddingHead

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import PolicyError, ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers import files
 from kvsurgery.profile.importers.budgets import import_budgets

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rich.style import Style
 
-from kvsurgery.dimensions import ModelDimensions
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.heatmap import COLOURS, SHADES, draw, draw_comparison

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.errors import ProfileError
-from kvsurgery.head_kinds import STREAMING
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.kinds import STREAMING
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import OutputError, ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsurgery import __version__
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import usual_rest
 from kvsurgery.profile.importers.flexicache import import_flexicache
 from kvsurgery.profile.importers.headkv import import_headkv

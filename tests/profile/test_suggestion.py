@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from kvsurgery.cli.profile.importing import import_group
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import CheckpointError, UnsupportedModel
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.importers.reform import HEADS
 from kvsurgery.profile.published import ancestors, normal, published
 from kvsurgery.profile.suggestion import ModelIdentity, suggestions

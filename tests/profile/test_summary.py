@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvsurgery.dimensions import ModelDimensions, ModelLayers
+from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.policy.policy import decide
 from kvsurgery.profile.comparison import compare
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking

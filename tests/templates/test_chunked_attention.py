@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvsurgery.errors import UnsupportedModel
-from kvsurgery.layout_section import layout_section
+from kvsurgery.heads.section import layout_section
 from kvsurgery.measure.cache_losses import cache_losses
 from kvsurgery.measure.cache_trial import CacheTrial, Window
 from kvsurgery.templates.kv_layout import KVLayout, Quantization

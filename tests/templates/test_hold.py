@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache
 
-from kvsurgery.layout_section import layout_section
+from kvsurgery.heads.section import layout_section
 from kvsurgery.templates import kv_hold, kv_layout, kv_tiles, kv_token_codes
 from kvsurgery.templates.kv_budget import BudgetedHeads
 from kvsurgery.templates.kv_cache import KVSurgeryCache

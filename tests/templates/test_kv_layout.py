@@ -2,7 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
-from kvsurgery.layout_section import layout_section
+from kvsurgery.heads.section import layout_section
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
 

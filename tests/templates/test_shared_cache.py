@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.conversion.revert import revert
 from kvsurgery.errors import UnsupportedModel
-from kvsurgery.head_kinds import STREAMING, full_heads
+from kvsurgery.heads.kinds import STREAMING, full_heads
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.policy.fit import fit
 from kvsurgery.policy.memory import Footprint

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
-from kvsurgery.processes import tensor_parallel
+from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import TILE, KVLayout, Quantization
 from tests.distributed.start import start
 from tests.helpers.families import largest, tokens

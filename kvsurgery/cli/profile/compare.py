@@ -28,8 +28,8 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
     """
     import json
 
-    from kvsurgery import console
-    from kvsurgery.figure import check_picture
+    from kvsurgery.display import console
+    from kvsurgery.display.figure import check_picture
     from kvsurgery.profile import comparison, heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description

@@ -85,11 +85,11 @@ def compute(
     """
     chosen = _chosen(ctx, method, seed)
 
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.methods.method import Reporter
-    from kvsurgery.processes import started_processes
+    from kvsurgery.system.processes import started_processes
 
     quiet_transformers()
     chosen.check_output(out)
@@ -135,8 +135,8 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
 
 def _save(made: Measurement, out: Path) -> None:
     """Write what was measured, describe it, and plot a training."""
-    from kvsurgery import console
     from kvsurgery.cli.profile.saving import save, save_losses
+    from kvsurgery.display import console
     from kvsurgery.measure.training import outcome
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.plots import plot_training

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def save(profile: HeadProfile, out: Path) -> None:
     """Write a profile, describe it, and say what to do with it."""
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.profile.methods import METHODS
     from kvsurgery.profile.summary import describe
 
@@ -26,7 +26,7 @@ def save(profile: HeadProfile, out: Path) -> None:
 
 def save_losses(losses: CacheLosses, out: Path) -> None:
     """Write measured losses of caches, show them, and say what to do with them."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     losses.save(out)
     console.stdout.print(f"wrote {out}")
@@ -36,7 +36,7 @@ def save_losses(losses: CacheLosses, out: Path) -> None:
 
 def print_losses(losses: CacheLosses) -> None:
     """Tables of what each width loses, by how it is rotated and clipped, and of how well losses of heads add up."""
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     rows = []
     for bits, settings in losses.settings.items():

@@ -38,8 +38,8 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     """
     import json
 
-    from kvsurgery import console
-    from kvsurgery.figure import check_picture
+    from kvsurgery.display import console
+    from kvsurgery.display.figure import check_picture
     from kvsurgery.profile import heatmap
     from kvsurgery.profile import plots as picture
     from kvsurgery.profile import summary as description
@@ -96,7 +96,7 @@ def _print_embedding_heads(profile: HeadProfile) -> None:
     """The heads that were picked, and the best of each task, with their mean normalised ranks where they are known."""
     import numpy as np
 
-    from kvsurgery import console
+    from kvsurgery.display import console
 
     mnr = profile.ranking.mnr if profile.ranking else {}
     columns = ("state", "layer", "head", *mnr)

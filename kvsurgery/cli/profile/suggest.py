@@ -36,7 +36,7 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     kvsurgery profile suggest Qwen/Qwen3-4B-Thinking-2507
     kvsurgery profile suggest ./llama3-finetuned --all
     """
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.profile.suggestion import ModelIdentity, suggestions
 
     with _folder(source, revision) as folder:
@@ -86,7 +86,7 @@ def _costs(folder: Path) -> list[Cost]:
 
 def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> None:
     """The profiles that fit with their commands, then why others do not."""
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.profile.suggestion import FITS
 
     def say(line: str) -> None:
@@ -114,7 +114,7 @@ def _print_one(one: Suggestion, model: ModelIdentity, say: Callable[[str], None]
 
 def _print_costs(costs: list[Cost]) -> None:
     """A table of estimates, with how they came about."""
-    from kvsurgery import console
+    from kvsurgery.display import console
     from kvsurgery.measure.cost import DEVICE, FLOPS
 
     if not costs:

@@ -12,8 +12,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import shortened
 from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.files import reading_text
 from kvsurgery.setting import SOURCE, setting
+from kvsurgery.system.files import reading_text
 
 ANSWER = 128  # tokens at most
 # how the benchmark's prompt files call the fields of a row

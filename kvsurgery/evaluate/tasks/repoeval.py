@@ -12,8 +12,8 @@ from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import shortened
 from kvsurgery.evaluate.rows import named_files, read_rows
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.files import check_readable
 from kvsurgery.setting import setting
+from kvsurgery.system.files import check_readable
 
 ANSWER = 100  # tokens at most; the benchmark's code leaves it to whoever generates
 # what RepoCoder publishes; functions are left out, since their tests would have to run

@@ -75,9 +75,9 @@ class GateMethod(ContextMethod):
         Raises:
             KVSurgeryError: one cannot be read or written, or the file holds the state of another training.
         """
-        from kvsurgery.figure import check_picture
-        from kvsurgery.files import check_file
+        from kvsurgery.display.figure import check_picture
         from kvsurgery.measure.training_state import TrainingState
+        from kvsurgery.system.files import check_file
 
         super().check()
         if self.checkpoint is not None:

@@ -53,8 +53,8 @@ class RLKVLite(GateMethod):
         Raises:
             KVSurgeryError: one cannot be read or written.
         """
-        from kvsurgery.files import check_file
         from kvsurgery.measure.own_answers import read_answers
+        from kvsurgery.system.files import check_file
 
         if self.answers is not None:
             if self.answers.exists():

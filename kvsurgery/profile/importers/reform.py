@@ -5,8 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from kvsurgery.dimensions import ModelDimensions
 from kvsurgery.errors import ProfileError
+from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.version import __version__

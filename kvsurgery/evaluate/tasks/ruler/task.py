@@ -25,8 +25,8 @@ from kvsurgery.evaluate.tasks.ruler.puzzles import (
     variable_tracking,
 )
 from kvsurgery.evaluate.tasks.ruler.questions import read_hotpot, read_squad
-from kvsurgery.files import check_readable
 from kvsurgery.setting import SAMPLES, setting, text_setting
+from kvsurgery.system.files import check_readable
 from kvsurgery.text.chat import turn_tokens
 from kvsurgery.text.haystack import MAX_UNKNOWN, Haystack, check_text
 from kvsurgery.text.tokens import text_of

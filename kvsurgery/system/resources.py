@@ -5,5 +5,5 @@ They lie at the top level of a checkout, beside this package, which has a link t
 
 from pathlib import Path
 
-PATCHES = Path(__file__).parent / "patches"
-TEMPLATES = Path(__file__).parent / "templates"
+PATCHES = Path(__file__).parent.parent / "patches"
+TEMPLATES = Path(__file__).parent.parent / "templates"

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvsurgery.pace import Pace, ProgressLines, whole_time
+from kvsurgery.display.pace import Pace, ProgressLines, whole_time
 
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 

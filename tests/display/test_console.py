@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from kvsurgery import console
+from kvsurgery.display import console
+from kvsurgery.display.pace import duration
 from kvsurgery.evaluate.standing import Steps, standing
-from kvsurgery.pace import duration
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvsurgery.lengths import length_name, lengths_of
+from kvsurgery.heads.lengths import length_name, lengths_of
 
 
 @pytest.mark.parametrize(

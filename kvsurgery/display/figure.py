@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from kvsurgery.errors import OutputError
-from kvsurgery.files import check_file
+from kvsurgery.system.files import check_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

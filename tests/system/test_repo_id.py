@@ -3,7 +3,7 @@
 import pytest
 
 from kvsurgery.errors import HubError
-from kvsurgery.repo_id import HubFile
+from kvsurgery.system.repo_id import HubFile
 
 
 @pytest.mark.parametrize(

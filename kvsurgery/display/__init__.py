@@ -1,0 +1,1 @@
+"""What people see: tables, progress and pictures."""

@@ -1,0 +1,1 @@
+"""What programs need of a machine: files, memory, processes."""
