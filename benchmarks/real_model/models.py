@@ -25,8 +25,13 @@ def stock(
 
 def converted(source: Path, profile: HeadProfile, recipe: Recipe) -> PreTrainedModel:
     """A checkpoint's model after conversion, in float32, loaded with transformers alone."""
-    prepared = PreparedConversion.prepare(source, profile, recipe)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
-        convert(prepared.checkpoint, prepared.plan, folder, prepared.files)
+        convert_into(folder, source, profile, recipe)
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+def convert_into(folder: Path, source: Path, profile: HeadProfile, recipe: Recipe) -> None:
+    """Convert a checkpoint into a new folder."""
+    prepared = PreparedConversion.prepare(source, profile, recipe)
+    convert(prepared.checkpoint, prepared.plan, folder, prepared.files)

@@ -46,7 +46,7 @@ def evaluate(
     OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To continue an
     interrupted run, give the same command again. The code in DIR is executed: verify it first.
 
-    The tasks needle, passkey, perplexity and ruler are generated, in words that the tokenizer must know. The tasks
+    The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know.
     babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or from the
     Hub; repoeval and mm_niah read files. scbench asks several questions on the cache that their context has left.
     mm_niah asks models that read images. mt_bench has no score: the answers of each model are written for a judge.

@@ -34,6 +34,7 @@ def _without_choices(metric: Callable[[str, Sequence[str]], float]) -> Metric:
 # an answer, the references, what there is to choose from -> 0 to 1
 METRICS: Mapping[str, Metric] = {
     "exact_match": _best(words.exact_match),
+    "first_words": _best(words.first_words),
     "qa_f1": _best(words.qa_f1),
     "qa_f1_first_line": _best(words.qa_f1, first_line=True),
     "qa_f1_zh": _best(words.qa_f1_zh),

@@ -25,6 +25,12 @@ def exact_match(answer: str, reference: str) -> float:
     return float(_qa_words(answer) == _qa_words(reference))
 
 
+def first_words(answer: str, reference: str) -> float:
+    """1 if an answer begins with the words of `reference`, without case; what follows them does not count."""
+    answer_words, reference_words = (re.findall(r"\w+", text.lower()) for text in (answer, reference))
+    return float(answer_words[: len(reference_words)] == reference_words)
+
+
 def qa_f1(answer: str, reference: str) -> float:
     """Word F1 of an answer, 0 to 1, as LongBench and SQuAD count: without case, punctuation and articles."""
     return _f1(_qa_words(answer), _qa_words(reference))

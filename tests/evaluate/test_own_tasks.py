@@ -1,7 +1,8 @@
-"""Needles, passkeys and perplexity: what models are asked, with every kind of tokenizer."""
+"""Needles, passkeys, perplexity and cloze: what models are asked, with every kind of tokenizer."""
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.checkpoint import reader_of
 from kvsurgery.evaluate.sample import Reader
+from kvsurgery.evaluate.tasks.cloze import ClozeTask
 from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
@@ -41,6 +43,10 @@ def reader(spelling, seed=0):
 
 def decode(spelling, tokens):
     return spelling.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def words(text):
+    return re.findall(r"\w+", text)
 
 
 def place_of(part, tokens):
@@ -147,10 +153,30 @@ def test_pieces_for_perplexity_end_alike_and_begin_as_texts_do(spelling):
     assert not np.array_equal(asked[0].tokens, asked[3].tokens)
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLING_IDS)
+def test_passages_end_before_a_word_that_they_hold(spelling):
+    asked = list(ClozeTask((120, 60), 3).samples(reader(spelling)))
+    whole = " ".join(words(decode(spelling, haystack.Haystack.read(None, spelling, 8 * (120 + 256)).tokens)))
+    assert [sample.name for sample in asked] == ["120/0", "60/0", "120/1", "60/1", "120/2", "60/2"]
+    for longer, shorter in zip(asked[::2], asked[1::2], strict=True):
+        assert (len(longer.tokens), len(shorter.tokens)) == (120, 60)
+        assert longer.tokens[0] == shorter.tokens[0] == spelling.bos_token_id
+        assert np.array_equal(shorter.tokens[1:], longer.tokens[-59:])
+        assert longer.answers == shorter.answers
+        [word] = shorter.answers
+        assert re.search(rf"\b{word}\b", decode(spelling, shorter.tokens), re.IGNORECASE)
+        assert " ".join([*words(decode(spelling, shorter.tokens[-8:]))[-4:], word]) in whole
+
+
 @settings(max_examples=12)
 @given(
     st.sampled_from(
-        [NeedleTask((300,), (0.5,), needles="phrase"), PasskeyTask((420,), 2, 4), PerplexityTask((99,), 9)]
+        [
+            NeedleTask((300,), (0.5,), needles="phrase"),
+            PasskeyTask((420,), 2, 4),
+            PerplexityTask((99,), 9),
+            ClozeTask((99,), 3),
+        ]
     ),
     st.integers(0, 9),
 )
@@ -165,7 +191,7 @@ def test_samples_follow_the_seed(task, seed):
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("task", "says"),
     [
         (
             NeedleTask((40,), needles="phrase"),
@@ -179,15 +205,16 @@ def test_samples_follow_the_seed(task, seed):
         (PasskeyTask((600,), asked="{cue} first?"), "`asked` ends in {cue}"),
         (PerplexityTask((64,), 64), "measures the last 64 tokens of a piece, and 64 tokens leave none before them"),
         (PerplexityTask((64,), 0), "perplexity takes 1 token or more"),
+        (ClozeTask((64,), 0), "there must be 1 passage or more, got 0"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(task, words):
-    with pytest.raises(TextError, match=words):
+def test_what_cannot_be_asked_is_refused(task, says):
+    with pytest.raises(TextError, match=says):
         list(task.samples(reader(SPELLINGS["bytes", False])))
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("task", "says"),
     [
         (NeedleTask((400,), needles="phrase"), r"does not know all words of .* \(`needles`\)"),
         (PasskeyTask((400,)), r"generated text is unknown to the tokenizer; .* \(`text`\)"),
@@ -195,8 +222,8 @@ def test_what_cannot_be_asked_is_refused(task, words):
         (PerplexityTask((400,)), r"generated text is unknown to the tokenizer; .* \(`text`\)"),
     ],
 )
-def test_a_small_vocabulary_is_told_which_option_helps(task, words):
-    with pytest.raises(TextError, match=words):
+def test_a_small_vocabulary_is_told_which_option_helps(task, says):
+    with pytest.raises(TextError, match=says):
         list(task.samples(reader_of(MODEL)))
 
 
@@ -204,3 +231,9 @@ def test_an_empty_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(TextError, match=r"empty.txt has 0 tokens, 400 are needed"):
         list(PerplexityTask((400,), text=str(tmp_path / "empty.txt")).samples(reader(SPELLINGS["bytes", False])))
+
+
+def test_a_text_that_repeats_no_word_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("the baker carried a lantern " * 400)
+    with pytest.raises(TextError, match=r"no sentence of text.txt ends with a word that stands in the 60 tokens"):
+        list(ClozeTask((60,), text=str(tmp_path / "text.txt")).samples(reader(SPELLINGS["bytes", False])))

@@ -55,6 +55,10 @@ def test_f1_is_symmetric_and_both_lie_between_0_and_1(said, right):
 @pytest.mark.parametrize(
     ("metric", "said", "answers", "choices", "expected"),
     [
+        ("first_words", " Harbour. The", ["harbour"], [], 1),
+        ("first_words", "harbours", ["harbour"], [], 0),
+        ("first_words", "the harbour", ["harbour"], [], 0),
+        ("first_words", "...", ["harbour"], [], 0),
         ("exact_match", "The Third room!", ["a third room"], [], 1),
         ("exact_match", "room third", ["third room"], [], 0),
         ("exact_match", "yes, the third room", ["kitchen", "third room"], [], 0),

@@ -1,0 +1,156 @@
+"""RULER, BABILong and cloze on a real language model, by which heads are full.
+
+    python benchmarks/real_model/tasks.py MODEL --profile gates.safetensors --text book.txt --babilong FOLDER \\
+        --answers answers --json tasks.json
+
+Each choice of heads, as `which_heads.py` makes them, converts MODEL, and the converted model answers what `kvsurgery
+eval` asks. A run continues from its folder of answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import convert_into
+from transformers.utils import logging
+from which_heads import ORIGINAL, choices
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import record_versions
+
+from kvsurgery.display import console
+from kvsurgery.evaluate.options import Options
+from kvsurgery.evaluate.records import read_lines
+from kvsurgery.evaluate.results import Interval
+from kvsurgery.evaluate.runner import started_evaluation
+from kvsurgery.evaluate.sample import Task
+from kvsurgery.evaluate.statistics import interval, resampled_means
+from kvsurgery.evaluate.tasks.babilong import BabilongTask
+from kvsurgery.evaluate.tasks.cloze import ClozeTask
+from kvsurgery.evaluate.tasks.ruler import RulerTask
+from kvsurgery.profile.loading import load_scores
+
+RULER_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")  # those that SmolLM2 can do
+BABILONG_TASKS = ("qa1", "qa2", "qa3")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Questions whose scores are shown as one number.
+
+    Attributes:
+        heading: of its column.
+        name, task: as `kvsurgery eval` calls it, and what it asks.
+        limit: questions of each of its parts.
+    """
+
+    heading: str
+    name: str
+    task: Task
+    limit: int
+
+
+def groups(text: str, babilong: str) -> list[Group]:
+    """About a hundred questions each."""
+    return [
+        Group("cloze, 512 tokens", "cloze", ClozeTask((512,), 100, text), 100),
+        Group("RULER, 1,024 tokens", "ruler", RulerTask((1024,), RULER_TASKS, 25, text), 25),
+        *(
+            Group(f"BABILong, {length}", "babilong", BabilongTask(babilong, BABILONG_TASKS, (length,)), 34)
+            for length in ("0k", "1k")
+        ),
+    ]
+
+
+def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original: Path) -> dict[str, dict[str, float]]:
+    """The scores of a model by group and sample; answers that are in the folder are not computed again."""
+    found = {}
+    for group in groups:
+        own = folder / group.heading
+        options = Options(limit=group.limit, batch=8, dtype="float32")
+        said = partial(console.stderr.print, f"{name}: {group.heading}")
+        with started_evaluation(own, original, {group.name: group.task}, options, "cpu", None, said) as evaluation:
+            evaluation.answer(name, checkpoint)
+        found[group.heading] = {
+            f"{record['task']}/{record['sample']}": next(iter(record["scores"].values()))
+            for record in read_lines(own / f"answers-{name}.jsonl")
+        }
+        said(f"{np.mean([*found[group.heading].values()]):.0%}")
+    return found
+
+
+def difference(scores: Mapping[str, float], original: Mapping[str, float]) -> tuple[Interval, Interval]:
+    """The mean score, and how much it is above the original's; paired by sample."""
+    values = np.array([[scores[sample], original[sample]] for sample in sorted(original)]).T
+    own, base = resampled_means(values, 0)
+    means = values.mean(1)
+    return interval(means[0], own), interval(means[0] - means[1], own - base)
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of a Markdown table: of each group the mean score, and the difference to the original in points."""
+    base = found["results"][ORIGINAL]
+    lines = [f"| heads | {' | '.join(base)} |", "|---" * (1 + len(base)) + "|"]
+    for name, result in found["results"].items():
+        cells = []
+        for heading, original in base.items():
+            mean, more = difference(result[heading], original)
+            if name == ORIGINAL:
+                cells.append(f"{mean.mean:.0%} [{mean.low:.0%}, {mean.high:.0%}]")
+            else:
+                points = " [".join([f"{100 * more.mean:+.0f}", f"{100 * more.low:+.0f}, {100 * more.high:+.0f}]"])
+                cells.append(f"{mean.mean:.0%} ({points})")
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock checkpoint with a tokenizer")
+    parser.add_argument("--profile", type=Path, action="append", required=True, help="head scores; called by file name")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text of passages and haystacks")
+    parser.add_argument("--babilong", type=Path, required=True, help="folder with files such as qa1_1k.jsonl")
+    parser.add_argument("--share", type=float, default=0.5, help="of heads that are full")
+    parser.add_argument("--size", default="64+256", help="sinks and recent tokens of the other heads")
+    parser.add_argument("--draws", type=int, default=1, help="choices of random heads")
+    parser.add_argument("--answers", type=Path, required=True, help="folder of all questions and answers")
+    parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    asked = groups(str(arguments.text), str(arguments.babilong))
+    sink, recent = map(int, arguments.size.split("+"))
+    profiles = {path.stem: load_scores(path) for path in arguments.profile}
+    settings = {"text": arguments.text.name, "ruler": RULER_TASKS, "babilong": BABILONG_TASKS}
+    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
+
+    def keep(name: str, checkpoint: Path) -> None:
+        file_name = name.replace(" ", "-").replace("%", "").replace(",", "")
+        found["results"][name] = ask(asked, arguments.answers, checkpoint, file_name, arguments.model)
+        record_versions(found, name)
+        arguments.json.write_text(json.dumps(found) + "\n")
+
+    if ORIGINAL not in found["results"]:
+        keep(ORIGINAL, arguments.model)
+    for choice in choices(profiles, [arguments.share], [(sink, recent)], arguments.draws):
+        if choice.name not in found["results"]:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch) / "converted"
+                convert_into(folder, arguments.model, choice.profile, choice.recipe)
+                keep(choice.name, folder)
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()
