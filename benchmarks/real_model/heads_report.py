@@ -1,4 +1,4 @@
-"""Show what `which_heads.py` found: a table in Markdown, and a plot.
+"""Show what `which_heads.py` found: tables in Markdown, and a plot.
 
 python benchmarks/real_model/heads_report.py which_heads.json --plot which_heads.png
 """
@@ -79,6 +79,26 @@ def table(found: Mapping[str, Any], size: str) -> list[str]:
     return lines
 
 
+def depth_table(found: Mapping[str, Any], size: str) -> list[str]:
+    """Lines of a Markdown table for one window: the facts recalled of those in each quarter of the texts, by choice of
+    heads; of random heads the mean over draws."""
+    settings, results = found["settings"], found["results"]
+    quarter = np.minimum(4 * np.array(found["places"]) // settings["length"], 3)
+    grouped: dict[str, list[np.ndarray]] = {ORIGINAL: [np.array(results[ORIGINAL]["right"])]}
+    for name, result in results.items():
+        match = NAME.fullmatch(name)
+        if match and match["size"] == size:
+            heads = RANDOM if DRAW.fullmatch(match["heads"]) else match["heads"]
+            grouped.setdefault(f"{heads}, {match['share']}% full", []).append(np.array(result["right"]))
+    columns = [f"{name} quarter" for name in ("first", "second", "third", "last")]
+    lines = [f"| heads | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for name, draws in grouped.items():
+        right = np.mean(draws, axis=0)
+        cells = [f"{right[quarter == each].sum():.3g} of {(quarter == each).sum()}" for each in range(4)]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return lines
+
+
 def _tokens(size: str) -> tuple[int, int]:
     """Sinks and recent tokens."""
     sink, recent = map(int, size.split("+"))
@@ -129,6 +149,7 @@ def main() -> None:
     found = json.loads(arguments.results.read_text())
     for size in windows(found):
         print("\n".join([f"window of the other heads: {size}", "", *table(found, size), ""]))
+        print("\n".join([*depth_table(found, size), ""]))
         if arguments.plot:
             plot(found, size, arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}"))
 

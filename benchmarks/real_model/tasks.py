@@ -129,7 +129,8 @@ def main() -> None:
     asked = groups(str(arguments.text), str(arguments.babilong))
     sink, recent = map(int, arguments.size.split("+"))
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
-    settings = {"text": arguments.text.name, "ruler": RULER_TASKS, "babilong": BABILONG_TASKS}
+    compared = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
+    settings = {"text": arguments.text.name, "ruler_tasks": RULER_TASKS, "babilong_tasks": BABILONG_TASKS}
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
 
     def keep(name: str, checkpoint: Path) -> None:
@@ -140,7 +141,7 @@ def main() -> None:
 
     if ORIGINAL not in found["results"]:
         keep(ORIGINAL, arguments.model)
-    for choice in choices(profiles, [arguments.share], [(sink, recent)], arguments.draws):
+    for choice in compared:
         if choice.name not in found["results"]:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "converted"

@@ -254,12 +254,33 @@ def test_the_documented_tables_are_the_committed_results() -> None:
         found = results(name)
         for size in heads_report.windows(found):
             assert "\n".join(heads_report.table(found, size)) in said
+    assert "\n".join(heads_report.depth_table(results("which-heads-2048"), "64+256")) in said
     for name in ("smollm2", "bundled"):
         assert "\n".join(selections.table(results(f"selections-{name}"))) in said
     for name in ("gates", "attention", "er"):
         profile = HeadProfile.load(ROOT / "examples" / "smollm2" / f"{name}.safetensors")
         assert any(key.startswith(f"{name}, ") for key in results("which-heads")["results"])
         assert (profile.model.layers, profile.model.kv_heads) == (30, 3)
+
+
+def test_facts_are_counted_by_depth() -> None:
+    places, right = [0, 99, 100, 250, 399], [1, 0, 1, 1, 0]
+    found = {
+        "settings": {"length": 400},
+        "places": places,
+        "results": {
+            "original": {"right": right},
+            "gates, 50% full, 4+8": {"right": [0] * 5},
+            "random 0, 50% full, 4+8": {"right": [1] * 5},
+            "random 1, 50% full, 4+8": {"right": right},
+            "gates, 50% full, 4+16": {"right": [1] * 5},
+        },
+    }
+    assert heads_report.depth_table(found, "4+8")[2:] == [
+        "| original | 1 of 2 | 1 of 1 | 1 of 1 | 0 of 1 |",
+        "| gates, 50% full | 0 of 2 | 0 of 1 | 0 of 1 | 0 of 1 |",
+        "| random, 50% full | 1.5 of 2 | 1 of 1 | 1 of 1 | 0.5 of 1 |",
+    ]
 
 
 def test_what_the_docs_say_of_random_heads() -> None:

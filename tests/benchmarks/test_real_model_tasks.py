@@ -1,0 +1,44 @@
+"""The benchmark of RULER, BABILong and cloze: whom it asks, how scores are paired, and what the page says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
+
+import tasks as benchmark
+
+from kvsurgery.evaluate.tasks.passkey import PasskeyTask
+from tests.evaluate.recall import MODEL, PASSKEYS, convert, write_language
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_models_answer_once_and_the_same_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_language(tmp_path)
+    task = PasskeyTask((96,), prompts=2, text=str(tmp_path / "text.txt"), **PASSKEYS)
+    group = benchmark.Group("passkeys", "passkey", task, 3)
+    original = benchmark.ask([group], tmp_path / "answers", MODEL, "original", MODEL)
+    assert len(original["passkeys"]) == 3
+    assert benchmark.ask([group], tmp_path / "answers", convert(tmp_path / "full"), "full", MODEL) == original
+    monkeypatch.setattr("kvsurgery.evaluate.runner.load", None)
+    assert benchmark.ask([group], tmp_path / "answers", MODEL, "original", MODEL) == original
+
+
+def test_differences_are_paired_by_sample() -> None:
+    scores, original = {"a": 1.0, "b": 0.0, "c": 0.0}, {"c": 0.0, "b": 1.0, "a": 1.0}
+    mean, more = benchmark.difference(scores, original)
+    assert (mean.mean, more.mean) == pytest.approx((1 / 3, -1 / 3))
+    assert (more.low, more.high) == (-1, 0)
+    _, none = benchmark.difference(original, original)
+    assert (none.low, none.high) == (0, 0)
+
+
+def test_the_page_has_the_table() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "real-model-tasks.json").read_text())
+    assert all(len(scores) >= 100 for result in found["results"].values() for scores in result.values())
+    assert "\n".join(benchmark.table(found)) in (ROOT / "docs" / "results.md").read_text()
