@@ -94,9 +94,10 @@ def test_the_readme_says_what_half_of_the_heads_keep() -> None:
     said = sentences(README)
     assert f"recalls {100 * min(recalls):.0f} to {max(recalls):.0%} of facts in 512 tokens" in said
     original, random = rows["original"], rows["random"]
-    assert f"original recalls {original.recall.mean:.0%}, and a random half of the heads {random.recall.mean:.0%}" in said
-    rise = f"Perplexity rises by {100 * min(rises):.0f} to {max(rises):.0%}, or {random.ratio.mean - 1:.0%} for the random"
-    assert rise in said
+    assert f"original recalls {original.recall.mean:.0%}" in said
+    assert f"and a random half of the heads {random.recall.mean:.0%}" in said
+    rise = f"Perplexity rises by {100 * min(rises):.0f} to {max(rises):.0%}"
+    assert f"{rise}, or {random.ratio.mean - 1:.0%} for the random half" in said
 
 
 def test_the_readme_says_what_two_bits_lose() -> None:
