@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvsurgery.report.colours import DARK, LIGHT
+from kvsurgery.report.colors import DARK, LIGHT
 
 OURS = "kvsurgery"
 # colours and marks of our series, and of the others', in turn

@@ -11,7 +11,7 @@ from kvsurgery.templates.kv_layout import Quantization
 
 ROOT = Path(__file__).parent.parent
 WITH_OTHERS = {"markupsafe"}  # is jinja2's
-NAMES = {"pillow": "PIL"}  # of packages, where code imports them by another
+NAMES = {"pillow": "PIL", "pyyaml": "yaml"}  # of packages, where code imports them by another
 
 
 def imported(folder: str) -> dict[str, str]:

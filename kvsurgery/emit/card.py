@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Mapping
 from hashlib import sha256
-from string import Template
 from typing import Any
 
 from kvsurgery.display.console import size
@@ -20,7 +19,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.system.resources import TEMPLATES
 from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
 from kvsurgery.version import __version__
-from kvsurgery.vllm.forecast import forecast
+from kvsurgery.vllm.forecast import Forecast, forecast
 
 # bytes of an element of the cache, by the dtype of the model
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "16 bit": 2}
@@ -86,45 +85,43 @@ def model_card(
         base_model: what was converted: a Hub id or a folder's name.
         config: the converted config.
         profile, policy: what decided the heads; without a profile, all are full.
-        code: every emitted `.py` file by its name.
-        original: the source's README.md, for its licence and language.
+        code: every emitted `.py` file by its name, in the order to read them.
+        original: the source's README.md, for its license and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
     """
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
-    front = ["library_name: transformers", *([f"base_model: {base_model}"] if on_hub else [])]
-    front += ["tags:", "- kvsurgery", "- long-context", "- kv-cache", *_kept(original)]
-    rows = [
-        f"| {row['tokens']} | {size(row['before'])} | {size(row['after'])} | {row['after'] / row['before']:.2f} |"
-        for row in kv_table(config)
-    ]
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"bits": describe_bits, "size": size, "thousands": "{:,}".format}
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None
     auto = auto_class(config)
-    reads_images = auto == "AutoModelForImageTextToText"
-    return Template((TEMPLATES / "model_card.md").read_text(encoding="utf-8")).substitute(
-        front_matter="\n".join(front),
-        title=base_model.rsplit("/", 1)[-1],
-        dtype=loaded_dtype(config),
-        base_model=f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`",
-        tool_version=__version__,
+    layers = policy.layout.layers
+    return environment.get_template("model_card.md.jinja").render(
         auto_class=auto,
-        preprocessor="processor" if reads_images else "tokenizer",
-        preprocessor_class="AutoProcessor" if reads_images else "AutoTokenizer",
-        others=_others(policy) + _quantized(policy),
-        code_table=_code_table(code),
-        searches=" and beam search" if _linear_layers(policy) else ", beam search and assisted decoding",
-        sections=_states(policy)
-        + _shared_cache(policy)
-        + _long_prompts(policy.reform)
-        + _several_devices(config, auto, replicated)
-        + _serving(config),
-        eligible=policy.eligible,
-        full=policy.full,
-        other_heads="\n".join(f"| {kind.heads} | {policy.counts[kind]} |" for kind in OTHERS),
-        profile=_profile(profile),
-        policy_hash=policy.hash[:16],
-        # as sha256sum has them
-        code_hashes="\n".join(f"{digest}  {name}" for name, digest in code_hashes(code).items()),
-        check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK) + "\n",
-        kv_table="\n".join(["| tokens | before | after | ratio |", "|---|---|---|---|", *rows]),
+        base_model=base_model,
+        check="" if policy.quantization is None else with_section("", UNCHECKED, CHECK),
+        code={name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in code.items()},
+        dtype=loaded_dtype(config),
+        front_matter=_front_matter(base_model if on_hub else None, original),
+        hashes=code_hashes(code),
+        kv_rows=kv_table(config),
+        linear_layers=sum(not layer.heads for layer in policy.layout.attended),
+        longest=length_name(lengths_of(config)[-1]),
+        model_type=config["model_type"],
+        on_hub=on_hub,
+        other_kinds={kind: [layer for layer in layers if kind.count(layer)] for kind in OTHERS},
+        policy=policy,
+        preprocessor="processor" if auto == "AutoModelForImageTextToText" else "tokenizer",
+        profile=profile,
+        quantization=quantization_section(policy.layout),
+        ranks=rank_table(config, replicated),
+        replicated=replicated,
+        served=_served(config),
+        sharing_layers=sum(layer.source is not None for layer in policy.layers),
+        unquantized=[kind.heads for kind in unquantized(policy.layout)],
+        version=__version__,
     )
 
 
@@ -136,161 +133,29 @@ def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> st
     return f"{before}{marked}{after}" if begin and end else f"{card.rstrip()}\n\n{marked}\n".lstrip()
 
 
-def _code_table(code: Mapping[str, bytes]) -> str:
-    """The code files in the order given, which is the order to read them in, each with what it says of itself."""
-    rows = [
-        f"| `{name}` | {(ast.get_docstring(ast.parse(content)) or '').partition(chr(10))[0]} |"
-        for name, content in code.items()
-    ]
-    return "\n".join(["| file | content |", "|---|---|", *rows])
-
-
-def _profile(profile: HeadProfile | None) -> str:
-    """The rows of the table that say what decided the heads."""
-    if profile is None:
-        return "| head profile | none: every head stays full |"
-    file = f", file `{profile.address}`" if profile.address else ""
-    return (
-        f"| head profile | {profile.method}, measured on {profile.base_model}{file} |\n"
-        f"| profile hash | `{profile.hash[:16]}` |"
-    )
-
-
-def _others(policy: Policy) -> str:
-    """What the heads that are not full keep, as the end of a sentence."""
-    for kind in OTHERS:
-        if layers := [layer for layer in policy.layers if kind.count(layer)]:
-            return f", **{kind.heads}** {kind.sizes(layers)}"
-    return "; in this checkpoint, all heads are retrieval heads"
-
-
-def _quantized(policy: Policy) -> str:
-    """How the cache is quantized, as the end of a sentence."""
-    section = quantization_section(policy.layout)
-    if section is None:
-        return ""
-    kinds = " and ".join(kind.heads for kind in unquantized(policy.layout))
-    excepted = f", except in {kinds}" if kinds else ""
-    return (
-        f". The first {section['sink']} and at least the newest {section['residual']} tokens stay in the model's "
-        f"dtype; the other tokens are stored in {describe_bits(section)}{excepted}"
-    )
-
-
-def _linear_layers(policy: Policy) -> int:
-    """How many layers have linear attention."""
-    return sum(not layer.heads for layer in policy.layout.attended)
-
-
-def _states(policy: Policy) -> str:
-    """What layers with linear attention have in place of a KV cache, as a section of its own."""
-    count = _linear_layers(policy)
-    if not count:
-        return ""
-    return (
-        f"\n## Linear attention\n\n{count} of {len(policy.layers)} layers have linear attention. They have a state of "
-        "constant size in place of keys and values, which the\nsizes below do not count. It holds all tokens, so that "
-        "none can be taken back: `generate` refuses assisted decoding, as\nwith the original.\n"
-    )
-
-
-def _shared_cache(policy: Policy) -> str:
-    """Which layers have no KV cache of their own, as a section of its own."""
-    count = sum(layer.source is not None for layer in policy.layers)
-    if not count:
-        return ""
-    return (
-        f"\n## Shared KV cache\n\n{count} of {len(policy.layers)} layers have no KV cache of their own: they attend to "
-        "the keys and values of an earlier layer. A head of\nthat layer keeps what any of its layers needs, by the "
-        "largest of their scores. Budgeted heads choose tokens by the attention\nof the earlier layer.\n"
-    )
-
-
-def _long_prompts(reform: Any | None) -> str:
-    """How prompts beyond the context are read, as a section of its own."""
-    if reform is None:
-        return ""
-    heads = ", ".join(f"{state}{layer}.{head}" for layer, state, head in reform.heads)
-    return (
-        f"\n## Long prompts\n\nFrom a prompt of more than {reform.recompute_budget:,} tokens, `generate` gathers the "
-        f"{reform.recompute_budget:,} that its question\nneeds most, and computes only these (REFORM). The layers up "
-        f"to {reform.exit_layer} read the whole prompt in chunks of {reform.chunk:,} tokens, with a\ncache of "
-        f"{reform.encode_budget:,} tokens. Tokens are compared by their states in {heads} (layer, head).\n"
-        "`query_length=` sets the number of tokens at the end of the prompt that are the question.\n"
-        "`return_gathered=True` returns the gathered tokens.\n"
-    )
-
-
-def _several_devices(config: Mapping[str, Any], auto: str, replicated: bool) -> str:
-    """How tensor parallelism splits the heads, as a section of its own."""
-    table = rank_table(config, replicated)
-    if not table:
-        return ""
-    most = table[-1]["processes"]
-    lines = [
-        "## Several devices",
-        "",
-        f"The heads of each layer are stored in {most} blocks, for tensor parallelism over {_either(table)} processes.",
-        f"Start this script with `torchrun --nproc-per-node {most}`, and give all processes the same seed:",
-        "",
-        "```python",
-        "from transformers.distributed import DistributedConfig",
-        "",
-        f"model = {auto}.from_pretrained(",
-        f'    here, trust_remote_code=True, dtype="auto", distributed_config=DistributedConfig(tp_size={most})',
-        ")",
-        "```",
-        "",
-        'In transformers 4, pass `tp_plan="auto"` instead. Load the model in a single process first, so that its code',
-        "is copied once.",
-        "",
-        f"KV cache of {length_name(lengths_of(config)[-1])} tokens in each process:",
-        "",
-        "| processes | at least | at most |",
-        "|---|---|---|",
-        *(f"| {row['processes']} | {size(min(row['kv_bytes']))} | {size(max(row['kv_bytes']))} |" for row in table),
-    ]
-    if replicated:
-        lines += [
-            "",
-            f"This is the whole cache: transformers replicates the attention of {config['model_type']} everywhere.",
-        ]
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _serving(config: Mapping[str, Any]) -> str:
-    """How vLLM serves the checkpoint, as a section of its own."""
+def _served(config: Mapping[str, Any]) -> Forecast | str:
+    """What vLLM holds, or why it cannot serve a converted config."""
     try:
-        expected = forecast(config)
+        return forecast(config)
     except ValueError as error:
-        return f"\n## vLLM\n\n{error}.\n"
-    held, dense = size(expected.kv_bytes), size(expected.dense_bytes)
-    each = " in each process" if expected.processes > 1 else ""
-    lines = [
-        "## vLLM",
-        "",
-        "    pip install kvsurgery vllm",
-        f"    {expected.command('DIR')}",
-        "",
-        "A plugin of kvsurgery serves full and streaming heads from separate caches. For "
-        f"{length_name(expected.tokens)} tokens in 16 bit they hold {held}{each};",
-        f"the original's caches hold {dense}. Without the plugin, vLLM serves the original model.",
-    ]
-    return "\n" + "\n".join(lines) + "\n"
+        return str(error)
 
 
-def _either(table: list[dict[str, Any]]) -> str:
-    *others, last = (str(row["processes"]) for row in table)
-    return f"{', '.join(others)} or {last}" if others else last
+def _front_matter(base_model: str | None, original: str) -> str:
+    """The card's metadata as YAML, with those keys of the original card that stay true."""
+    import yaml
 
-
-def _kept(card: str) -> list[str]:
-    """Lines of a card's front matter whose keys stay true, with the list items that belong to them."""
-    match = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
-    lines, keep = [], False
-    for line in match[1].splitlines() if match else []:
-        if not line.startswith((" ", "-")):
-            keep = line.split(":")[0].strip() in KEPT_KEYS
-        if keep:
-            lines.append(line)
-    return lines
+    found = re.match(r"---\r?\n(.*?)\r?\n---", original, re.DOTALL)
+    try:
+        # this loader leaves scalars as strings: the language `no` is not false
+        before = yaml.load(found[1], yaml.BaseLoader) if found else None
+    except (yaml.YAMLError, RecursionError):
+        before = None
+    kept = {key: value for key, value in before.items() if key in KEPT_KEYS} if isinstance(before, dict) else {}
+    front = {
+        "library_name": "transformers",
+        "base_model": base_model,
+        "tags": ["kvsurgery", "long-context", "kv-cache"],
+        **kept,
+    }
+    return yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False, allow_unicode=True)

@@ -12,7 +12,7 @@ from unicodedata import east_asian_width
 from kvsurgery.display.console import size
 from kvsurgery.display.figure import inline_svg, new_figure, save_figure
 from kvsurgery.heads.lengths import length_name
-from kvsurgery.report.colours import LIGHT, VARIABLES
+from kvsurgery.report.colors import LIGHT, VARIABLES
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -91,11 +91,11 @@ class Chart:
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
+    """Color and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
     fixed = {"original": ("original", "o"), "converted": ("converted", "s")}
     others = [name for name in names if name not in fixed]
-    colours = ["series-1", "series-2", "series-3", "series-4", *["converted"] * ("converted" not in names)]
-    chosen = fixed | {name: (colours[place % len(colours)], "D^vPX"[place % 5]) for place, name in enumerate(others)}
+    colors = ["series-1", "series-2", "series-3", "series-4", *["converted"] * ("converted" not in names)]
+    chosen = fixed | {name: (colors[place % len(colors)], "D^vPX"[place % 5]) for place, name in enumerate(others)}
     return {name: {"color": LIGHT[chosen[name][0]], "marker": chosen[name][1], "ms": 4.5, "lw": 1.6} for name in names}
 
 
@@ -175,7 +175,7 @@ def label(name: Any, longest: int = LONGEST) -> str:
 
 
 def _styled(axes: Axes, panel: Panel) -> None:
-    """Draw a panel, in colours that have a name in the page's style sheet."""
+    """Draw a panel, in colors that have a name in the page's style sheet."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT["line"], lw=0.6)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, PERPLEXITY, TaskResult
 from kvsurgery.report.charts import FONT, Panel, label, looks, names_above, perplexity_axis, plain_size
-from kvsurgery.report.colours import LIGHT
+from kvsurgery.report.colors import LIGHT
 from kvsurgery.report.findings import score
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Line:
-    """Places with one colour, from the smallest on; `joined` if they differ in one option."""
+    """Places with one color, from the smallest on; `joined` if they differ in one option."""
 
     name: str
     places: Sequence[Place]
@@ -102,23 +102,23 @@ def _draw(quality: Quality, axes: Axes) -> None:
     task, factor = quality.task, 1 if quality.task.metric == PERPLEXITY else 100
     look = looks([line.name for line in quality.lines])
     if ORIGINAL in task.scores:
-        whole, colour = factor * task.scores[ORIGINAL].mean, LIGHT["original"]
-        axes.axhline(whole, color=colour, lw=1.2, ls="--", label=f"original, {size(quality.dense_bytes)}")
-        axes.plot(quality.dense_bytes, whole, "o", color=colour, ms=4.5)
+        whole, color = factor * task.scores[ORIGINAL].mean, LIGHT["original"]
+        axes.axhline(whole, color=color, lw=1.2, ls="--", label=f"original, {size(quality.dense_bytes)}")
+        axes.plot(quality.dense_bytes, whole, "o", color=color, ms=4.5)
     numbered = quality.numbers and sum(len(line.places) for line in quality.lines) <= MOST_NUMBERS
     for line in quality.lines:
         across, up = [place.kv_bytes for place in line.places], [factor * place.score for place in line.places]
         above = 2 if line.joined else 3  # a checkpoint may be a setting of the sweep, too
         axes.plot(across, up, ls="-" if line.joined else "", label=label(line.name), zorder=above, **look[line.name])
-        colour = look[line.name]["color"]
+        color = look[line.name]["color"]
         for place in line.places:
             at = place.kv_bytes, factor * place.score
-            axes.vlines(place.kv_bytes, factor * place.low, factor * place.high, color=colour, lw=1, alpha=0.5)
+            axes.vlines(place.kv_bytes, factor * place.low, factor * place.high, color=color, lw=1, alpha=0.5)
             if place.front:
                 axes.plot(*at, "o", mfc="none", mec=LIGHT["ink"], mew=0.8, ms=9)
             if numbered:
                 number = axes.annotate(place.number, at, (3, -4), textcoords="offset points")
-                number.set(ha="left", va="top", fontsize=FONT - 1.5, color=colour)
+                number.set(ha="left", va="top", fontsize=FONT - 1.5, color=color)
     _scale(axes, task.metric)
     numbers = f"; numbers: {quality.numbers}" if numbered else ""
     axes.set_xlabel(f"KV cache of {quality.tokens:,} tokens{numbers}")

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from kvsurgery.bench.results import Row
 from kvsurgery.display.console import size
 from kvsurgery.report import findings
-from kvsurgery.report.colours import DARK, LIGHT
+from kvsurgery.report.colors import DARK, LIGHT
 from kvsurgery.report.speed_charts import short_time
 from kvsurgery.version import __version__
 

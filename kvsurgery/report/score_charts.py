@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.evaluate.results import PERPLEXITY, Results, TaskResult
 from kvsurgery.report.charts import Chart, Panel, curve, label, looks, names_above, perplexity_axis, tokens
-from kvsurgery.report.colours import LIGHT
+from kvsurgery.report.colors import LIGHT
 from kvsurgery.report.findings import Curve, DepthGrid, curves, grids, models, score, span, titles
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def _draw_grid(grid: DepthGrid, axes: Axes) -> None:
     top = max([1.0, *grid.scores.values()])
     for (depth, length), value in grid.scores.items():
         column, row = grid.tokens.index(length), grid.depths.index(depth)
-        colour = colormaps["viridis"](value / top)
-        cell = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor=LIGHT["paper"], lw=0.8)
+        color = colormaps["viridis"](value / top)
+        cell = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=LIGHT["paper"], lw=0.8)
         axes.add_patch(cell)
         if len(grid.tokens) <= MOST_NUMBERS:
             # black or white, whichever stands out
-            luminance = 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
+            luminance = 0.2126 * color[0] + 0.7152 * color[1] + 0.0722 * color[2]
             ink = "#000000" if luminance > 0.5 else "#ffffff"
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=7.5)
     step = -(-len(grid.tokens) // 8)

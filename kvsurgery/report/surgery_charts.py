@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvsurgery.display.console import size
 from kvsurgery.heads.kinds import BUDGETED, KINDS, kind_of, kinds_of
 from kvsurgery.report.charts import FONT, Chart, Panel, curve, looks, names_above, plain_size
-from kvsurgery.report.colours import LIGHT
+from kvsurgery.report.colors import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,14 +43,14 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     least, most = (min(budgets), max(budgets)) if budgets else (0, 0)
 
     def look(head: str | int) -> dict[str, Any]:
-        colour = kind_of(head).colour
-        if colour is None:
+        color = kind_of(head).colour
+        if color is None:
             return {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6}
         if not isinstance(head, int):
-            return {"facecolor": LIGHT[colour]}
+            return {"facecolor": LIGHT[color]}
         # of few levels, so that a page stays small
         level = round((head - least) / max(most - least, 1) * (LEVELS - 1)) / (LEVELS - 1)
-        return {"facecolor": LIGHT[colour], "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
+        return {"facecolor": LIGHT[color], "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
 
     cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
     square = cell.transform_path(Path.unit_rectangle())
@@ -94,8 +94,8 @@ def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=8))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
     for when, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
-        (offset, across, up), colour = place, LOOKS[when]["color"]
+        (offset, across, up), color = place, LOOKS[when]["color"]
         for point in enumerate(lines[when].values()):
             words = axes.annotate(plain_size(point[1]), point, offset, textcoords="offset points")
-            words.set(ha=across, va=up, fontsize=FONT - 1.5, color=colour)
+            words.set(ha=across, va=up, fontsize=FONT - 1.5, color=color)
     axes.margins(0.26, 0.15)

@@ -221,14 +221,12 @@ def test_the_readme_says_what_was_measured() -> None:
     kl = {other: np.mean([case["kl"] for case in found[other]]) for other in small}
     assert min(kl, key=kl.__getitem__) == name
     said = " ".join((ROOT / "README.md").read_text().split())
-    assert f"with a cache of {console.size(held[name])}, the original with {console.size(held['original'])}" in said
+    assert f"with a cache of {console.size(held[name])}; the original needs {console.size(held['original'])}" in said
     same = np.mean([case["same"] for case in found[name]])
-    assert f"The most likely next token is the original's at {same:.0%} of all positions" in said
+    assert f"At {same:.0%} of all positions, both agree on the most likely next token" in said
     right, known = (np.array([case["right"] for case in found[who]]) for who in (name, "original"))
-    assert (
-        f"of {known.sum()} facts of the prompts that the original recalls later, it recalls {(right * known).sum()}"
-        in said
-    )
+    facts = f"of {known.sum()} facts in the prompts that the original recalls later"
+    assert f"{facts}, it recalls only {(right * known).sum()}" in said
 
 
 def test_the_docs_say_what_was_measured() -> None:

@@ -18,7 +18,7 @@ import figures
 import quantized_cache
 import quantized_report
 
-from kvsurgery.report.colours import LIGHT
+from kvsurgery.report.colors import LIGHT
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer

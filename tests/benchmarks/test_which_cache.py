@@ -18,7 +18,7 @@ import which_cache
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.report.colours import DARK
+from kvsurgery.report.colors import DARK
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set

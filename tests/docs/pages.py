@@ -1,7 +1,7 @@
 """The pages that users read, taken apart: links, headings, and the commands in their blocks.
 
-The language of a fenced block decides what happens to its commands: those of `console` blocks run, page by page in a
-folder of their own, and print what the page shows; those of `sh` and `text` blocks are only parsed.
+The language of a fenced block decides what happens to its commands: those of `console` and `pycon` blocks run, page by
+page in a folder of their own, and print what the page shows; those of `sh`, `text` and `python` blocks are only parsed.
 """
 
 from __future__ import annotations

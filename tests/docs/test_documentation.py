@@ -45,6 +45,8 @@ OF_VLLM = {
 OF_SCRIPTS = {"--wheel", "--new", "--cases", "--given", "--first", "--writer"}
 OF_OTHERS = OF_LM_EVAL | OF_VLLM | OF_SCRIPTS
 RUNNING = [page for page in PAGES if blocks(page, "console")]
+INTERACTIVE = [page for page in PAGES if blocks(page, "pycon")]
+SHOWN = doctest.ELLIPSIS | doctest.REPORT_NDIFF  # how output may differ, and how a difference is shown
 README_LINES = 160
 
 
@@ -104,7 +106,7 @@ class TestPage:
                 assert url.fragment in anchors(target.resolve().relative_to(ROOT).as_posix()), link
 
     def test_blocks_are_marked(self, page: str) -> None:
-        assert not blocks(page, ""), "a fenced block without a language: console, sh, text or python"
+        assert not blocks(page, ""), "a fenced block without a language: console, sh, text, python or pycon"
 
     def test_python_blocks_are_python(self, page: str) -> None:
         for block in blocks(page, "python"):
@@ -164,12 +166,29 @@ def test_a_page_prints_what_it_shows(page: str, tmp_path: Path, monkeypatch: pyt
             compare(command, printed)
 
 
+@pytest.mark.parametrize("page", INTERACTIVE)
+def test_python_prints_what_a_page_shows(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pycon blocks, one after another in a folder that has the examples."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    assert not differences(page, "".join(blocks(page, "pycon")))
+
+
+def differences(page: str, session: str) -> str:
+    """Where a Python session prints something else than it shows; empty if it does not."""
+    found: list[str] = []
+    doctest.DocTestRunner(verbose=False, optionflags=SHOWN).run(
+        doctest.DocTestParser().get_doctest(session, {}, page, page, 0), out=found.append
+    )
+    return "".join(found)
+
+
 def compare(command: Command, printed: str) -> None:
     """Fail with a diff where a command has not printed what its page shows."""
     example = doctest.Example(command.line, comparable(command.output))
-    checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.REPORT_NDIFF
-    if not checker.check_output(example.want, comparable(printed), flags):
-        pytest.fail(f"$ {command.line}\n{checker.output_difference(example, comparable(printed), flags)}")
+    checker = doctest.OutputChecker()
+    if not checker.check_output(example.want, comparable(printed), SHOWN):
+        pytest.fail(f"$ {command.line}\n{checker.output_difference(example, comparable(printed), SHOWN)}")
 
 
 class TestTheTestItself:
@@ -189,6 +208,10 @@ class TestTheTestItself:
         compare(Command("inspect", "family llama\n...\nend"), "family llama  \n\nfour\nheads\nend")
         with pytest.raises(pytest.fail.Exception, match="family"):
             compare(Command("inspect", "family llama"), "family qwen")
+
+    def test_other_output_of_python_is_found(self) -> None:
+        assert differences("a page", ">>> 2 + 2\n4\n") == ""
+        assert "+ 4" in differences("a page", ">>> 2 + 2\n5\n")
 
     def test_scripts_have_a_command_on_every_line(self) -> None:
         [first, second] = script("kvsurgery fit \\\n  --json # comment\nmake demo\n")

@@ -26,7 +26,7 @@ import quantized_report
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
-from kvsurgery.report.colours import DARK, LIGHT
+from kvsurgery.report.colors import DARK, LIGHT
 from tests.helpers import svg
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,15 +86,15 @@ def test_heads_are_drawn_with_the_bytes_that_are_predicted(tmp_path: Path) -> No
     token = 2 * profile.model.layers * profile.model.kv_heads * profile.model.head_dim * 4
     whole = [length * token for length in script.LENGTHS]
     curves, full = [script.Curve("original", "original", whole, whole)], []
-    for name, colour, bits in (("converted", "converted", None), ("converted, 4 bits", "series-2", 4)):
+    for name, color, bits in (("converted", "converted", None), ("converted, 4 bits", "series-2", 4)):
         recipe = Recipe(full_heads=4, sink=4, recent=32, kv_bits=bits)
         layout = PreparedConversion.prepare(script.MODEL, profile, recipe).policy.layout
         predicted = {length: layout.kv_bytes(1, length, itemsize=4) for length in lengths}
-        curves.append(script.Curve(name, colour, [predicted[each] for each in script.LENGTHS], [*predicted.values()]))
+        curves.append(script.Curve(name, color, [predicted[each] for each in script.LENGTHS], [*predicted.values()]))
         full = [layer.full for layer in layout.layers]
     assert profile.scores is not None
-    for theme, colours in THEMES.items():
-        script.draw(profile.scores.T, full, curves, colours, tmp_path / f"heads-{theme}.svg")
+    for theme, colors in THEMES.items():
+        script.draw(profile.scores.T, full, curves, colors, tmp_path / f"heads-{theme}.svg")
     assert_same_figures(tmp_path, "heads")
     held = [f"{curve.allocated[-1] / script.MIB:.2f} MiB" for curve in curves]
     said = f"takes {held[0]} in the original, {held[1]} converted, {held[2]} converted with 4 bits"

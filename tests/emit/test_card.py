@@ -67,6 +67,24 @@ def test_card_states_what_was_done(decided):
         assert f"{row['after'] / row['before']:.2f}" in card
 
 
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ("language: no", {"language": "no"}),
+        ("language: [en,\n  no]", {"language": ["en", "no"]}),
+        ("license_name: 3.10\nlicense_link:", {"license_name": "3.10"}),
+        ("language:\n- en\n\n# spoken too\n- de", {"language": ["en", "de"]}),
+        ("license: [mit", {}),
+        ("- license", {}),
+    ],
+)
+def test_card_keeps_metadata_as_it_was_written(decided, lines, kept):
+    profile, policy, config = decided
+    card = model_card("org/base", config, profile, policy, CODE, f"---\n{lines}\n---\n# The original\n")
+    added = front_matter(model_card("org/base", config, profile, policy, CODE))
+    assert front_matter(card) == added | kept
+
+
 def test_card_says_how_to_load_code_safely(decided):
     profile, policy, config = decided
     card = model_card("org/base", config, profile, policy, CODE)

@@ -74,10 +74,10 @@ def test_classes_are_those_that_the_config_names(name: str) -> None:
     assert classes == [*dict.fromkeys(family(name).classes.values())]
 
 
-def test_every_file_says_what_it_is_its_licence_and_the_version() -> None:
+def test_every_file_says_what_it_is_its_license_and_the_version() -> None:
     for code in code_files(family("llama"), ALL).values():
-        licence, version, *_ = code.decode().splitlines()
-        assert licence == "# SPDX-License-Identifier: Apache-2.0"
+        license, version, *_ = code.decode().splitlines()
+        assert license == "# SPDX-License-Identifier: Apache-2.0"
         assert f"kvsurgery {__version__}" in version
         assert ast.get_docstring(ast.parse(code))
 

@@ -1,4 +1,4 @@
-"""One tiny stock model per supported family, with random weights: the matrix that every behaviour is tested over."""
+"""One tiny stock model per supported family, with random weights: the matrix that every behavior is tested over."""
 
 from __future__ import annotations
 

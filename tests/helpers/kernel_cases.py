@@ -509,7 +509,7 @@ def check_append(keys_of: int, values_of: int, dtype: torch.dtype, device: str) 
     """Tokens that come one by one, some rows later than others, are found again: with full and streaming heads.
 
     Of some heads keys and values are rotated on the way, which changes nothing of what attention finds; what is rotated
-    may be rounded to a neighbour, and so may what is computed of it.
+    may be rounded to a neighbor, and so may what is computed of it.
     """
     torch.manual_seed(0)
     batch, heads, head_dim, tokens = 3, 3, 80, 40

@@ -67,7 +67,7 @@ class Browser:
         return message
 
     def open(self, page: Path, width: int, scheme: str) -> None:
-        """Load a file in a window of so many CSS pixels, in a light or dark colour scheme."""
+        """Load a file in a window of so many CSS pixels, in a light or dark color scheme."""
         self.events.clear()
         mobile = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=mobile)

@@ -1,4 +1,4 @@
-"""The page in a browser: two widths, two colour schemes, no network."""
+"""The page in a browser: two widths, two color schemes, no network."""
 
 import pytest
 from matplotlib import image

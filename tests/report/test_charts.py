@@ -13,10 +13,10 @@ from kvsurgery.report.surgery_charts import head_map
 from tests.report import builders
 
 
-def squares(svg, colour):
-    """Rectangles of a colour in one path, in the order of the colours' opacities."""
+def squares(svg, color):
+    """Rectangles of a color in one path, in the order of the colors' opacities."""
     paths = re.findall(r'd="([^"]*)"[^>]*style="fill: var\((--[\w-]+)\)([^"]*)"', svg)
-    return [path.count("M") for path, fill, _ in paths if fill == colour and path.count("M") > 1]
+    return [path.count("M") for path, fill, _ in paths if fill == color and path.count("M") > 1]
 
 
 def test_the_head_map_has_a_square_for_each_head():

@@ -8,7 +8,7 @@ import pytest
 
 from kvsurgery.errors import KVSurgeryError, OutputError
 from kvsurgery.report import write_report
-from kvsurgery.report.colours import DARK, LIGHT
+from kvsurgery.report.colors import DARK, LIGHT
 from tests.report import builders
 from tests.report.reading import Page
 
@@ -226,15 +226,15 @@ class TestRefused:
             write_report(tmp_path)
 
 
-def luminance(colour):
+def luminance(color):
     """WCAG 2.1's relative luminance of #rrggbb."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
     return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_stand_out_from_the_paper(scheme):
+def test_colors_stand_out_from_the_paper(scheme):
     def contrast(one, other):
         low, high = sorted((luminance(scheme[one]), luminance(scheme[other])))
         return (high + 0.05) / (low + 0.05)
@@ -246,14 +246,14 @@ def test_colours_stand_out_from_the_paper(scheme):
     assert contrast("streaming", "converted") >= 1.5
 
 
-def test_pictures_take_their_colours_from_the_style_sheet(report):
+def test_pictures_take_their_colors_from_the_style_sheet(report):
     text = (report / "index.html").read_text()
     used = set(re.findall(r"var\((--[\w-]+)\)", text))
     for scheme in (LIGHT, DARK):
         assert used <= {f"--{name}" for name in scheme}
     pictures = "".join(re.findall("<svg.*?</svg>", text, re.DOTALL))
-    assert not [colour for colour in LIGHT.values() if colour in pictures]
-    # the colours of heat maps and of the numbers in them, and nothing else
+    assert not [color for color in LIGHT.values() if color in pictures]
+    # the colors of heat maps and of the numbers in them, and nothing else
     fixed = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", pictures))
     needles = "".join(svg for svg in re.findall("<svg.*?</svg>", text, re.DOTALL) if 'id="needle' in svg)
     assert fixed == set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", needles))

@@ -1,4 +1,4 @@
-"""The colours of the report: one set on white paper, for pictures and light pages, and one for dark pages."""
+"""The colors of the report: one set on white paper, for pictures and light pages, and one for dark pages."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ DARK = {
     "good": "#62d08d",
     "bad": "#ff8a80",
 }
-# what the light colours become in a page
-VARIABLES = {colour: f"--{name}" for name, colour in LIGHT.items()}
+# what the light colors become in a page
+VARIABLES = {color: f"--{name}" for name, color in LIGHT.items()}
