@@ -37,7 +37,8 @@ def verify(
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files must match their hashes. Every tensor is put back into its original order and
-    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor.
+    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor; with
+    --json, "mismatch" has it too.
 
     \b
     kvsurgery verify ./llama3-duo
@@ -48,14 +49,20 @@ def verify(
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
     from kvsurgery.display import console
+    from kvsurgery.errors import Mismatch
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
-    with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
-        report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
-    compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
+    try:
+        with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
+            report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
+        compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
+    except Mismatch as error:
+        if as_json:
+            click.echo(json.dumps({"mismatch": str(error)}, indent=2))
+        raise
     if as_json:
         facts = {
             "source": report.provenance.source,

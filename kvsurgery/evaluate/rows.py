@@ -123,7 +123,7 @@ def four_options(row: Mapping[str, Any], place: str) -> list[str]:
     """
     options = row.get("options")
     if not is_texts(options) or len(options) != 4:
-        raise TextError(f"{place}: `options` must be four texts")
+        raise TextError(f'{place}: "options" must be four texts')
     return options
 
 
@@ -154,10 +154,10 @@ def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str,
     if metric in OPTIONED:
         options = four_options(row, place)
         if not answers or answers[0] not in options:
-            raise TextError(f"{place}: `answer` must be one of `options`")
+            raise TextError(f'{place}: "answer" must be one of "options"')
         return (answers[0], "ABCD"[options.index(answers[0])])
     if not answers or (metric in NUMERIC and not all(re.fullmatch(r"-?\d+(\.\d+)?", one) for one in answers)):
-        raise TextError(f"{place}: `answer` must be {'numbers' if metric in NUMERIC else 'texts'}")
+        raise TextError(f'{place}: "answer" must be {"numbers" if metric in NUMERIC else "texts"}')
     return answers
 
 
@@ -211,8 +211,8 @@ def _check(row: Any, fields: Fields, place: str) -> None:
         raise TextError(f"{place}: not a JSON object with the fields {', '.join(fields)}")
     for name, kind in fields.items():
         if name not in row:
-            raise TextError(f"{place}: `{name}` is missing; the fields are {', '.join(fields)}")
+            raise TextError(f'{place}: "{name}" is missing; the fields are {", ".join(fields)}')
         value = row[name]
         fits = is_texts(value) if kind is list else isinstance(value, kind) and not isinstance(value, bool)
         if not fits:
-            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {short(value)}")
+            raise TextError(f'{place}: "{name}" must be {KINDS[kind]}, got {short(value)}')

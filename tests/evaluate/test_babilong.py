@@ -138,7 +138,7 @@ def test_a_dataset_has_a_configuration_by_length_and_a_split_by_task(monkeypatch
         ("", {"lengths": ("4000",)}, r"lengths are called 0k, 1k, 2k, \.\.\. 1M, 10M; got 4000"),
         ("notes.txt", {}, "the name must say the task and the length, as qa1_4k.jsonl does"),
         ("qa20_4k.jsonl", {}, "there are prompts for qa1, qa2, .*; got qa20"),
-        ("qa2_4k.jsonl", {}, "line 1: `target` is missing; the fields are input, question, target"),
+        ("qa2_4k.jsonl", {}, 'line 1: "target" is missing; the fields are input, question, target'),
         ("qa3_4k.jsonl", {}, "holds no rows"),
     ],
 )

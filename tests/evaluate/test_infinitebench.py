@@ -97,17 +97,17 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("passkey", {"input": 3}, "passkey.jsonl, line 2: `input` must be text, got 3"),
-        ("passkey", {"answer": []}, "passkey.jsonl, row 2: `answer` must be texts"),
-        ("passkey", {"answer": None}, "passkey.jsonl, row 2: `answer` must be texts"),
-        ("math_calc", {"answer": ["many"]}, "math_calc.jsonl, row 2: `answer` must be numbers"),
+        ("passkey", {"input": 3}, 'passkey.jsonl, line 2: "input" must be text, got 3'),
+        ("passkey", {"answer": []}, 'passkey.jsonl, row 2: "answer" must be texts'),
+        ("passkey", {"answer": None}, 'passkey.jsonl, row 2: "answer" must be texts'),
+        ("math_calc", {"answer": ["many"]}, 'math_calc.jsonl, row 2: "answer" must be numbers'),
         (
             "math_find",
             {"input": "Which?"},
-            "math_find.jsonl, row 2: `input` does not say what is asked for, got 'Which",
+            'math_find.jsonl, row 2: "input" does not say what is asked for, got \'Which',
         ),
-        ("code_debug", {"options": ["a"]}, "code_debug.jsonl, row 2: `options` must be four texts"),
-        ("code_debug", {"answer": ["close"]}, "code_debug.jsonl, row 2: `answer` must be one of `options`"),
+        ("code_debug", {"options": ["a"]}, 'code_debug.jsonl, row 2: "options" must be four texts'),
+        ("code_debug", {"answer": ["close"]}, 'code_debug.jsonl, row 2: "answer" must be one of "options"'),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, task, row, message):

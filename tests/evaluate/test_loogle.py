@@ -108,9 +108,9 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("longdep_qa", {"input": 3}, "longdep_qa.jsonl, row 2: `input` must be text"),
-        ("longdep_qa", {"qa_pairs": "[{"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
-        ("longdep_qa", {"qa_pairs": "open('x')"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
+        ("longdep_qa", {"input": 3}, 'longdep_qa.jsonl, row 2: "input" must be text'),
+        ("longdep_qa", {"qa_pairs": "[{"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
+        ("longdep_qa", {"qa_pairs": "open('x')"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
         ("longdep_qa", {"qa_pairs": [{"Q": "?"}]}, "longdep_qa.jsonl, row 2: an answer must be text, got None"),
         ("shortdep_cloze", {"qa_pairs": [QUESTION]}, "row 2: an answer to a cloze must give a name for each mask"),
     ],

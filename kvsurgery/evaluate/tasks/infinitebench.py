@@ -95,7 +95,7 @@ def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:
 def _found(pattern: str, row: Mapping[str, Any], place: str) -> str:
     match = re.search(pattern, row["input"])
     if match is None:
-        raise TextError(f"{place}: `input` does not say what is asked for, got {row['input'][:60]!r}")
+        raise TextError(f'{place}: "input" does not say what is asked for, got {row["input"][:60]!r}')
     return match[0]
 
 

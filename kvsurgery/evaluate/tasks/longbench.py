@@ -73,7 +73,7 @@ class LongBenchTask:
             for row in read_rows(in_folder(self.source, config), FIELDS, config=config, split="test"):
                 dataset = row["dataset"].removesuffix("_e")
                 if dataset not in DATASETS:
-                    raise TextError(f"{self.source}: `dataset` {dataset!r} is none of {', '.join(DATASETS)}")
+                    raise TextError(f'{self.source}: "dataset" {dataset!r} is none of {", ".join(DATASETS)}')
                 if dataset in numbers and (number := next(numbers[dataset], None)) is not None:
                     if dataset not in prompts:
                         raise TextError(f"{self.prompts} has no prompt for {dataset}")
@@ -97,7 +97,7 @@ class LongBenchTask:
         metric, limit = DATASETS[dataset]["metric"], DATASETS[dataset]["limit"]
         classes = row.get("all_classes") or ()
         if not row["answers"] or (metric == "classification" and not isinstance(classes, list)):
-            raise TextError(f"{self.source}: row {number + 1} of {dataset} needs `answers`, and classes `all_classes`")
+            raise TextError(f'{self.source}: row {number + 1} of {dataset} needs "answers", and classes "all_classes"')
         if metric.endswith("_zh"):
             chinese_words("")  # before a model has answered
         room = reader.max_context - limit

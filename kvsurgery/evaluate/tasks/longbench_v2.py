@@ -72,7 +72,7 @@ class LongBenchV2Task:
         room = reader.max_context - ANSWER
         for number, row in enumerate(islice(read_rows(source, FIELDS, config="default", split="train"), limit), 1):
             if row["answer"] not in (*"ABCD",):
-                raise TextError(f"{source}, row {number}: `answer` must be A, B, C or D, got {row['answer']!r}")
+                raise TextError(f'{source}, row {number}: "answer" must be A, B, C or D, got {row["answer"]!r}')
             # in one pass, so that what a document says is not filled in
             places = "|".join(map(re.escape, PLACES))
             prompt = re.sub(places, lambda place, row=row: row[PLACES[place[0]]].strip(), template)

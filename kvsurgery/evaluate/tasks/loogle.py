@@ -64,7 +64,7 @@ class LoogleTask:
             # files call the document `input`, the Hub calls it `context`
             document = row.get("context", row.get("input"))
             if not isinstance(document, str):
-                raise TextError(f"{place}: `input` must be text")
+                raise TextError(f'{place}: "input" must be text')
             for turn, pair in enumerate(_pairs(row, place)):
                 masks, answers = _right(pair.get("A"), asked["metric"], place)
                 prompt = template.format(input=document, Q=pair.get("Q", ""))
@@ -99,7 +99,7 @@ def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
         pairs = None
     # the published files hold them as a text of Python
     if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "Q" in pair for pair in pairs):
-        raise TextError(f"{place}: `qa_pairs` must be a list of questions `Q` and answers `A`, or its text")
+        raise TextError(f'{place}: "qa_pairs" must be a list of questions "Q" and answers "A", or its text')
     return pairs
 
 

@@ -111,13 +111,13 @@ class _Question:
         """
         meta, answer = row.get("meta"), row.get("answer")
         if not isinstance(meta, dict):
-            raise TextError(f"{place}: `meta` must be an object")
+            raise TextError(f'{place}: "meta" must be an object')
         texts, images = (_texts(meta, name, place) for name in ("choices", "choices_image_path"))
         if texts and images:
             raise TextError(f"{place}: options are texts or images, not both")
         if options := texts or [PLACEHOLDER] * len(images):
             if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < min(len(options), 26):
-                raise TextError(f"{place}: `answer` must be the index of an option, got {short(answer)}")
+                raise TextError(f'{place}: "answer" must be the index of an option, got {short(answer)}')
             lettered = (f"{chr(ord('A') + index)}. {option}" for index, option in enumerate(options))
             return cls("\n".join([row["question"], *lettered, LETTER]), "option_index", (str(answer),), tuple(images))
         if task.startswith("counting"):
@@ -125,14 +125,14 @@ class _Question:
         elif isinstance(answer, str) and answer.strip():
             metric, answers = "vqa_words", (answer,)
         else:
-            raise TextError(f"{place}: `answer` must be text, got {short(answer)}")
+            raise TextError(f'{place}: "answer" must be text, got {short(answer)}')
         return cls(f"{row['question']}\n{WORDS}", metric, answers)
 
 
 def _texts(meta: Mapping[str, Any], name: str, place: str) -> list[str]:
     value = meta.get(name) or []
     if not is_texts(value):
-        raise TextError(f"{place}: `{name}` must be a list of texts, or null")
+        raise TextError(f'{place}: "{name}" must be a list of texts, or null')
     return value
 
 
@@ -145,7 +145,7 @@ def _numbers(answer: Any, place: str) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             found = None
     if not isinstance(found, list) or not found or not all(type(number) is int for number in found):
-        raise TextError(f"{place}: `answer` must be a list of whole numbers, got {short(answer)}")
+        raise TextError(f'{place}: "answer" must be a list of whole numbers, got {short(answer)}')
     return tuple(map(str, found))
 
 
@@ -168,7 +168,7 @@ def _facts(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     length, depth = row["meta"].get("context_length"), row["meta"].get("placed_depth")
     depths = depth if isinstance(depth, list) else [depth]
     if not _is_number(length) or not depths or not all(_is_number(one) and 0 <= one <= 1 for one in depths):
-        raise TextError(f"{place}: `context_length` must be a number, and `placed_depth` one or several from 0 to 1")
+        raise TextError(f'{place}: "context_length" must be a number, and "placed_depth" one or several from 0 to 1')
     group = min(int(DEPTHS * sum(depths) / len(depths)), DEPTHS - 1)
     return {"tokens": LENGTHS[max(0, bisect_right(LENGTHS, length) - 1)], "depth": group / DEPTHS}
 

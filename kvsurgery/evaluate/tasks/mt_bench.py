@@ -57,7 +57,7 @@ class MTBenchTask:
             reference = row.get("reference") or []
             if not turns or name is None or not all(map(is_texts, (turns, reference))):
                 raise TextError(
-                    f"{source}, row {number}: `question_id` must be there, and `turns` and `reference` lists of texts"
+                    f'{source}, row {number}: "question_id" must be there, and "turns" and "reference" lists of texts'
                 )
             later = (token_ids(tokenizer, between + turn + around[1]) for turn in turns[1:])
             yield Sample(

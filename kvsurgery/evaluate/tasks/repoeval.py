@@ -58,7 +58,7 @@ class RepoEvalTask:
                     isinstance(facts.get(key), str) and facts[key] for key in ("ground_truth", "task_id")
                 ):
                     raise TextError(
-                        f"{path}, row {number + 1}: `metadata` must have texts `task_id` and `ground_truth`"
+                        f'{path}, row {number + 1}: "metadata" must have texts "task_id" and "ground_truth"'
                     )
                 yield Sample(
                     task=f"repoeval/{name}",

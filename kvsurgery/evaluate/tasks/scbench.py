@@ -116,12 +116,12 @@ class Question:
             TextError: it is of another layout.
         """
         if not isinstance(turn, dict) or not isinstance(turn.get("input"), str):
-            raise TextError(f"{place}: `input` must be text")
+            raise TextError(f'{place}: "input" must be text')
         asked, kind = ASKED[task], ""
         if "metric" not in asked:
             kind = str(turn.get("task")).removeprefix(PREFIX)
             if kind not in asked:
-                raise TextError(f"{place}: `task` must be one of {', '.join(PREFIX + kind for kind in asked)}")
+                raise TextError(f'{place}: "task" must be one of {", ".join(PREFIX + kind for kind in asked)}')
             asked = asked[kind]
         metric = asked["metric"]
         fields = option_fields(turn, metric, place)
@@ -132,7 +132,7 @@ class Question:
 def _questions(task: str, row: Mapping[str, Any], place: str) -> list[Question]:
     turns = row.get("multi_turns")
     if not isinstance(turns, list) or not turns:
-        raise TextError(f"{place}: `multi_turns` must be a list of questions")
+        raise TextError(f'{place}: "multi_turns" must be a list of questions')
     return [Question.of(task, turn, f"{place}, question {number}") for number, turn in enumerate(turns, 1)]
 
 
@@ -143,7 +143,7 @@ def _functions(task: str, name: str, source: str) -> dict[str, tuple[str, ...]]:
     for number, row in enumerate(read_rows(source, fields, config=name, split="test"), 1):
         place = f"{source}, row {number}"
         if row["lang"] not in LANGUAGES:
-            raise TextError(f"{place}: `lang` must be one of {', '.join(LANGUAGES)}")
+            raise TextError(f'{place}: "lang" must be one of {", ".join(LANGUAGES)}')
         asked = (question for question in _questions(task, row, place) if question.metric == FUNCTION)
         found.setdefault(row["repo"], {}).update(dict.fromkeys(question.answers[0] for question in asked))
     return {repository: tuple(functions) for repository, functions in found.items()}
@@ -155,7 +155,7 @@ def _parts(
     """int64 [tokens] each: the context, cut so that every question has room after it, and the questions."""
     context = row.get("context", row.get("input"))  # variable tracking has it there, and lists are of numbers
     if not isinstance(context, str | list):
-        raise TextError(f"{place}: `context` must be text")
+        raise TextError(f'{place}: "context" must be text')
     text = ASKED[task].get("context", "{context}").format(context=context)
     parts = [turn_with_context(reader.tokenizer, text, question.text) for question in questions]
     first, rest = parts[0][0], [tokens for _, tokens in parts]
