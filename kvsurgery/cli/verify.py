@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.running import chosen_dtype, dtype_option
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @click.command()
@@ -110,12 +110,10 @@ def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
 
 def source_folder(source: str, converted: Path) -> Path:
     """The source's folder; a Hub id is downloaded at the revision that was converted."""
-    if Path(source).is_dir():
-        return Path(source)
+    folder = checkpoint_folder(source)
+    if folder is not None:
+        return folder
     from kvsurgery import hub
     from kvsurgery.checkpoint.provenance import Provenance
-    from kvsurgery.errors import CheckpointError
 
-    if not is_repo_id(source):
-        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]

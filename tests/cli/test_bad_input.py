@@ -196,7 +196,7 @@ def test_converted_source(here: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("./nowhere", "./nowhere is neither a folder nor a Hub id; name the checkpoint first"),
+        ("./nowhere", "./nowhere is neither a folder nor a Hub id"),
         ("llama/config.json", "llama/config.json is a file; give the folder"),
         (PROFILE, f"{PROFILE} is a file; give the folder"),
     ],
