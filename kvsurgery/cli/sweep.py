@@ -110,13 +110,13 @@ def sweep(
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
     """What all settings share."""
-    from kvsurgery.evaluate.sweep import PLAIN
+    from kvsurgery.policy.layer_bits import UNQUANTIZED
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to vary; leave it out")
     shared = {name: value for name, value in options.items() if name not in AXES}
     # each setting has its own bits; how a cache is quantized goes with any of them
-    bits = [count for count in axes.get("kv_bits", ()) if count != PLAIN]
+    bits = [count for count in axes.get("kv_bits", ()) if count != UNQUANTIZED]
     return recipe_of(shared, **({"kv_bits": bits[0]} if bits else {}))
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from kvsurgery.evaluate.sample import SHORT
+from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.templates.kv_cache import CACHE
 
 LAST = 50  # tokens of a prompt that come one by one before a short answer
@@ -109,7 +109,7 @@ def answers(
 
     Args:
         prompts: int64 [tokens] each, two or more.
-        limit: tokens of an answer, at most; up to `SHORT`, the last tokens of the prompts come one by one.
+        limit: tokens of an answer, at most; up to `SHORT_ANSWER`, the last tokens of the prompts come one by one.
         stops: texts, any of which ends an answer.
         chunk: tokens of a prompt that are read at once. Default: all.
         images: of a single prompt, what the model takes beside its tokens.
@@ -182,7 +182,7 @@ def _said(
     """Answers after what is left to read, of which the last tokens come one by one before a short answer."""
     columns, shortest = reading.ids.shape[1], int(reading.mask.sum(1).min())
     # generate reads the last token; every row has one before those that come one by one
-    singly = min(LAST, shortest - 1, columns - reading.seen) if limit <= SHORT else 1
+    singly = min(LAST, shortest - 1, columns - reading.seen) if limit <= SHORT_ANSWER else 1
     if at_once := columns - singly - reading.seen:
         reading.prefill(at_once, chunk)
     for _ in range(singly - 1):

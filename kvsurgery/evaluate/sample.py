@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvsurgery.evaluate.images import ImagePrompt
 
-SHORT = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
+SHORT_ANSWER = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class Sample:
             return self.key
         if self.context:
             return hashlib.sha256(self.tokens[: self.context].tobytes()).hexdigest(), self.stops
-        return self.task, self.continuation, self.limit <= SHORT, self.stops
+        return self.task, self.continuation, self.limit <= SHORT_ANSWER, self.stops
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -143,8 +143,8 @@ def test_classes_are_what_there_is_to_choose_from(tmp_path):
     ("row", "options", "message"),
     [
         ({}, {"datasets": ("squad", "lcc")}, "LongBench has no squad; it has narrativeqa, qasper, "),
-        ({}, {"datasets": ("lcc",)}, r"has no lcc.jsonl or lcc.json"),
-        ({}, {"extended": True}, r"has no files of LongBench, such as hotpotqa_e.jsonl"),
+        ({}, {"datasets": ("lcc",)}, r"has no file of LongBench that is called lcc.jsonl"),
+        ({}, {"extended": True}, r"has no file of LongBench that is called qasper_e.jsonl"),
         ({"dataset": "squad"}, {}, "\"dataset\" 'squad' is none of narrativeqa, "),
         ({"context": None}, {}, r'hotpotqa.jsonl, line 1: "context" must be text, got None'),
         ({"answers": "here"}, {}, "line 1: \"answers\" must be a list of texts, got 'here'"),

@@ -8,7 +8,7 @@ import pytest
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.evaluate.tasks.scbench import ASKED, SCBenchTask
+from kvsurgery.evaluate.tasks.scbench import TASKS, SCBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
@@ -33,7 +33,7 @@ TURNS = {
 }
 KINDS_OF = {"summary_with_needles": "/passkey", "repoqa_and_kv": "/repoqa"}
 ROW = {"context": "It is {here}. " * 9, "repo": "a/b", "lang": "python"}
-TEXTS = ["It is here. Where is it? ", json.dumps(ASKED, ensure_ascii=False)]
+TEXTS = ["It is here. Where is it? ", json.dumps(TASKS, ensure_ascii=False)]
 SPELT = tokenizer("bytes", TEXTS, size=400)
 READER = Reader(SPELT, 4000, len(SPELT))
 
@@ -55,7 +55,7 @@ def samples(source, reader=READER, **options):
 
 @pytest.mark.parametrize("task", TURNS)
 def test_every_task_has_a_metric_and_asks_after_the_context(tmp_path, task):
-    assert TURNS.keys() == ASKED.keys()
+    assert TURNS.keys() == TASKS.keys()
     _, right, wrong = TURNS[task]
     first, second = samples(write(tmp_path, task, {"multi_turns": turns(task)}))
     assert first.task == f"scbench/{task}{KINDS_OF.get(task, '')}"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import named_files, read_rows
+from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
 
-ASKED = tomllib.loads(Path(__file__).with_name("loogle.toml").read_text(encoding="utf-8"))
+TASKS = table_beside(__file__)
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,9 @@ class LoogleTask:
             yield from islice(self._samples(reader, task, source, templates[task]), limit)
 
     def _samples(self, reader: Reader, task: str, source: str, template: str) -> Iterator[Sample]:
-        asked = ASKED[task]
+        asked = TASKS[task]
         room = reader.max_context - asked["limit"]
-        for number, row in enumerate(read_rows(source, {}, config=asked.get("config", task), split="test")):
-            place = f"{source}, row {number + 1}"
+        for number, place, row in numbered_rows(source, {}, config=asked.get("config", task), split="test"):
             # files call the document `input`, the Hub calls it `context`
             document = row.get("context", row.get("input"))
             if not isinstance(document, str):
@@ -81,10 +78,10 @@ class LoogleTask:
                 )
 
     def _files(self) -> dict[str, str]:
-        return named_files(self.source, [*ASKED], self.tasks, "LooGLE")
+        return named_files(self.source, [*TASKS], self.tasks, "LooGLE")
 
     def _templates(self) -> dict[str, str]:
-        return read_prompts(self.prompts, ASKED, "input", ("Q",), "LooGLE's task2prompt.json")
+        return read_prompts(self.prompts, TASKS, "input", ("Q",), "LooGLE's task2prompt.json")
 
 
 def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
