@@ -149,7 +149,8 @@ class Task(Protocol):
         """Check settings and inputs as far as that needs neither a tokenizer nor a model.
 
         Raises:
-            KVSurgeryError: a setting is out of range, or an input cannot be read.
+            KVSurgeryError: a setting is out of range or names nothing, an input cannot be read, or a package for it is
+                not installed.
         """
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
@@ -159,7 +160,8 @@ class Task(Protocol):
             limit: of each `Sample.task` no more are made than the first ones up to it. None: all.
 
         Raises:
-            TextError: a text, or what is asked about it, cannot be used.
+            TextError: a text, or what is asked about it, cannot be used; a file is missing, holds no rows or one of
+                another layout; or a prompt has no room.
         """
 
 

@@ -52,19 +52,11 @@ class BabilongTask:
     lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "lengths such as 0k,4k", default=THERE)
 
     def check(self) -> None:
-        """Check that the source can be read.
-
-        Raises:
-            KVSurgeryError: it cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read."""
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, of each the first row of every length, then the second.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout.
-        """
+        """Task by task, of each the first row of every length, then the second."""
         parts = self._parts(reader)
         for task in dict.fromkeys(task for task, _ in parts):
             columns = [self._samples(reader, *part) for part in parts if part[0] == task]

@@ -42,22 +42,12 @@ class InfiniteBenchTask:
     )
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
-        """
+        """Check that there is what the samples need, without reading them."""
         self._templates()
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, in the order of the rows.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
-                no room.
-        """
+        """Task by task, in the order of the rows."""
         files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:

@@ -43,12 +43,7 @@ class LongBenchTask:
     )
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a dataset is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or a package is not installed: `datasets`, or jieba for Chinese.
-        """
+        """Check that there is what the samples need, without reading them."""
         if unknown := {*(self.datasets or ())} - {*DATASETS}:
             raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
         _prompts(self.prompts)
@@ -60,8 +55,6 @@ class LongBenchTask:
         """Dataset by dataset, in the order of the rows.
 
         Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a dataset has no prompt, or one that
-                has no room.
             KVSurgeryError: answers are in Chinese, and jieba is not installed.
         """
         self.check()

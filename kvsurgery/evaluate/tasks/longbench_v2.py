@@ -53,20 +53,12 @@ class LongBenchV2Task:
     )
 
     def check(self) -> None:
-        """Check that the source can be read, and the prompt.
-
-        Raises:
-            KVSurgeryError: one cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read, and the prompt."""
         _prompt(self.prompt)
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """One of each row, in their order.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; the prompt has no room.
-        """
+        """One of each row, in their order."""
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
         room = reader.max_context - ANSWER_TOKENS
         for _, where, row in numbered_rows(source, COLUMNS, limit, config="default", split="train"):

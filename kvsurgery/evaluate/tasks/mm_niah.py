@@ -44,18 +44,14 @@ class MMNIAHTask:
     tasks: tuple[str, ...] | None = setting(None, "mm_niah_tasks", "tasks such as counting-image", default=THERE)
 
     def check(self) -> None:
-        """Check that there are files.
-
-        Raises:
-            TextError: no folder is named, it is not one of the benchmark, or a task is unknown.
-        """
+        """Check that there are files."""
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows.
 
         Raises:
-            TextError: a row is of another layout, or an image is missing or lies outside of the folder.
+            TextError: an image is missing or lies outside of the folder.
             UnsupportedModel: the model does not read images, or has no processor.
         """
         assert reader.checkpoint is not None

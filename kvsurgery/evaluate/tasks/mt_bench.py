@@ -32,18 +32,13 @@ class MTBenchTask:
     limit: int = setting(ANSWER_TOKENS, "mt_bench_tokens", "tokens of an answer at most", tokens=True)
 
     def check(self) -> None:
-        """Check that the source can be read.
-
-        Raises:
-            KVSurgeryError: it cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read."""
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """One of each row, in their order.
 
         Raises:
-            TextError: a file is missing, holds no rows, or one of another layout.
             UnsupportedModel: there is no chat template for a conversation.
         """
         tokenizer, source = reader.tokenizer, in_folder(self.source, "question")

@@ -34,20 +34,11 @@ class RepoEvalTask:
     )
 
     def check(self) -> None:
-        """Check that there are files.
-
-        Raises:
-            TextError: none are named, or the folder has none of the benchmark.
-            KVSurgeryError: the file cannot be read.
-        """
+        """Check that there are files."""
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """File by file, in the order of the rows.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a prompt has no room.
-        """
+        """File by file, in the order of the rows."""
         room = reader.max_context - ANSWER_TOKENS
         for name, path in self._files().items():
             for number, place, row in numbered_rows(path, {"prompt": str}, limit, config=name, split="test"):

@@ -38,22 +38,12 @@ class SCBenchTask:
     tasks: tuple[str, ...] | None = setting(None, "scbench_tasks", "tasks such as kv,qa_eng", default=THERE)
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or a package is not installed that reads or measures.
-        """
+        """Check that there is what the samples need, without reading them."""
         if {name.removeprefix(PREFIX) for name in self._files()} & WITH_FUNCTIONS:
             require_parsers()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, in the order of the rows and of their questions.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a question leaves no room for its
-                context.
-        """
+        """Task by task, in the order of the rows and of their questions."""
         for name, source in self._files().items():
             yield from self._samples(reader, name, source, limit)
 
