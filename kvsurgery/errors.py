@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class KVSurgeryError(Exception):
-    """One clear line: what is wrong, where, and how to mend it."""
+    """One clear line: what is wrong, where, and how to mend it.
+
+    Settings stand in backticks, which the command line shows as options. Columns and keys of files stand in quotes.
+    """
 
     exit_code = 1
 
@@ -24,7 +27,7 @@ class TextError(KVSurgeryError):
 
 
 class PolicyError(KVSurgeryError):
-    """A recipe cannot give a policy for this model. Its message names fields of the recipe in backticks."""
+    """A recipe cannot give a policy for this model."""
 
 
 class RecipeError(PolicyError):

@@ -241,6 +241,20 @@ class Recipe:
             return None
         return Quantization(self.kv_bits, *(getattr(self, name) for name in QUANTIZED))
 
+    def check_quantization(self, head_dim: int) -> None:
+        """Check that heads of a size can be stored as the recipe says. The error names the field that is at fault.
+
+        Raises:
+            PolicyError: they cannot.
+        """
+        names = ("kv_bits", *QUANTIZED)
+        values = [getattr(self, name) for name in names]
+        for count, name in enumerate(names, 1):
+            try:
+                Quantization(*values[:count]).check(head_dim)
+            except ValueError as error:
+                raise PolicyError(f"`{name}`: {error}") from error
+
     @property
     def in_use(self) -> tuple[str, ...]:
         """Fields that make a difference beside the others, apart from profiles, `reform` and `fit`."""

@@ -65,5 +65,5 @@ def check(size):
 
 
 def test_fields_in_backticks_become_flags() -> None:
-    said = in_flags("give another `device`, leave out `resume`, or name it: `base_model` NAME; `answers` is a key")
-    assert said == "give another --device, leave out --resume, or name it: --base-model NAME; `answers` is a key"
+    said = in_flags("give another `device`, leave out `resume`, or name it: `base_model` NAME; `generate` runs it")
+    assert said == "give another --device, leave out --resume, or name it: --base-model NAME; `generate` runs it"

@@ -21,8 +21,8 @@ from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.system.processes import started_processes, usable_device
 
 # on a CPU what a small model does in a minute or two; prompts are as long as the context has room for
-LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
-CHUNK = {"cpu": 512, "cuda": 2048}
+DEFAULT_LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
+DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 
 
 def silent(done: int, of: int, note: str) -> None:
@@ -100,12 +100,12 @@ def default_workload(folder: Path, device: str | None = None, new: int = Workloa
     _, surgery = _inspected(folder)
     kind = torch.device(usable_device(device)).type
     room = max(read_text_config(folder).max_position_embeddings - new, 1)
-    return Workload(default_lengths(kind, room, _recompute_budget(surgery)), new=new, chunk=CHUNK[kind])
+    return Workload(default_lengths(kind, room, _recompute_budget(surgery)), new=new, chunk=DEFAULT_CHUNK[kind])
 
 
 def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
     """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
-    within = {min(length, room) for length in LENGTHS[device]}
+    within = {min(length, room) for length in DEFAULT_LENGTHS[device]}
     return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
 
 

@@ -10,6 +10,8 @@ from kvsurgery.errors import UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.templates.kv_layout import LINEAR, text_config
 
+# what `layer_types` of a config calls the attention of layers, besides LINEAR
+FULL_ATTENTION, SLIDING_ATTENTION, CHUNKED_ATTENTION = "full_attention", "sliding_attention", "chunked_attention"
 # larger numbers in a config are nonsense, and would make lists of that length
 MAX_DIMENSION = 1 << 20
 MAX_POSITIONS = 1 << 30  # Llama 4 Scout has ten million
@@ -41,7 +43,7 @@ class AttentionRules:
     @property
     def has_chunked_layers(self) -> bool:
         """Whether the layers without full attention have chunked attention."""
-        return self.window is not None and self.window.get("kind") == "chunked_attention"
+        return self.window is not None and self.window.get("kind") == CHUNKED_ATTENTION
 
     def dimensions(self, config: Mapping[str, Any]) -> ModelDimensions:
         """Attention dimensions of layers with full attention, with the defaults of the family's config class.
@@ -216,12 +218,12 @@ class AttentionRules:
         if types is None and size is not None and window.get("layer_types") == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
-            known = ("full_attention", window.get("kind", "sliding_attention"))
+            known = (FULL_ATTENTION, window.get("kind", SLIDING_ATTENTION))
             if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
                 raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention
-            kinds = [*types[:-1], "full_attention"] if self.full_attention else types
-            return [item != "full_attention" for item in kinds], size
+            kinds = [*types[:-1], FULL_ATTENTION] if self.full_attention else types
+            return [item != FULL_ATTENTION for item in kinds], size
         if size is None:
             return [False] * layers, size
         flags = self._value(config, window["layers"]) if "layers" in window else None

@@ -132,7 +132,7 @@ def convert(
     elif not dry_run:
         raise click.UsageError("--out is missing; give the folder to write, or --dry-run to see the plan")
     request = request_of(source, revision, recipe)
-    if stream and request.is_folder:
+    if stream and request.folder is not None:
         raise click.UsageError(f"--stream goes with a Hub id, and {request.place} is a folder")
     if options["method"] == "reform" and (request.profile is not None or request.reform is None):
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")

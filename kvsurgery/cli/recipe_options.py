@@ -302,10 +302,10 @@ def flags_of(recipe: Recipe) -> list[str]:
 
 
 def in_flags(message: str) -> str:
-    """A message with options in place of fields in backticks: of recipes, evaluations and measurements."""
+    """A message with options in place of settings in backticks: of recipes, evaluations and measurements."""
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
-    names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval"]
+    names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "how", "base_model"]
     known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POSITIVE = click.IntRange(min=1)
@@ -61,8 +61,7 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
 
     if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
         return dtype
-    folder = _config_folder(source, revision)
-    stored = stored_dtype(folder) if folder else None
+    stored = stored_dtype(_config_folder(source, revision))
     if not slow_on_cpu(stored):
         return dtype
     if is_first():
@@ -73,10 +72,11 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
     return "float32"
 
 
-def _config_folder(source: str | Path, revision: str | None) -> Path | None:
-    """The folder of a checkpoint's config, which is downloaded of a Hub id; None where a string is neither."""
-    if isinstance(source, Path) or Path(source).is_dir():
-        return Path(source)
+def _config_folder(source: str | Path, revision: str | None) -> Path:
+    """The folder of a checkpoint's config, which is downloaded for a Hub id. A path is never one."""
+    folder = source if isinstance(source, Path) else checkpoint_folder(source)
+    if folder is not None:
+        return folder
     from kvsurgery import hub
 
-    return hub.fetch_config(source, revision)[0] if is_repo_id(source) else None
+    return hub.fetch_config(str(source), revision)[0]

@@ -22,7 +22,7 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
     from kvsurgery.conversion.request import Request
 
     request = Request.of(source, revision, recipe)
-    if revision is not None and request.is_folder:
+    if revision is not None and request.folder is not None:
         raise click.UsageError(f"--revision goes with a Hub id, and {request.place} is a folder")
     return request
 

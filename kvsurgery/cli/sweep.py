@@ -85,7 +85,7 @@ def sweep(
     folder, known = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
     with console.step_progress("sweeping") as advance:
-        found = sweep(
+        result = sweep(
             replace(grid, source=folder, **known),
             tasks,
             out,
@@ -97,6 +97,7 @@ def sweep(
         )
     if not is_first():
         return
+    found = _with_options(result)
     quality(found).save(out)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
@@ -109,14 +110,20 @@ def sweep(
 
 def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
     """What all settings share."""
-    from kvsurgery.evaluate.sweep import PLAIN
+    from kvsurgery.policy.layer_bits import UNQUANTIZED
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to vary; leave it out")
     shared = {name: value for name, value in options.items() if name not in AXES}
     # each setting has its own bits; how a cache is quantized goes with any of them
-    bits = [count for count in axes.get("kv_bits", ()) if count != PLAIN]
+    bits = [count for count in axes.get("kv_bits", ()) if count != UNQUANTIZED]
     return recipe_of(shared, **({"kv_bits": bits[0]} if bits else {}))
+
+
+def _with_options(found: Sweep) -> Sweep:
+    """The sweep with options in place of fields, where it says why settings are left out."""
+    points = (replace(point, skipped=in_flags(point.skipped)) if point.skipped else point for point in found.points)
+    return replace(found, points=tuple(points))
 
 
 def _show(found: Sweep) -> None:
@@ -156,7 +163,7 @@ def _notes(found: Sweep) -> Iterator[str]:
     reasons = Counter(point.skipped for point in found.points if point.skipped)
     for reason, count in reasons.items():
         [some, *_] = (point for point in found.points if point.skipped == reason)
-        yield f"left out: {named(some.options)}{f', and {count - 1} more' if count > 1 else ''}: {in_flags(reason)}"
+        yield f"left out: {named(some.options)}{f', and {count - 1} more' if count > 1 else ''}: {reason}"
     policies = [point.policy for point in found.points if point.policy]
     if same := len(policies) - len(set(policies)):
         yield f"{same} of {len(policies)} settings give the policy of another, and were not evaluated again"

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvsurgery.cli.running import chosen_dtype, dtype_option
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @click.command()
@@ -37,7 +37,8 @@ def verify(
     """Check the converted checkpoint DIR against the hashes that its conversion recorded.
 
     Emitted code, configs and copied files must match their hashes. Every tensor is put back into its original order and
-    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor.
+    must match the hash of the original. On a mismatch the exit code is 3, and the error names the file or tensor; with
+    --json, "mismatch" has it too.
 
     \b
     kvsurgery verify ./llama3-duo
@@ -48,14 +49,20 @@ def verify(
     from kvsurgery.conversion.engine import JOBS
     from kvsurgery.conversion.verify import verify
     from kvsurgery.display import console
+    from kvsurgery.errors import Mismatch
 
     if not logits and ctx.get_parameter_source("dtype") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--dtype goes with --logits; add that, or leave it out")
     original = None if source is None else source_folder(source, folder)
     folders = [folder] if original is None else [folder, original]
-    with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
-        report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
-    compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
+    try:
+        with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
+            report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
+        compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
+    except Mismatch as error:
+        if as_json:
+            click.echo(json.dumps({"mismatch": str(error)}, indent=2))
+        raise
     if as_json:
         facts = {
             "source": report.provenance.source,
@@ -103,12 +110,10 @@ def _compare_logits(folder: Path, dtype: str) -> dict[str, Any]:
 
 def source_folder(source: str, converted: Path) -> Path:
     """The source's folder; a Hub id is downloaded at the revision that was converted."""
-    if Path(source).is_dir():
-        return Path(source)
+    folder = checkpoint_folder(source)
+    if folder is not None:
+        return folder
     from kvsurgery import hub
     from kvsurgery.checkpoint.provenance import Provenance
-    from kvsurgery.errors import CheckpointError
 
-    if not is_repo_id(source):
-        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
     return hub.fetch_checkpoint(source, Provenance.read(converted).revision)[0]

@@ -14,7 +14,7 @@ from kvsurgery.checkpoint.family import Family, supported
 from kvsurgery.checkpoint.provenance import PROVENANCE, Provenance
 from kvsurgery.checkpoint.source import Checkpoint, read_config
 from kvsurgery.conversion.plan import heads_by_layer, plan_moves
-from kvsurgery.conversion.request import hub_id
+from kvsurgery.conversion.request import no_such_folder
 from kvsurgery.conversion.resemblance import resemblance
 from kvsurgery.emit.card import kv_table, loaded_dtype, rank_table
 from kvsurgery.emit.config import both_rope_spellings
@@ -22,6 +22,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.heads.kinds import BUDGETED, STREAMING, HeadKind, counts, head_list, kinds_of
 from kvsurgery.heads.section import quantization_section
+from kvsurgery.system.repo_id import checkpoint_folder
 from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast
@@ -139,12 +140,12 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
         CheckpointError: it is malformed, or neither a folder nor a Hub id.
         HubError: the Hub cannot be reached, or refuses.
     """
-    name = str(source)
-    if Path(source).is_dir():
-        return inspect_checkpoint(Path(source), name)
+    name, folder = str(source), checkpoint_folder(source)
+    if folder is not None:
+        return inspect_checkpoint(folder, name)
     from kvsurgery import hub
 
-    with hub_id(name), hub.headers(name, revision) as remote:
+    with no_such_folder(name), hub.headers(name, revision) as remote:
         return inspect_checkpoint(remote.folder, name, remote.commit)
 
 

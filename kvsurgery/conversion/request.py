@@ -13,7 +13,7 @@ from kvsurgery.errors import CheckpointError, HubError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.loading import load_scores, pinned
 from kvsurgery.recipe import Recipe
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 if TYPE_CHECKING:
     from kvsurgery.hub.stream import Streamed
@@ -73,13 +73,17 @@ class Request:
         return cls(str(source), revision, recipe, profile, reform, budgets)
 
     @property
-    def is_folder(self) -> bool:
-        """Whether the place is a folder, and not a Hub id."""
-        return Path(self.place).is_dir()
+    def folder(self) -> Path | None:
+        """The folder that the place is, None for a Hub id.
+
+        Raises:
+            CheckpointError: it is neither.
+        """
+        return checkpoint_folder(self.place)
 
     def plan(self, folder: Path, commit: str | None = None) -> PreparedConversion:
         """The conversion of the folder that the place is, or that a Hub id was fetched to."""
-        name = None if self.is_folder else self.place
+        name = self.place if self.folder is None else None
         return PreparedConversion.prepare(
             folder,
             self.profile,
@@ -96,11 +100,11 @@ class Request:
         Raises:
             KVSurgeryError: every reason why the conversion cannot be done that headers can show, or the Hub fails.
         """
-        if self.is_folder:
-            return self.plan(Path(self.place))
+        if self.folder is not None:
+            return self.plan(self.folder)
         from kvsurgery import hub
 
-        with hub_id(self.place):
+        with no_such_folder(self.place):
             if weights:
                 return self.plan(*hub.fetch_checkpoint(self.place, self.revision, check=self.plan))
             with hub.headers(self.place, self.revision) as remote:
@@ -111,11 +115,11 @@ class Request:
 
         A Hub id is downloaded, after a check of its headers.
         """
-        if self.is_folder:
-            return Path(self.place), {}
+        if self.folder is not None:
+            return self.folder, {}
         from kvsurgery import hub
 
-        with hub_id(self.place):
+        with no_such_folder(self.place):
             folder, commit = hub.fetch_checkpoint(self.place, self.revision, check)
         return folder, {"name": self.place, "revision": commit}
 
@@ -125,28 +129,22 @@ class Request:
         from kvsurgery import hub
 
         with ExitStack() as stack:
-            with hub_id(self.place):
+            with no_such_folder(self.place):
                 remote = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
                 prepared = self.plan(remote.folder, remote.commit)
             yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
 
 
 @contextmanager
-def hub_id(place: str) -> Generator[None]:
-    """Ask the Hub for a place that is no folder. Where the Hub fails, its error says that no such folder is here.
+def no_such_folder(place: str) -> Generator[None]:
+    """Where the Hub fails inside, its error also says that no such folder is here: a mistyped path looks like a Hub id.
 
     Raises:
-        CheckpointError: the place is a file, or no name that a model on the Hub can have.
         HubError: as raised inside.
     """
-    if Path(place).exists():
-        raise CheckpointError(f"{place} is a file; give the folder of the checkpoint")
-    if not is_repo_id(place):
-        raise CheckpointError(f"{place} is neither a folder nor a Hub id; name the checkpoint first")
     try:
         yield
     except HubError as error:
-        # a mistyped path looks like a Hub id
         hint = f" (no folder {place} is here)" if Path(place).parent.is_dir() else ""
         raise HubError(f"{error}{hint}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from kvsurgery.checkpoint.attention_rules import FULL_ATTENTION, SLIDING_ATTENTION
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.section import layout_section
@@ -45,7 +46,7 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
         full = [layer for layer, window in enumerate(family.windows(config)) if window is None]
         text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): own for layer in full}}
     if family.has_linear_layers:
-        text["layer_types"] = [LINEAR if window == 0 else "full_attention" for window in family.windows(config)]
+        text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in family.windows(config)]
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
     section = layout_section(policy.layout)
     layers = section.pop("layers")
@@ -85,12 +86,12 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
     """
     parameters = _mapping(config.get("rope_parameters") or {})
     if parameters:
-        whole = _mapping(parameters.get("full_attention", parameters))
+        whole = _mapping(parameters.get(FULL_ATTENTION, parameters))
         scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
         result = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
         result["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
-        if "sliding_attention" in parameters and not by_type:
-            result["rope_local_base_freq"] = _mapping(parameters["sliding_attention"]).get("rope_theta", 10_000.0)
+        if SLIDING_ATTENTION in parameters and not by_type:
+            result["rope_local_base_freq"] = _mapping(parameters[SLIDING_ATTENTION]).get("rope_theta", 10_000.0)
         return result
     if "rope_theta" not in config:
         return {}
@@ -103,7 +104,7 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
         return {"rope_parameters": whole}
     theta = config["rope_theta"] if by_type else config["rope_local_base_freq"]
     local = {"rope_type": "default", "rope_theta": theta}
-    return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+    return {"rope_parameters": {FULL_ATTENTION: whole, SLIDING_ATTENTION: local}}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""A batch of samples and a model: what it says to each, how right that is, or why it says nothing."""
+"""A model's answers to a batch of samples, with their scores, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from kvsurgery.metrics.registry import METRICS
 from kvsurgery.text.tokens import text_of
 
 TOKEN_ACCURACY = "token_accuracy"
-
-
 GATHERED_ALONE = "processes that share a model do not read beyond its recompute budget"
 GATHERED_FIRST = "a prompt beyond the recompute budget cannot be read before its question is known"
 
 
 @dataclass(frozen=True, eq=False)
 class Respondent:
-    """A model that is asked.
+    """A model that answers.
 
     Attributes:
-        tokenizer: by which its answers are spelt.
+        tokenizer: decodes its answers.
         chunk: tokens of a prompt that it reads at once. None: all.
         shared: whether other processes share the model, and wait for this one.
     """
@@ -41,12 +39,12 @@ class Respondent:
     def records(self, batch: Sequence[Sample], report: Callable[[str], None]) -> list[dict[str, Any]]:
         """A record of each sample, as a file of answers has it.
 
-        What is longer than the model's context is skipped. A batch that runs out of memory is read sample by sample,
+        Samples beyond the model's context are skipped. A batch that runs out of memory is read sample by sample,
         and a sample that does so alone is skipped.
 
         Args:
-            batch: read alike (`Sample.kind`).
-            report: called with what is under way, now and then.
+            batch: samples of one `Sample.kind`.
+            report: called now and then with a note on the progress.
         """
         records = [_skipped(sample, reason) for sample in batch if (reason := self.beyond(sample))]
         fitting = [sample for sample in batch if not self.beyond(sample)]
@@ -114,7 +112,7 @@ class Respondent:
         return {**self._answered(sample, said[0]), "turns": texts}
 
     def _answered(self, sample: Sample, tokens: list[int]) -> dict[str, Any]:
-        """An answer, cut at the sample's own limit and before what stops it, and its scores."""
+        """An answer, cut at the sample's own limit and before a text that stops it, with its scores."""
         tokens = tokens[: sample.limit]
         text = text_of(self.tokenizer, tokens, skip_special_tokens=True).lstrip("\n")
         ends = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
@@ -124,7 +122,7 @@ class Respondent:
 
 
 def score(metric: str, sample: Sample, text: str, tokens: Sequence[int]) -> float:
-    """How right an answer is, 0 to 1."""
+    """The score of an answer, 0 to 1."""
     if metric == TOKEN_ACCURACY:
         assert sample.answer_tokens is not None  # samples of this metric have them
         right = sample.answer_tokens.tolist()
@@ -138,7 +136,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """Give back what nothing refers to."""
+    """Free the memory that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

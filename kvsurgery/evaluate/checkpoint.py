@@ -1,4 +1,4 @@
-"""Checkpoints to evaluate, original or converted: who reads, what runs, and how one is known again."""
+"""Checkpoints to evaluate, original or converted: their tokenizer, their model, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 
 GENERATION_CONFIG = "generation_config.json"
-SAMPLED = 256  # bytes of every tensor, by which a checkpoint is known again
+SAMPLED = 256  # first bytes of every tensor, which a fingerprint covers
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -72,7 +72,7 @@ def read_text_config(folder: str | Path) -> PretrainedConfig:
 
 
 def reader_of(folder: str | Path, seed: int = 0) -> Reader:
-    """Whom questions to a checkpoint are written for.
+    """The tokenizer and the context of a checkpoint, which questions are written for.
 
     Raises:
         UnsupportedModel: it has no tokenizer.
@@ -84,7 +84,7 @@ def reader_of(folder: str | Path, seed: int = 0) -> Reader:
 
 
 def copy_code(folder: str | Path) -> None:
-    """Let transformers copy a converted checkpoint's code, which several processes must not do at once."""
+    """Let transformers copy a converted checkpoint's code; only one process may do it at a time."""
     config = read_config(folder)
     if "kv_surgery" in config:
         get_class_from_dynamic_module(config["auto_map"][auto_class(config)], folder)

@@ -1,10 +1,11 @@
 """Answers and likelihoods through the KV cache, as they are when a model is deployed.
 
-A single forward over all tokens would see no eviction, no budget and no quantized state. Here the prompt goes through
-the cache, and what follows token by token. Where answers are short, so do the last 50 tokens of the prompt, as in the
-appendix of DuoAttention (Xiao et al. 2024): else the first tokens of an answer, often all that there are, would come
-from the prefill alone. Budgeted heads choose at the end of the whole prompt, with the question in sight, as HeadKV (Fu
-et al. 2024) has it: the cache is told where that is. Of a context that is asked about later, its end is the prompt's.
+A single forward over all tokens would see no eviction, no budget and no quantized state. Here the prompt is prefilled
+into the cache, and the tokens that follow are read one at a time. Where answers are short, so are the last 50 tokens of
+the prompt, as in the appendix of DuoAttention (Xiao et al. 2024): otherwise the first tokens of an answer, often its
+only ones, would come from the prefill alone. Budgeted heads select at the end of the whole prompt, question included,
+as in HeadKV (Fu et al. 2024), so the cache is told where the prompt ends. A context that is asked about later counts as
+the whole prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from kvsurgery.evaluate.sample import SHORT
+from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.templates.kv_cache import CACHE
 
 LAST = 50  # tokens of a prompt that come one by one before a short answer
@@ -33,8 +34,8 @@ class Reading:
 
     Args:
         rows: int64 [tokens] each; shorter ones are padded on the left.
-        prompt: columns of the prompt, padding included.
-        capacity: columns that there will be, answers included.
+        prompt: columns of the prompt, including padding.
+        capacity: columns in the end, including answers.
         images: of a single row, what the model takes beside its tokens.
     """
 
@@ -81,7 +82,7 @@ class Reading:
         return output.logits[:, -1].float()
 
     def prefill(self, tokens: int, chunk: int | None = None) -> torch.Tensor:
-        """The same of many columns, `chunk` of them at once."""
+        """Read many columns, `chunk` of them at once; logits as `feed`."""
         chunk = chunk or tokens
         for start in range(0, tokens, chunk):
             logits = self.feed(min(chunk, tokens - start))
@@ -103,13 +104,13 @@ def answers(
     chunk: int | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
-    """Greedy answers to a batch of prompts, without the end token; a text that stops one is still in it.
+    """Greedy answers to a batch of prompts, without the end token but with the text that stopped them.
 
     A prompt that the checkpoint reads by REFORM goes to `generate` as it is.
 
     Args:
         prompts: int64 [tokens] each, two or more.
-        limit: tokens of an answer, at most; up to `SHORT`, the last tokens of the prompts come one by one.
+        limit: the most tokens of an answer; up to `SHORT_ANSWER`, the last tokens of the prompts come one by one.
         stops: texts, any of which ends an answer.
         chunk: tokens of a prompt that are read at once. Default: all.
         images: of a single prompt, what the model takes beside its tokens.
@@ -179,10 +180,10 @@ def conversation(
 def _said(
     reading: Reading, tokenizer: PreTrainedTokenizerBase, limit: int, stops: Sequence[str], chunk: int | None
 ) -> list[list[int]]:
-    """Answers after what is left to read, of which the last tokens come one by one before a short answer."""
+    """Read the rest of the prompt, its last tokens one by one before a short answer, and answer."""
     columns, shortest = reading.ids.shape[1], int(reading.mask.sum(1).min())
     # generate reads the last token; every row has one before those that come one by one
-    singly = min(LAST, shortest - 1, columns - reading.seen) if limit <= SHORT else 1
+    singly = min(LAST, shortest - 1, columns - reading.seen) if limit <= SHORT_ANSWER else 1
     if at_once := columns - singly - reading.seen:
         reading.prefill(at_once, chunk)
     for _ in range(singly - 1):
@@ -242,7 +243,7 @@ def mean_nll(
 
 
 class StopsAtText(StoppingCriteria):
-    """Ends the rows whose answer holds one of some texts; space that an answer begins with does not count.
+    """Ends a row once its answer holds one of some texts; leading space does not count.
 
     `lengths` has the tokens of each of those rows' answers.
     """
@@ -252,7 +253,7 @@ class StopsAtText(StoppingCriteria):
         self.lengths: dict[int, int] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self.start is None:  # the prompt is what was there before the first token, gathered or not
+        if self.start is None:  # all but the first new token is the prompt, gathered or not
             self.start = input_ids.shape[1] - 1
         said = self.tokenizer.batch_decode(input_ids[:, self.start :])
         for row, text in enumerate(said):
@@ -297,7 +298,7 @@ def _on_device(images: Mapping[str, torch.Tensor], model: PreTrainedModel) -> di
 
 
 def empty_cache(model: PreTrainedModel, prompt: int, capacity: int) -> Any:
-    """The cache of an emitted model, told how long the prompt is and what follows. None: stock models make theirs."""
+    """The cache of an emitted model, told the length of the prompt. None: stock models make their own."""
     if getattr(model.config, "kv_surgery", None) is None:
         return None
     # the emitted files lie beside each other
@@ -308,6 +309,6 @@ def empty_cache(model: PreTrainedModel, prompt: int, capacity: int) -> Any:
 
 
 def recompute_budget(model: PreTrainedModel) -> int | None:
-    """Tokens of a prompt up to which a REFORM checkpoint reads it as any other does; None: it is none."""
+    """The longest prompt in tokens that a REFORM checkpoint reads like any other; None for other checkpoints."""
     reform = (getattr(model.config, "kv_surgery", None) or {}).get("reform")
     return reform and reform["recompute_budget"]

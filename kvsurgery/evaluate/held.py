@@ -18,11 +18,11 @@ from kvsurgery.templates.kv_reform import Reform
 
 @dataclass(frozen=True)
 class LongestSample:
-    """The longest sample that a model has positions for.
+    """The longest sample that fits into a model's context.
 
     Attributes:
         prompt: tokens that are prefilled.
-        new: tokens that come later: a question after its context, what continues a text, later turns, and answers.
+        new: tokens that follow: a question after its context, a continuation, later turns, and answers.
         itemsize: bytes of an element of the cache.
     """
 

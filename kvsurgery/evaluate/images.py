@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import ProcessorMixin
 
-PLACEHOLDER = "image_token"  # where a processor that reads images has the text that stands for one
+PLACEHOLDER_ATTRIBUTE = "image_token"  # where a processor that reads images has the text that stands for one
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ def image_processor(checkpoint: Path) -> ProcessorMixin:
         )
     try:
         processor = AutoProcessor.from_pretrained(checkpoint)
-        if not hasattr(processor, PLACEHOLDER):  # transformers falls back to the tokenizer
+        if not hasattr(processor, PLACEHOLDER_ATTRIBUTE):  # transformers falls back to the tokenizer
             raise ValueError("its processor's files are missing")
     except Exception as error:  # what transformers raises differs by family and version
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
@@ -101,7 +101,7 @@ def image_prompt(processor: ProcessorMixin, parts: Sequence[str], paths: Sequenc
     Raises:
         UnsupportedModel: the chat template cannot be used.
     """
-    tokenizer, placeholder = processor.tokenizer, getattr(processor, PLACEHOLDER)
+    tokenizer, placeholder = processor.tokenizer, getattr(processor, PLACEHOLDER_ATTRIBUTE)
     names = [tokenizer.convert_ids_to_tokens(token) for token in special_ids(tokenizer)]
     special = re.compile("|".join(map(re.escape, sorted([*names, placeholder], key=len, reverse=True))))
     text = placeholder.join(special.sub(" ", part) for part in parts)

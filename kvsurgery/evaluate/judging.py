@@ -14,7 +14,7 @@ from kvsurgery.system.files import write_whole
 def write_judged(folder: Path, samples: Sequence[Sample], models: Iterable[str], note: Callable[[str], None]) -> None:
     """Write `TASK-MODEL.jsonl` of every task whose answers have no score; `note` is called with a line on each file.
 
-    A line has what is asked and may be right, and the model's answers where FastChat's judge looks for them.
+    A line has the questions, the reference answers, and the model's answers where FastChat's judge looks for them.
     """
     judged = [sample for sample in samples if not sample.metrics and sample.conversation]
     for task in dict.fromkeys(sample.task for sample in judged):

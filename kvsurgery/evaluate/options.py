@@ -13,10 +13,10 @@ class Options:
     """How an evaluation runs.
 
     Attributes:
-        limit: samples of a task at most, the first ones. None: all.
-        batch: samples that are read at once, padded on the left; those of a task that are alike in length.
+        limit: the most samples of a task, the first ones. None: all.
+        batch: samples of similar length that are read at once, padded on the left.
         chunk: tokens of a prompt that are read at once. None: all.
-        seed: of all that is drawn.
+        seed: of everything random.
         dtype: of the weights; "auto" is the checkpoint's.
         tp: processes that share a model by tensor parallelism: all, or each has its own. Answers do not depend on it.
 
@@ -33,7 +33,7 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What answers depend on."""
+        """The options that change answers."""
         return {name: value for name, value in asdict(self).items() if name != "tp"}
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Files of an evaluation: they outlive a kill, and say what they belong to."""
+"""Files of an evaluation: they survive a kill, and record the settings that they belong to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lines(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A sample as `samples.jsonl` has it: what is asked and what is right; token ids by their number and hash."""
+    """A sample as `samples.jsonl` has it: prompt and right answers, and the number and the hash of its token ids."""
     tokens = np.ascontiguousarray(sample.tokens, dtype=np.int64)
     right = {} if sample.answer_tokens is None else {"answer_tokens": sample.answer_tokens.tolist()}
     return {
@@ -84,7 +84,7 @@ def _read(sample: Sample, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of what answers depend on."""
+    """Versions of the software, and the device, that answers depend on."""
     kind = torch.device(device).type
     return {
         "kvsurgery": __version__,

@@ -42,15 +42,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What was found of one task.
+    """The results of one task by one metric.
 
     Attributes:
         task: its name.
-        metric: what a score is; shares are 0 to 1, "perplexity" is better the lower it is.
-        count: samples that every model answered, which alone are averaged.
+        metric: of the scores, which are shares from 0 to 1; of "perplexity", lower is better.
+        count: samples that every model answered; only these are averaged.
         skipped: samples that some model did not answer, by the reason.
         scores: by model.
-        difference: the converted model's score less the original's, paired by sample; None of a single model.
+        difference: the converted model's score minus the original's, paired by sample; None for a single model.
         cells: the scores by the facts of samples, in the order of the facts.
     """
 
@@ -64,7 +64,7 @@ class TaskResult:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
-        """The same from what `asdict` makes of it.
+        """Read the dict that `asdict` makes.
 
         Raises:
             TypeError, KeyError, AttributeError: it is something else.
@@ -84,11 +84,11 @@ class Results:
 
     Attributes:
         models: by name, where it was loaded from.
-        command: what was typed, to run it again.
-        settings: the options of the run, defaults among them.
+        command: the command that was typed.
+        settings: the options of the run, including defaults.
         versions: of the packages that matter, and the device.
         checkpoint: `inspection.Facts.to_json()` of the converted one, or of the only one.
-        tasks: in the order that they ran in.
+        tasks: in the order in which they ran.
         tokens: of the longest sample and its answer.
         kv_bytes, dense_bytes: of the converted and of the original model's KV cache of this many tokens, one sequence;
             None where no converted model was evaluated, and in files of version 0.1.0.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,25 +18,34 @@ from kvsurgery.text.hub_dataset import dataset_rows, require_datasets
 ENDINGS = (".jsonl", ".json")
 LONGEST_LINE = 1 << 26  # characters
 LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
-KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
+TYPE_NAMES: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
 OPTIONED = ("chosen_option", "broken_function")  # metrics of rows with four options
-OPTIONS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
+OPTION_FIELDS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
 NUMERIC = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
 
-Fields = Mapping[str, type]  # str, int or list (of texts) by name
+Columns = Mapping[str, type]  # str, int or list (of texts) by name
 
 
-def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterator[dict[str, Any]]:
-    """Rows, each with the fields that are asked for; they may have more. They are read as they are taken.
+def table_beside(module: str) -> dict[str, Any]:
+    """The TOML file beside a module and of its name, which says what a benchmark's tasks ask and how they are measured.
+
+    Args:
+        module: its `__file__`.
+    """
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def read_rows(source: str, columns: Columns, *, config: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows, each with the columns that are asked for; they may have more. They are read as they are taken.
 
     Args:
         source: a JSONL file, a JSON file with a list, or a dataset's id.
-        fields: and their types.
+        columns: and their types.
         config, split: of a dataset.
 
     Raises:
-        TextError: it cannot be read, a field is missing or of another type, or there are no rows. The line says where.
+        TextError: it cannot be read, a column is missing or of another type, or there are no rows. The line says where.
     """
     path, number = Path(source), 0
     if path.is_file():
@@ -46,10 +56,22 @@ def read_rows(source: str, fields: Fields, *, config: str, split: str) -> Iterat
     else:
         raise TextError(f"cannot read rows of {source}: there is no such file, and it is not the Hub id of a dataset")
     for number, (place, row) in enumerate(rows, 1):  # noqa: B007  (counted)
-        _check(row, fields, place)
+        _check(row, columns, place)
         yield row
     if not number:
         raise TextError(f"{source} holds no rows")
+
+
+def numbered_rows(
+    source: str, columns: Columns, limit: int | None = None, *, config: str, split: str
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The first rows, as `read_rows` has them, each after its number from 0 on and what an error calls it.
+
+    Args:
+        limit: how many. None: all.
+    """
+    rows = islice(read_rows(source, columns, config=config, split=split), limit)
+    return ((number, f"{source}, row {number + 1}", row) for number, row in enumerate(rows))
 
 
 def check_source(source: str) -> None:
@@ -123,18 +145,18 @@ def four_options(row: Mapping[str, Any], place: str) -> list[str]:
     """
     options = row.get("options")
     if not is_texts(options) or len(options) != 4:
-        raise TextError(f"{place}: `options` must be four texts")
+        raise TextError(f'{place}: "options" must be four texts')
     return options
 
 
 def option_fields(row: Mapping[str, Any], metric: str, place: str) -> dict[str, str]:
-    """The fields of a prompt that are called `OPTIONS`; empty where the metric is for rows without options.
+    """The fields of a prompt that are called `OPTION_FIELDS`; empty where the metric is for rows without options.
 
     Raises:
         TextError: as `four_options`.
     """
-    options = four_options(row, place) if metric in OPTIONED else [""] * len(OPTIONS)
-    return dict(zip(OPTIONS, options, strict=True))
+    options = four_options(row, place) if metric in OPTIONED else [""] * len(OPTION_FIELDS)
+    return dict(zip(OPTION_FIELDS, options, strict=True))
 
 
 def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str, ...]:
@@ -154,10 +176,10 @@ def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str,
     if metric in OPTIONED:
         options = four_options(row, place)
         if not answers or answers[0] not in options:
-            raise TextError(f"{place}: `answer` must be one of `options`")
+            raise TextError(f'{place}: "answer" must be one of "options"')
         return (answers[0], "ABCD"[options.index(answers[0])])
     if not answers or (metric in NUMERIC and not all(re.fullmatch(r"-?\d+(\.\d+)?", one) for one in answers)):
-        raise TextError(f"{place}: `answer` must be {'numbers' if metric in NUMERIC else 'texts'}")
+        raise TextError(f'{place}: "answer" must be {"numbers" if metric in NUMERIC else "texts"}')
     return answers
 
 
@@ -206,13 +228,13 @@ def _parsed(line: str, place: str) -> Any:
         raise TextError(f"{place}: not JSON: {error}") from error
 
 
-def _check(row: Any, fields: Fields, place: str) -> None:
+def _check(row: Any, columns: Columns, place: str) -> None:
     if not isinstance(row, dict):
-        raise TextError(f"{place}: not a JSON object with the fields {', '.join(fields)}")
-    for name, kind in fields.items():
+        raise TextError(f"{place}: not a JSON object with the fields {', '.join(columns)}")
+    for name, kind in columns.items():
         if name not in row:
-            raise TextError(f"{place}: `{name}` is missing; the fields are {', '.join(fields)}")
+            raise TextError(f'{place}: "{name}" is missing; the fields are {", ".join(columns)}')
         value = row[name]
         fits = is_texts(value) if kind is list else isinstance(value, kind) and not isinstance(value, bool)
         if not fits:
-            raise TextError(f"{place}: `{name}` must be {KINDS[kind]}, got {short(value)}")
+            raise TextError(f'{place}: "{name}" must be {TYPE_NAMES[kind]}, got {short(value)}')

@@ -1,4 +1,4 @@
-"""Run tasks on checkpoints: the same tokens for each, answers kept as they come, scores compared by sample."""
+"""Run tasks on checkpoints: each reads the same tokens, answers are saved as they come, scores are paired by sample."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Samples, and the answers of any number of models to them, in a folder. What is there is not computed again.
+    """Samples, and the answers of any number of models to them, in a folder. Answers there are not computed again.
 
     The folder holds `settings.json`, `samples.jsonl` (the prompts), and `answers-NAME.jsonl` of each model, to which a
     batch's answers are appended once all of them are there. Batches depend on samples and options alone, so that a run
@@ -102,10 +102,9 @@ class Evaluation:
         return made
 
     def answer(self, name: str, checkpoint: str | Path, progress: Progress | None = None) -> None:
-        """Let a model answer what it has not answered yet.
+        """Let a model answer the samples that it has not answered yet.
 
-        A sample that is longer than the model's context, or that runs out of memory by itself, is skipped, and the
-        reason is kept.
+        A sample beyond the model's context, or one that runs out of memory alone, is skipped; the reason is kept.
 
         Args:
             name: of its answers.
@@ -161,7 +160,7 @@ class Evaluation:
         return sum(sample.key not in done for sample in self.samples)
 
     def results(self, models: Mapping[str, str], command: str = "") -> Results:
-        """What the answers come to.
+        """The scores of the answers.
 
         Args:
             models: the names of answers that are the "original" and the "converted" ones, or of one of them.
@@ -199,7 +198,7 @@ class Evaluation:
         return self.folder / f"answers-{name}.jsonl"
 
     def _begin(self) -> None:
-        """Write settings and samples, or check that they are these."""
+        """Write settings and samples, or check that the folder has the same ones."""
         content = lines(prompt_record(sample, self.reader.tokenizer) for sample in self.samples)
         settings = {
             "tasks": self.tasks,
@@ -218,7 +217,7 @@ class Evaluation:
             raise OutputError(f"cannot write {self.folder}: {error.strerror}") from error
 
     def _enter(self, name: str, checkpoint: str | Path) -> None:
-        """Note which model a name stands for, or check that it is this one."""
+        """Record which model a name stands for, or check that it is the same one."""
         settings, known = read_settings(self.folder), fingerprint(checkpoint)
         found = settings["models"].get(name)
         if found is None:
@@ -270,7 +269,7 @@ def evaluate(
         tasks: by name.
         folder: where everything is written; an evaluation that was interrupted there goes on.
         device: default is CUDA where there is one.
-        command: what was typed, for the results.
+        command: the command that was typed, for the results.
         note: as `Evaluation.open` takes it.
 
     Raises:

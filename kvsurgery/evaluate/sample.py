@@ -1,4 +1,4 @@
-"""`Sample`: one question to a model, and `Reader`: whom it is written for."""
+"""`Sample`: one question to a model, and `Reader`: the model that questions are written for."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from kvsurgery.evaluate.images import ImagePrompt
 
-SHORT = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
+SHORT_ANSWER = 128  # tokens that a short answer has at most: before it, the last tokens of the prompt come one by one
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Whom questions are written for: both models of an evaluation read the same tokens.
+    """What questions are written for: both models of an evaluation read the same tokens.
 
     Attributes:
         tokenizer: of the checkpoint.
-        max_context: tokens of prompt and answer that there are positions for.
-        vocabulary: token ids that the model has rows for.
-        seed: of all that is drawn.
+        max_context: the most tokens that prompt and answer can have together.
+        vocabulary: rows of the model's embedding.
+        seed: of everything random.
         checkpoint: the folder that has the tokenizer, and a processor where the model reads images.
     """
 
@@ -42,7 +42,7 @@ class Reader:
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """What a user says turn by turn: each is read after the answer before it, on the same cache.
+    """The turns of a user: each is read after the answer to the one before, on the same cache.
 
     Attributes:
         turns: texts, the first of which is in the sample's tokens.
@@ -70,12 +70,12 @@ class Sample:
         answers: what is right; what several mean is up to the metric.
         choices: what there is to choose from, for metrics that look for more than what is right.
         limit: tokens of an answer at most.
-        continuation: this many of the last tokens are what follows, not prompt.
-        context: this many of the first tokens are read before the question is known: for a compressed cache, they are
-            the prompt. Samples with the same context are asked on copies of one cache. 0: the prompt has the question.
+        continuation: how many of the last tokens follow the prompt.
+        context: how many of the first tokens are read before the question: a compressed cache takes them for the
+            prompt. Samples with the same context are asked on copies of one cache. 0: the prompt has the question.
         facts: by which results are shown: {"tokens": 4096, "depth": 0.5}. JSON values.
         stops: texts that end an answer, besides the model's end tokens.
-        also: keys of `METRICS` that the answer is measured by too; each gives a result of its own.
+        also: further metrics of the answer; each gives a result of its own.
         conversation: of several turns, each with an answer of up to `limit` tokens.
         answer_tokens: for "token_accuracy", what is right token by token, int64 [limit].
         images: where the prompt has some, what the tokens were made from.
@@ -99,7 +99,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What it is known by among all samples."""
+        """Its identity among all samples."""
         return self.task, self.name
 
     @property
@@ -109,16 +109,16 @@ class Sample:
             return self.key
         if self.context:
             return hashlib.sha256(self.tokens[: self.context].tobytes()).hexdigest(), self.stops
-        return self.task, self.continuation, self.limit <= SHORT, self.stops
+        return self.task, self.continuation, self.limit <= SHORT_ANSWER, self.stops
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All that its answer is measured by."""
+        """Every metric of its answer."""
         return (*([self.metric] if self.metric else []), *self.also)
 
     @property
     def positions(self) -> int:
-        """Tokens that there are at most once all is answered."""
+        """The most tokens in the cache after the last answer."""
         later = self.conversation.later if self.conversation else ()
         return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later)
 
@@ -149,17 +149,19 @@ class Task(Protocol):
         """Check settings and inputs as far as that needs neither a tokenizer nor a model.
 
         Raises:
-            KVSurgeryError: a setting is out of range, or an input cannot be read.
+            KVSurgeryError: a setting is out of range or names nothing, an input cannot be read, or a package for it is
+                not installed.
         """
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Its questions, the same for equal readers; those that come first are representative.
+        """Its questions, the same for equal readers; the first ones are representative.
 
         Args:
-            limit: of each `Sample.task` no more are made than the first ones up to it. None: all.
+            limit: the most samples of each `Sample.task`, the first ones. None: all.
 
         Raises:
-            TextError: a text, or what is asked about it, cannot be used.
+            TextError: a text, or what is asked about it, cannot be used; a file is missing, holds no rows or one of
+                another layout; or a prompt has no room.
         """
 
 

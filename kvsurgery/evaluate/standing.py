@@ -1,4 +1,4 @@
-"""How far an evaluation is, and how right the answers are so far."""
+"""The progress of an evaluation, and the scores so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
-Progress = Callable[[int, int | None, str], None]  # samples done, of how many if known, and what is under way
+Progress = Callable[[int, int | None, str], None]  # samples done, how many there are if that is known, and a note
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Steps:
 
         def report(done: int, total: int | None, note: str) -> None:
             if self.progress is not None:
-                # the name of the answers gives way to what they are of
+                # the note begins with the name of the answers
                 what = note.partition(": ")[2]
                 self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
 
@@ -37,7 +37,7 @@ class Steps:
 
 
 def standing(task: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A task and how right its answers are so far, by its first metric."""
+    """A task and the mean of its first metric so far."""
     answered = [record for record in records if record["task"] == task]
     scores = [next(iter(record["scores"].values())) for record in answered if record.get("scores")]
     losses = [record["nll"] for record in answered if "nll" in record]

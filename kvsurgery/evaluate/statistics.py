@@ -1,4 +1,4 @@
-"""What answers come to: means over samples with bootstrap intervals (Efron 1979), and by the facts of samples."""
+"""Mean scores over samples with bootstrap intervals (Efron 1979), and means by the facts of samples."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
 
 
 def interval(mean: float, resampled: np.ndarray) -> Interval:
-    """A value, and where the middle 95% of its resampled ones, float64 [RESAMPLES], lie."""
+    """A value with the interval of the middle 95% of its resampled values, float64 [RESAMPLES]."""
     low, high = np.quantile(resampled, BOUNDS)
     return Interval(float(mean), float(low), float(high))
 
@@ -76,7 +76,7 @@ def interval(mean: float, resampled: np.ndarray) -> Interval:
 def _cells(
     samples: Sequence[Sample], values: Mapping[str, Mapping[tuple[str, str], float]], metric: str
 ) -> Iterator[Cell]:
-    """Means by facts, over what every model answered; where that is nothing, over what each did."""
+    """Means by facts, over the samples that every model answered; if there is none, over those that each answered."""
     cells: dict[str, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(json.dumps(sample.facts), []).append(sample)

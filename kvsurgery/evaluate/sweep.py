@@ -21,11 +21,11 @@ from kvsurgery.evaluate.runner import Evaluation, started_evaluation
 from kvsurgery.evaluate.sample import Task
 from kvsurgery.evaluate.standing import Progress, Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
+from kvsurgery.policy.layer_bits import UNQUANTIZED
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout
 
-PLAIN = 16  # bits of a cache that is not quantized
 SCRATCH = "sweep-checkpoint"  # one name for all, since transformers keeps emitted code by the folder's
 
 
@@ -102,7 +102,7 @@ class Grid:
 
     def _setting(self, options: Mapping[str, Any]) -> SweptSetting | Refused:
         """Plan one; what the policy refuses is kept as the reason."""
-        values = {name: None if (name, value) == ("kv_bits", PLAIN) else value for name, value in options.items()}
+        values = {name: None if (name, value) == ("kv_bits", UNQUANTIZED) else value for name, value in options.items()}
         try:
             recipe = self.recipe.changed(**values)
             prepared = PreparedConversion.prepare(

@@ -17,14 +17,14 @@ FORMAT, VERSION = "kvsurgery.sweep", 1
 
 @dataclass(frozen=True)
 class Point:
-    """What became of one setting.
+    """The result of one setting.
 
     Attributes:
         options: of the conversion, by axis: {"full_heads": 4, "kv_bits": 16}; 16 bits are the model's dtype.
-        policy: hash of what they decide; settings with the same one were evaluated once.
+        policy: hash of the policy; settings with the same policy were evaluated once.
         kv_bytes: of one sequence of `Sweep.tokens`.
         tasks: as in `Results`, of "original" and "converted".
-        skipped: why there is nothing else; None where there is.
+        skipped: why it was not evaluated, if it was not.
     """
 
     options: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Point:
     skipped: str | None = None
 
     def result(self, task: str, metric: str) -> TaskResult:
-        """What was found of one task by one metric."""
+        """The result of one task by one metric."""
         return next(result for result in self.tasks if (result.task, result.metric) == (task, metric))
 
 
@@ -44,14 +44,14 @@ class Sweep:
 
     Attributes:
         source: the original's folder or Hub id.
-        command: what was typed, to run it again.
-        settings: the options of the run, defaults among them; `conversion` has those that all settings share.
+        command: the command that was typed.
+        settings: the options of the run, including defaults; `conversion` has those that all settings share.
         versions: of the packages that matter, and the device.
         axes: the values of each.
-        tokens: of the longest sample and its answer, which KV bytes are told for.
+        tokens: of the longest sample and its answer, for which KV bytes are given.
         dense_bytes: of the original's KV cache of this many tokens, one sequence.
-        original: what was found of the original alone.
-        points: one for each setting, the first axis outermost; none is missing, a skipped one says why.
+        original: results of the original alone.
+        points: one for each setting, skipped ones too, the first axis outermost.
     """
 
     source: str
@@ -65,7 +65,7 @@ class Sweep:
     points: tuple[Point, ...]
 
     def front(self, task: str, metric: str) -> tuple[Point, ...]:
-        """The points that score better than any that takes no more bytes, from the smallest on."""
+        """The points that score better than every point of equal or fewer bytes, by size."""
         sign = -1 if metric == PERPLEXITY else 1
         worth = {
             place: sign * scores[CONVERTED].mean
@@ -101,7 +101,7 @@ class Sweep:
 
 
 def varied(axes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The axes that tell settings apart: those with several values, or all where none has."""
+    """The axes that tell settings apart: those with several values, or else all."""
     return [name for name, values in axes.items() if len(values) > 1] or [*axes]
 
 
@@ -118,7 +118,7 @@ def _results(found: Sequence[Mapping[str, Any]]) -> tuple[TaskResult, ...]:
 
 
 def _rows(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """The rows of the CSV file, the original's first; what is not there is empty."""
+    """The rows of the CSV file, the original's first; missing values are empty."""
     empty = Point(dict.fromkeys(sweep.axes))
     yield from (_row(ORIGINAL, sweep, empty, sweep.dense_bytes, result) for result in sweep.original)
     for point in sweep.points:

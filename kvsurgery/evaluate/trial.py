@@ -1,4 +1,4 @@
-"""The trial that chooses the needles of an evaluation: the sets that ship are asked of a model, hardest first."""
+"""The trial that chooses the needles of an evaluation: a model is asked the shipped sets, hardest first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERWISE = "or leave needle out of `tasks`"
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A model that is tried.
+    """A model, and the trials that it is asked.
 
     Attributes:
         folder: of the evaluation.
@@ -44,7 +44,7 @@ class Trial:
     note: Callable[[str], None]
 
     def settled(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
-        """The tasks, with a needle set chosen where one leaves that to a trial.
+        """The tasks, with a needle set chosen for each task that leaves it to a trial.
 
         An evaluation that goes on keeps the choice that its settings record.
 
@@ -84,7 +84,7 @@ class Trial:
         return choice
 
     def _right(self, respondent: Respondent, asked: Mapping[str, list[Sample]], name: str) -> int:
-        """How many trials of a set are right, over all processes; those that share a model answer all together."""
+        """How many trials of a set are right, over all processes; those that share a model answer each trial together."""
         samples = asked[name]
         dealt = Processes() if self.options.tp > 1 else self.processes
         mine = samples[dealt.rank :: dealt.world]

@@ -20,7 +20,7 @@ from kvsurgery.errors import CheckpointError, UnsupportedModel, not_loaded
 from kvsurgery.heads.dimensions import ModelDimensions, ModelLayers
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.system.processes import tensor_parallel
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ class MeasuredModel:
             UnsupportedModel: a family without a patch, or KV heads that this many processes cannot share evenly.
             KVSurgeryError: this version of transformers cannot share layers so.
         """
-        folder, name, converted = Path(source), source, None
-        if not folder.is_dir():
-            if not is_repo_id(source):
-                raise CheckpointError(f"{source} is neither a model folder nor a Hub id")
+        local, name, converted = checkpoint_folder(source), source, None
+        folder = local
+        if folder is None:
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         if "kv_surgery" in config:
@@ -86,8 +85,8 @@ class MeasuredModel:
             config = json.loads(converted.originals[CONFIG])
         family = Family.of(config)
         layers = _measurable_layers(family, config, name)
-        weights = Path(source) if Path(source).is_dir() else source
-        where = {} if Path(source).is_dir() else {"revision": revision}
+        weights = local or source
+        where = {} if local else {"revision": revision}
         dimensions = family.dimensions(config)
         if dimensions.kv_heads % parts:
             raise UnsupportedModel(

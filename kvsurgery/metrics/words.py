@@ -11,13 +11,13 @@ from itertools import product
 
 from kvsurgery.errors import KVSurgeryError
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
+ARTICLE = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 FULL_WIDTH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"
     "–—‘’‛“”„‟…‧﹏"
 )
-CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + FULL_WIDTH)
+NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + FULL_WIDTH)
 
 
 def exact_match(answer: str, reference: str) -> float:
@@ -98,7 +98,9 @@ def rouge_l_sum(answer: str, reference: str) -> float:
 
 def character_f1_zh(answer: str, reference: str) -> float:
     """F1 of the characters of Chinese, without case, punctuation and space (InfiniteBench)."""
-    answer, reference = ("".join(text.lower().translate(CHINESE_PUNCTUATION).split()) for text in (answer, reference))
+    answer, reference = (
+        "".join(text.lower().translate(NO_CHINESE_PUNCTUATION).split()) for text in (answer, reference)
+    )
     return _f1([*answer], [*reference])
 
 
@@ -168,11 +170,11 @@ def chinese_words(text: str) -> list[str]:
 
 
 def _qa_words(text: str) -> list[str]:
-    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+    return ARTICLE.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
 def _qa_words_zh(text: str) -> list[str]:
-    words = ("".join(word.lower().translate(CHINESE_PUNCTUATION).split()) for word in chinese_words(text))
+    words = ("".join(word.lower().translate(NO_CHINESE_PUNCTUATION).split()) for word in chinese_words(text))
     return [word for word in words if word]
 
 

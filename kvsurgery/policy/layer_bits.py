@@ -34,13 +34,9 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         raise PolicyError("`kv_bits` auto is for full heads, and this policy has none; leave it out")
     hows: dict[int, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
-        how = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses).quantization
-        assert how is not None  # as there are bits
-        try:
-            how.check(layout.head_dim)
-        except ValueError as error:
-            raise PolicyError(f"`kv_bits`: {error}") from error
-        hows[bits] = how
+        measured = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses)
+        measured.check_quantization(layout.head_dim)
+        hows[bits] = measured.quantization
     widths = sorted(hows)
     assert recipe.kv_budget is not None  # as the bits are chosen
     if recipe.kv_budget < widths[0]:

@@ -250,6 +250,8 @@ def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> 
     quantization = recipe.quantization
     if quantization is None:
         return layout
+    for head_dim in {layer.head_dim or layout.head_dim for layer in layout.layers}:
+        recipe.check_quantization(head_dim)
     try:
         layout = layout.quantized(quantization)
     except ValueError as error:

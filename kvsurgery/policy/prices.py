@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from kvsurgery.errors import PolicyError
 from kvsurgery.heads.kinds import Rest
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
@@ -246,13 +245,9 @@ def quantizations(recipe: Recipe, head_dim: int, widths: Iterable[int]) -> list[
     result: list[Quantization | None] = [None]
     for bits in widths:
         if head_dim * bits % 16 == 0:  # codes fill whole words
-            quantization = replace(recipe, kv_bits=bits).quantization
-            assert quantization is not None  # as there are bits
-            try:
-                quantization.check(head_dim)
-            except ValueError as error:
-                raise PolicyError(f"`kv_bits` {bits}: {error}") from error
-            result.append(quantization)
+            stored = replace(recipe, kv_bits=bits)
+            stored.check_quantization(head_dim)
+            result.append(stored.quantization)
     return result
 
 

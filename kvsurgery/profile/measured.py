@@ -10,10 +10,9 @@ import numpy as np
 
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import read_config
-from kvsurgery.errors import CheckpointError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.system.repo_id import is_repo_id
+from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,4 @@ def local_folder(source: str) -> Path | None:
     path = Path(source)
     if path.name == "config.json" and path.is_file():
         return path.parent
-    if path.is_dir():
-        return path
-    if not is_repo_id(source):
-        raise CheckpointError(f"{source} is not a model folder, a config.json or a Hub id")
-    return None
+    return checkpoint_folder(source)

@@ -1,13 +1,14 @@
-"""Telling Hub ids and files on the Hub from paths, without importing what talks to the Hub."""
+"""Telling folders, Hub ids and files on the Hub apart, without importing what talks to the Hub."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote
 
-from kvsurgery.errors import HubError
+from kvsurgery.errors import CheckpointError, HubError
 
 HOSTS = ("huggingface.co", "hf.co")
 NAME = r"\w[\w.-]*"
@@ -21,6 +22,22 @@ def is_repo_name(text: str) -> bool:
 def is_repo_id(source: str) -> bool:
     """Whether a source that is not a local folder can be a Hub repository; a local file is none."""
     return is_repo_name(source) and not os.path.isfile(source)
+
+
+def checkpoint_folder(source: str | Path) -> Path | None:
+    """The folder of a checkpoint, or None where the source is a Hub id.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{source} is a file; give the folder of the checkpoint")
+    if not is_repo_name(str(source)):
+        raise CheckpointError(f"{source} is neither a folder nor a Hub id")
+    return None
 
 
 def is_address(source: str) -> bool:

@@ -153,7 +153,7 @@ def _dataset(source: str, dataset: str, config: str | None) -> Iterator[str]:
     """Texts of a dataset's training split."""
     for row in dataset_rows(dataset, config, "train"):
         if not isinstance(row.get("text"), str):
-            raise TextError(f"dataset {source} has no text in a column `text`; its columns: {', '.join(row)}")
+            raise TextError(f'dataset {source} has no text in a column "text"; its columns: {", ".join(row)}')
         yield row["text"] + "\n\n"
 
 

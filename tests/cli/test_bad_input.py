@@ -196,7 +196,7 @@ def test_converted_source(here: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("./nowhere", "./nowhere is neither a folder nor a Hub id; name the checkpoint first"),
+        ("./nowhere", "./nowhere is neither a folder nor a Hub id"),
         ("llama/config.json", "llama/config.json is a file; give the folder"),
         (PROFILE, f"{PROFILE} is a file; give the folder"),
     ],
@@ -276,7 +276,10 @@ def test_profile(here: Path, damage: Callable[[], Any], words: str) -> None:
         ),
         ((*BUDGETED, 9, "--hold", 7), r"--hold lies in \[8, .*: the observation window, --window, must fit into"),
         ((*BUDGETED, 9, "--hold", "--kv-bits", 4), "--kv-bits: heads whose budgets hold are quantized with the"),
-        (("--kv-bits", 4, "--kv-group-size", 3), "--kv-bits: the group size 3 of a quantized cache does not divide"),
+        (
+            ("--kv-bits", 4, "--kv-group-size", 3),
+            "--kv-group-size: the group size 3 of a quantized cache does not divide",
+        ),
         (("--kv-bits", 4, "--kv-group-size", 0), "group size 0"),
         (("--kv-bits", 8, "--kv-streaming"), "--kv-streaming is for windows of at least 512 tokens"),
         (("--kv-bits", 8, "--sparsity", 1), "--kv-bits is for full and budgeted heads, and this policy has none"),

@@ -70,7 +70,7 @@ def test_lengths_where_nothing_is_said() -> None:
     """What the context has room for, and what a recompute budget is a part of."""
     assert module.default_lengths("cpu", 4048, None) == (512, 1024, 2048, 4048)
     assert module.default_lengths("cpu", 100, 60) == (100, 120, 240)
-    assert module.default_lengths("cpu", 1 << 20, None) == module.LENGTHS["cpu"]
+    assert module.default_lengths("cpu", 1 << 20, None) == module.DEFAULT_LENGTHS["cpu"]
     options = {param.name: param.default for param in bench.params}
     assert {name: options[name] for name in ("new", "rounds")} == {
         name: getattr(module.Workload, name) for name in ("new", "rounds")

@@ -93,7 +93,7 @@ def test_some_scores_or_none_to_be_had_are_no_failure():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("recall-cli", "--source", "text.txt", *NEEDLE), "text.txt is neither a folder nor a Hub id"),
+        (("recall-cli", "--source", "text.txt", *NEEDLE), "text.txt is a file; give the folder"),
         (("nowhere", *NEEDLE), "nowhere is not a folder"),
         (("recall-cli", "--source", "no/such/folder", *NEEDLE), "is neither a folder nor a Hub id"),
         (

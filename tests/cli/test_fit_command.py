@@ -296,7 +296,7 @@ class TestRefusals:
             (("--batch", 0), r"--batch lies in \[1, "),
             (("--new-tokens", 1000), "--new-tokens are a part of --context"),
             (("--chunk", 0), "--chunk is at least 1 token"),
-            (("--kv-group-size", 3), "--kv-bits 8: the group size 3"),
+            (("--kv-group-size", 3), "--kv-group-size: the group size 3"),
             (("--rest", "budgeted", "--beta", 1), "--beta must be > 1"),
             (("--tp", 2), r"--tp has to divide the 3 KV heads of a layer \(1, 3\), got 2"),
         ],

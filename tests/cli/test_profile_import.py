@@ -72,8 +72,8 @@ class TestImport:
             (("duo", "gates", "--model", "gates"), "model_type"),
             (("duo", "gates", "--model", "broken"), "config.json is not JSON"),
             (("duo", "gates", "--model", "empty"), "cannot read empty/config.json"),
-            (("duo", "gates", "--model", "./nowhere"), "./nowhere is not a model folder, a config.json or a Hub id"),
-            (("duo", "gates", "--model", "R.json/config.json/x"), "is not a model folder"),
+            (("duo", "gates", "--model", "./nowhere"), "./nowhere is neither a folder nor a Hub id"),
+            (("duo", "gates", "--model", "R.json/config.json/x"), "is neither a folder nor a Hub id"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
     )

@@ -48,7 +48,7 @@ def test_a_model_that_nobody_measured(tmp_path, monkeypatch):
 
 def test_one_line_of_trouble(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "./nowhere is not a model folder, a config.json or a Hub id" in refused("profile", "suggest", "./nowhere")
+    assert "./nowhere is neither a folder nor a Hub id" in refused("profile", "suggest", "./nowhere")
     (tmp_path / "empty").mkdir()
     assert "cannot read empty/config.json" in refused("profile", "suggest", "empty")
 

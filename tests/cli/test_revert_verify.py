@@ -62,6 +62,13 @@ def test_verify_raises_a_mismatch(converted: Path) -> None:
         run("verify", converted)
 
 
+def test_verify_json_names_a_mismatch(converted: Path) -> None:
+    (converted / "config.json").write_text("{}")
+    result = CliRunner().invoke(cli, ["verify", str(converted), "--json"])
+    assert isinstance(result.exception, Mismatch)
+    assert json.loads(result.stdout) == {"mismatch": f"{converted / 'config.json'} was changed after the conversion"}
+
+
 def test_revert(source: Path, converted: Path, tmp_path: Path) -> None:
     result = run("revert", converted, "--out", tmp_path / "back")
     assert "source as it was, 21 tensors" in result.stdout

@@ -51,7 +51,12 @@ def test_a_table_a_picture_and_json():
     assert {"sweep.png", "sweep.json", "sweep.csv", "samples.jsonl"} <= {path.name for path in Path("swept").iterdir()}
     # what is there is not computed again, and says the same
     again = json.loads(done(*SWEEP, *AXES, "--out", "swept", "--json").out)
-    assert again == json.loads(Path("swept/sweep.json").read_text())
+    kept = json.loads(Path("swept/sweep.json").read_text())
+    reasons, fields = ([point.pop("skipped") for point in found["points"]] for found in (again, kept))
+    assert again == kept
+    # what is printed names options, the file names fields
+    assert set(reasons) == {None, "--full-heads lies in [0, 12] for this model, got 13"}
+    assert set(fields) == {None, "`full_heads` lies in [0, 12] for this model, got 13"}
     assert again["command"].startswith("kvsurgery sweep")
     assert again["source"] == str(MODEL)
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.evaluate.tasks.babilong import ASKED, BabilongTask
+from kvsurgery.evaluate.tasks.babilong import TASKS, BabilongTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import TURN, tokenizer
@@ -58,10 +58,10 @@ def test_a_prompt_has_examples_the_text_and_the_question(folder):
     assert (first.metric, first.answers, first.limit) == ("babilong", ("garden",), 20)
 
 
-@pytest.mark.parametrize("task", ASKED)
+@pytest.mark.parametrize("task", TASKS)
 def test_examples_are_answered_from_their_facts_in_one_sentence(task):
-    labels = {*ASKED[task]["labels"]}
-    for facts, question, answer in ASKED[task]["examples"]:
+    labels = {*TASKS[task]["labels"]}
+    for facts, question, answer in TASKS[task]["examples"]:
         assert question.endswith("?")
         assert "." not in answer.removesuffix(".")  # where the metric ends it
         *_, last = re.findall(r"\w+", answer)
@@ -138,7 +138,7 @@ def test_a_dataset_has_a_configuration_by_length_and_a_split_by_task(monkeypatch
         ("", {"lengths": ("4000",)}, r"lengths are called 0k, 1k, 2k, \.\.\. 1M, 10M; got 4000"),
         ("notes.txt", {}, "the name must say the task and the length, as qa1_4k.jsonl does"),
         ("qa20_4k.jsonl", {}, "there are prompts for qa1, qa2, .*; got qa20"),
-        ("qa2_4k.jsonl", {}, "line 1: `target` is missing; the fields are input, question, target"),
+        ("qa2_4k.jsonl", {}, 'line 1: "target" is missing; the fields are input, question, target'),
         ("qa3_4k.jsonl", {}, "holds no rows"),
     ],
 )
@@ -162,5 +162,5 @@ def test_published_rows():
     made += islice(BabilongTask(str(SHARED), lengths=("1k",)).samples(READER), 20)
     for sample in made:
         assert sample.answers[0] in sample.choices
-        assert set(sample.choices) <= set(ASKED["qa1"]["labels"])
+        assert set(sample.choices) <= set(TASKS["qa1"]["labels"])
         assert METRICS["babilong"](f"The answer is {sample.answers[0]}. No.", sample.answers, sample.choices) == 1

@@ -13,7 +13,7 @@ from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
 from kvsurgery.evaluate.decoding import LAST, answers, conversation, later_answers, mean_nll
-from kvsurgery.evaluate.sample import SHORT
+from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.recipe import Recipe, ReformSizes
@@ -49,7 +49,7 @@ def stock(checkpoint):
     return {family: load(checkpoint(family), device="cpu") for family in FAMILIES}
 
 
-@pytest.mark.parametrize(("family", "limit"), [*((family, 6) for family in FAMILIES), ("llama", SHORT + 1)])
+@pytest.mark.parametrize(("family", "limit"), [*((family, 6) for family in FAMILIES), ("llama", SHORT_ANSWER + 1)])
 def test_answers_are_those_of_forwards_without_a_cache(family, limit, stock, all_full):
     converted = load(all_full(family).folder, device="cpu")
     short = min(limit, 12)  # of the long ones only the beginning is compared
@@ -167,7 +167,7 @@ def test_budgeted_heads_choose_before_a_later_question_is_known(budgeted):
     assert sum(said == values for said, values in zip(found, right.tolist(), strict=True)) < len(tokens)
 
 
-@pytest.mark.parametrize("limit", [3, SHORT + 1])
+@pytest.mark.parametrize("limit", [3, SHORT_ANSWER + 1])
 def test_a_later_turn_is_read_after_the_answer_before_it(limit, stock, all_full):
     """Whether the answer ended by itself or at the limit."""
     turns, expected, row = [PROMPTS[1][:5], PROMPTS[2][:4]], [], PROMPTS[0]

@@ -6,7 +6,7 @@ import pytest
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.evaluate.tasks.infinitebench import ASKED, InfiniteBenchTask
+from kvsurgery.evaluate.tasks.infinitebench import TASKS, InfiniteBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import tokenizer
@@ -28,7 +28,7 @@ ROWS = {
     "code_run": ({"input": "Run func_12(-3) now.", "answer": [-4]}, "-4", "4"),
     "code_debug": ({"options": OPTIONS, "answer": ["write", "C"]}, "C. write", "A. parse"),
 }
-SPELT = tokenizer("bytes", [ROW["context"], *(asked["prompt"] for asked in ASKED.values())])
+SPELT = tokenizer("bytes", [ROW["context"], *(asked["prompt"] for asked in TASKS.values())])
 READER = Reader(SPELT, 4000, len(SPELT))
 
 
@@ -47,7 +47,7 @@ def test_every_task_has_a_prompt_and_a_metric(tmp_path, task):
     row, right, wrong = ROWS[task]
     [sample] = samples(write(tmp_path, task, row))
     said = SPELT.decode(sample.tokens)
-    assert (sample.task, sample.name, sample.limit) == (f"infinitebench/{task}", "0", min(ASKED[task]["limit"], 1000))
+    assert (sample.task, sample.name, sample.limit) == (f"infinitebench/{task}", "0", min(TASKS[task]["limit"], 1000))
     assert said.index(ROW["context"][:20]) < len(said) - len(ROW["context"])
     assert METRICS[sample.metric](right, sample.answers, sample.choices) == 1
     assert METRICS[sample.metric](wrong, sample.answers, sample.choices) == 0
@@ -55,10 +55,10 @@ def test_every_task_has_a_prompt_and_a_metric(tmp_path, task):
 
 
 def test_a_folder_is_read_task_by_task(tmp_path):
-    assert ROWS.keys() == ASKED.keys()
+    assert ROWS.keys() == TASKS.keys()
     for task in reversed(ROWS):
         write(tmp_path, task, ROWS[task][0])
-    assert [sample.task for sample in samples(tmp_path)] == [f"infinitebench/{task}" for task in ASKED]
+    assert [sample.task for sample in samples(tmp_path)] == [f"infinitebench/{task}" for task in TASKS]
     assert len(samples(tmp_path, tasks=("passkey", "code_run"))) == 2
 
 
@@ -97,17 +97,17 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("passkey", {"input": 3}, "passkey.jsonl, line 2: `input` must be text, got 3"),
-        ("passkey", {"answer": []}, "passkey.jsonl, row 2: `answer` must be texts"),
-        ("passkey", {"answer": None}, "passkey.jsonl, row 2: `answer` must be texts"),
-        ("math_calc", {"answer": ["many"]}, "math_calc.jsonl, row 2: `answer` must be numbers"),
+        ("passkey", {"input": 3}, 'passkey.jsonl, line 2: "input" must be text, got 3'),
+        ("passkey", {"answer": []}, 'passkey.jsonl, row 2: "answer" must be texts'),
+        ("passkey", {"answer": None}, 'passkey.jsonl, row 2: "answer" must be texts'),
+        ("math_calc", {"answer": ["many"]}, 'math_calc.jsonl, row 2: "answer" must be numbers'),
         (
             "math_find",
             {"input": "Which?"},
-            "math_find.jsonl, row 2: `input` does not say what is asked for, got 'Which",
+            'math_find.jsonl, row 2: "input" does not say what is asked for, got \'Which',
         ),
-        ("code_debug", {"options": ["a"]}, "code_debug.jsonl, row 2: `options` must be four texts"),
-        ("code_debug", {"answer": ["close"]}, "code_debug.jsonl, row 2: `answer` must be one of `options`"),
+        ("code_debug", {"options": ["a"]}, 'code_debug.jsonl, row 2: "options" must be four texts'),
+        ("code_debug", {"answer": ["close"]}, 'code_debug.jsonl, row 2: "answer" must be one of "options"'),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, task, row, message):

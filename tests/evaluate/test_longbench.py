@@ -143,13 +143,13 @@ def test_classes_are_what_there_is_to_choose_from(tmp_path):
     ("row", "options", "message"),
     [
         ({}, {"datasets": ("squad", "lcc")}, "LongBench has no squad; it has narrativeqa, qasper, "),
-        ({}, {"datasets": ("lcc",)}, r"has no lcc.jsonl or lcc.json"),
-        ({}, {"extended": True}, r"has no files of LongBench, such as hotpotqa_e.jsonl"),
-        ({"dataset": "squad"}, {}, r"`dataset` 'squad' is none of narrativeqa, "),
-        ({"context": None}, {}, r"hotpotqa.jsonl, line 1: `context` must be text, got None"),
-        ({"answers": "here"}, {}, r"line 1: `answers` must be a list of texts, got 'here'"),
-        ({"answers": []}, {}, r"row 1 of hotpotqa needs `answers`, and classes `all_classes`"),
-        ({"dataset": "trec"}, {}, r"row 1 of trec needs `answers`, and classes `all_classes`"),
+        ({}, {"datasets": ("lcc",)}, r"has no file of LongBench that is called lcc.jsonl"),
+        ({}, {"extended": True}, r"has no file of LongBench that is called qasper_e.jsonl"),
+        ({"dataset": "squad"}, {}, "\"dataset\" 'squad' is none of narrativeqa, "),
+        ({"context": None}, {}, r'hotpotqa.jsonl, line 1: "context" must be text, got None'),
+        ({"answers": "here"}, {}, "line 1: \"answers\" must be a list of texts, got 'here'"),
+        ({"answers": []}, {}, r'row 1 of hotpotqa needs "answers", and classes "all_classes"'),
+        ({"dataset": "trec"}, {}, r'row 1 of trec needs "answers", and classes "all_classes"'),
     ],
 )
 def test_what_cannot_be_asked(tmp_path, row, options, message):

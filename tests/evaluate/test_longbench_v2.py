@@ -95,9 +95,9 @@ def test_the_benchmarks_own_prompt_can_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"context": None}, "data.json, row 2: `context` must be text, got None"),
-        ({"answer": "E"}, "data.json, row 2: `answer` must be A, B, C or D, got 'E'"),
-        ({"choice_C": ["a"]}, r"data.json, row 2: `choice_C` must be text, got \['a'\]"),
+        ({"context": None}, 'data.json, row 2: "context" must be text, got None'),
+        ({"answer": "E"}, "data.json, row 2: \"answer\" must be A, B, C or D, got 'E'"),
+        ({"choice_C": ["a"]}, r'data.json, row 2: "choice_C" must be text, got ' r"\['a'\]"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, row, message):

@@ -6,7 +6,7 @@ import pytest
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.evaluate.tasks.loogle import ASKED, LoogleTask
+from kvsurgery.evaluate.tasks.loogle import TASKS, LoogleTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import tokenizer
@@ -27,7 +27,7 @@ ON_HUB = {
     "longdep_summarization": {"question": "", "answer": "We study how Mary moved."},
     "shortdep_cloze": {"question": CLOZE["Q"], "answer": ["Mary Smith", "Oslo"]},
 }
-SPELT = tokenizer("bytes", [DOCUMENT, *(asked["prompt"] for asked in ASKED.values())])
+SPELT = tokenizer("bytes", [DOCUMENT, *(asked["prompt"] for asked in TASKS.values())])
 READER = Reader(SPELT, 4000, len(SPELT))
 
 
@@ -43,11 +43,11 @@ def samples(source, reader=READER, **options):
 
 @pytest.mark.parametrize("task", ROWS)
 def test_files_and_the_hub_ask_the_same(tmp_path, task):
-    assert ROWS.keys() == ASKED.keys()
+    assert ROWS.keys() == TASKS.keys()
     first, *_ = samples(write(tmp_path, task, {"input": DOCUMENT, "title": "Mary", **ROWS[task]}))
     [other] = samples(write(tmp_path, task, {"context": DOCUMENT, "doc_id": "1", **ON_HUB[task]}))
     assert first.tokens.tolist() == other.tokens.tolist()
-    assert (first.task, first.limit) == (f"loogle/{task}", ASKED[task]["limit"])
+    assert (first.task, first.limit) == (f"loogle/{task}", TASKS[task]["limit"])
     assert (first.metrics, first.answers, first.choices) == (other.metrics, other.answers, other.choices)
     said = SPELT.decode(first.tokens)
     assert DOCUMENT in said
@@ -59,7 +59,7 @@ def test_questions_of_a_row_are_asked_one_by_one(tmp_path):
     for task in ROWS:
         write(tmp_path, task, {"input": DOCUMENT, **ROWS[task]})
     made = samples(tmp_path)
-    assert [sample.task for sample in made] == ["loogle/shortdep_qa"] * 2 + [f"loogle/{task}" for task in [*ASKED][1:]]
+    assert [sample.task for sample in made] == ["loogle/shortdep_qa"] * 2 + [f"loogle/{task}" for task in [*TASKS][1:]]
     assert [sample.name for sample in made[:2]] == ["0/0", "0/1"]
     assert made[2].facts == {"type": "timeline_reorder"}
     assert [METRICS[metric]("She moved to Bergen.", made[0].answers, ()) for metric in made[0].metrics] == [0.75, 0.75]
@@ -108,9 +108,9 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("longdep_qa", {"input": 3}, "longdep_qa.jsonl, row 2: `input` must be text"),
-        ("longdep_qa", {"qa_pairs": "[{"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
-        ("longdep_qa", {"qa_pairs": "open('x')"}, "longdep_qa.jsonl, row 2: `qa_pairs` must be a list of questions"),
+        ("longdep_qa", {"input": 3}, 'longdep_qa.jsonl, row 2: "input" must be text'),
+        ("longdep_qa", {"qa_pairs": "[{"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
+        ("longdep_qa", {"qa_pairs": "open('x')"}, 'longdep_qa.jsonl, row 2: "qa_pairs" must be a list of questions'),
         ("longdep_qa", {"qa_pairs": [{"Q": "?"}]}, "longdep_qa.jsonl, row 2: an answer must be text, got None"),
         ("shortdep_cloze", {"qa_pairs": [QUESTION]}, "row 2: an answer to a cloze must give a name for each mask"),
     ],

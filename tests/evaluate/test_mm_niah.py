@@ -257,14 +257,14 @@ def test_a_limit_is_of_each_file(write, model):
         ({"images_list": ["one.png", "/etc/hostname"]}, "row 2: the image '/etc/hostname' is outside of"),
         ({"images_list": ["one.png", "away.png"]}, "row 2: the image 'away.png' is outside of"),
         ({"images_list": ["one.png", "text.png"]}, "cannot read the image .*text.png: cannot identify image file"),
-        ({"answer": 3}, "row 2: `answer` must be text, got 3"),
-        ({"answer": " "}, "row 2: `answer` must be text, got ' '"),
-        ({"meta": None}, "row 2: `meta` must be an object"),
-        ({"meta": {**META, "placed_depth": 2}}, "row 2: `context_length` must be a number, and `placed_depth` one or"),
-        ({"meta": {**META, "context_length": "1"}}, "row 2: `context_length` must be a number"),
-        ({**OPTIONS, "answer": 2}, "row 2: `answer` must be the index of an option, got 2"),
-        ({**OPTIONS, "answer": "B"}, "row 2: `answer` must be the index of an option, got 'B'"),
-        ({"meta": {**META, "choices": "AB"}}, "row 2: `choices` must be a list of texts, or null"),
+        ({"answer": 3}, 'row 2: "answer" must be text, got 3'),
+        ({"answer": " "}, "row 2: \"answer\" must be text, got ' '"),
+        ({"meta": None}, 'row 2: "meta" must be an object'),
+        ({"meta": {**META, "placed_depth": 2}}, 'row 2: "context_length" must be a number, and "placed_depth" one or'),
+        ({"meta": {**META, "context_length": "1"}}, 'row 2: "context_length" must be a number'),
+        ({**OPTIONS, "answer": 2}, 'row 2: "answer" must be the index of an option, got 2'),
+        ({**OPTIONS, "answer": "B"}, "row 2: \"answer\" must be the index of an option, got 'B'"),
+        ({"meta": {**META, "choices": "AB"}}, 'row 2: "choices" must be a list of texts, or null'),
         ({"meta": {**META, "choices": ["a"], "choices_image_path": ["one.png"]}}, "options are texts or images, not"),
     ],
 )
@@ -279,7 +279,7 @@ def test_malformed_rows_are_named(write, model, row, message):
 
 @pytest.mark.parametrize("answer", ["two", [], [1.5], [True], None, "[" * 5000])
 def test_counts_are_whole_numbers(write, model, answer):
-    with pytest.raises(TextError, match="row 1: `answer` must be a list of whole numbers, got"):
+    with pytest.raises(TextError, match='row 1: "answer" must be a list of whole numbers, got'):
         samples(write("counting-text", {"answer": answer}), model)
 
 

@@ -63,7 +63,7 @@ def test_a_limit_is_of_the_first_rows(tmp_path):
 
 @pytest.mark.parametrize("row", [{"turns": []}, {"turns": "Who?"}, {"question_id": None}, {"reference": [3]}])
 def test_malformed_rows_are_named(tmp_path, row):
-    with pytest.raises(TextError, match=r"question.jsonl, row 2: `question_id` must be there, and `turns` and"):
+    with pytest.raises(TextError, match=r'question.jsonl, row 2: "question_id" must be there, and "turns" and'):
         samples(write(tmp_path, ROW, {**ROW, **row}))
 
 

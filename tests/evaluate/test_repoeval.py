@@ -87,7 +87,7 @@ def test_long_prompts_keep_their_end(tmp_path):
     "row", [{"metadata": None}, {"metadata": {"task_id": "a/0"}}, {"metadata": {"task_id": 1, "ground_truth": "x"}}]
 )
 def test_malformed_rows_are_named(tmp_path, row):
-    with pytest.raises(TextError, match=r"jsonl, row 2: `metadata` must have texts `task_id` and `ground_truth`"):
+    with pytest.raises(TextError, match=r'jsonl, row 2: "metadata" must have texts "task_id" and "ground_truth"'):
         samples(write(tmp_path, {}, row))
 
 

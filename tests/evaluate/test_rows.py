@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate import rows
 from kvsurgery.evaluate.rows import in_folder, read_json, read_rows
@@ -60,15 +61,15 @@ def test_lines_are_read_as_they_are_taken(tmp_path):
         ("9" * 5000, "not JSON: "),
         ("[1]", "not a JSON object with the fields text, number, answers"),
         *[
-            ({key: ROW[key] for key in FIELDS if key != left}, f"`{left}` is missing; the fields are text, number, ")
+            ({key: ROW[key] for key in FIELDS if key != left}, f'"{left}" is missing; the fields are text, number, ')
             for left in FIELDS
         ],
-        ({**ROW, "text": None}, "`text` must be text, got None"),
-        ({**ROW, "number": "3"}, "`number` must be a whole number, got '3'"),
-        ({**ROW, "number": True}, "`number` must be a whole number, got True"),
-        ({**ROW, "answers": "here"}, "`answers` must be a list of texts, got 'here'"),
-        ({**ROW, "answers": ["here", 3]}, r"`answers` must be a list of texts, got \['here', 3\]"),
-        ({**ROW, "text": ["x" * 99]}, r"`text` must be text, got \['x{55}\.\.\.$"),
+        ({**ROW, "text": None}, '"text" must be text, got None'),
+        ({**ROW, "number": "3"}, "\"number\" must be a whole number, got '3'"),
+        ({**ROW, "number": True}, '"number" must be a whole number, got True'),
+        ({**ROW, "answers": "here"}, "\"answers\" must be a list of texts, got 'here'"),
+        ({**ROW, "answers": ["here", 3]}, r'"answers" must be a list of texts, got ' r"\['here', 3\]"),
+        ({**ROW, "text": ["x" * 99]}, r'"text" must be text, got ' r"\['x{55}\.\.\.$"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, line, message):
@@ -76,6 +77,7 @@ def test_a_bad_row_is_named(tmp_path, line, message):
     with pytest.raises(TextError, match=f"^{re.escape(str(path))}, line 3: {message}") as raised:
         read(path)
     assert "\n" not in str(raised.value)
+    assert in_flags(str(raised.value)) == str(raised.value)  # a column is not an option
     if isinstance(line, dict):
         path = write(tmp_path, json.dumps([ROW, line]), name="rows.json")
         with pytest.raises(TextError, match=f"rows.json, row 2: {message}"):
@@ -125,5 +127,5 @@ def test_rows_of_a_dataset(dataset):
     taken = read_rows("owner/name", FIELDS, config="4k", split="qa1")
     assert next(taken) == ROW
     assert dataset.asked[-1] == ("owner/name", "4k", "qa1")
-    with pytest.raises(TextError, match="owner/name 4k/qa1, row 2: `number` is missing"):
+    with pytest.raises(TextError, match='owner/name 4k/qa1, row 2: "number" is missing'):
         next(taken)

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.errors import KVSurgeryError, TextError
 from kvsurgery.evaluate.sample import Reader
-from kvsurgery.evaluate.tasks.scbench import ASKED, SCBenchTask
+from kvsurgery.evaluate.tasks.scbench import TASKS, SCBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
@@ -32,7 +33,7 @@ TURNS = {
 }
 KINDS_OF = {"summary_with_needles": "/passkey", "repoqa_and_kv": "/repoqa"}
 ROW = {"context": "It is {here}. " * 9, "repo": "a/b", "lang": "python"}
-TEXTS = ["It is here. Where is it? ", json.dumps(ASKED, ensure_ascii=False)]
+TEXTS = ["It is here. Where is it? ", json.dumps(TASKS, ensure_ascii=False)]
 SPELT = tokenizer("bytes", TEXTS, size=400)
 READER = Reader(SPELT, 4000, len(SPELT))
 
@@ -54,7 +55,7 @@ def samples(source, reader=READER, **options):
 
 @pytest.mark.parametrize("task", TURNS)
 def test_every_task_has_a_metric_and_asks_after_the_context(tmp_path, task):
-    assert TURNS.keys() == ASKED.keys()
+    assert TURNS.keys() == TASKS.keys()
     _, right, wrong = TURNS[task]
     first, second = samples(write(tmp_path, task, {"multi_turns": turns(task)}))
     assert first.task == f"scbench/{task}{KINDS_OF.get(task, '')}"
@@ -106,25 +107,26 @@ def test_a_limit_is_of_each_task(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("kv", {"multi_turns": []}, "scbench_kv.jsonl, row 2: `multi_turns` must be a list of questions"),
-        ("kv", {"context": None}, "scbench_kv.jsonl, row 2: `context` must be text"),
-        ("kv", {"multi_turns": [{"input": 3}]}, "scbench_kv.jsonl, row 2, question 1: `input` must be text"),
-        ("kv", {"multi_turns": [{"input": "?"}]}, "scbench_kv.jsonl, row 2, question 1: `answer` must be texts"),
-        ("choice_eng", {"multi_turns": turns("kv")}, "row 2, question 1: `options` must be four texts"),
+        ("kv", {"multi_turns": []}, 'scbench_kv.jsonl, row 2: "multi_turns" must be a list of questions'),
+        ("kv", {"context": None}, 'scbench_kv.jsonl, row 2: "context" must be text'),
+        ("kv", {"multi_turns": [{"input": 3}]}, 'scbench_kv.jsonl, row 2, question 1: "input" must be text'),
+        ("kv", {"multi_turns": [{"input": "?"}]}, 'scbench_kv.jsonl, row 2, question 1: "answer" must be texts'),
+        ("choice_eng", {"multi_turns": turns("kv")}, 'row 2, question 1: "options" must be four texts'),
         (
             "summary_with_needles",
             {"multi_turns": turns("kv")},
-            "`task` must be one of scbench_summary, scbench_passkey",
+            '"task" must be one of scbench_summary, scbench_passkey',
         ),
-        ("repoqa", {"repo": None}, "line 2: `repo` must be text, got None"),
-        ("repoqa", {"lang": "cobol"}, "row 2: `lang` must be one of python, java, typescript, rust, cpp, go"),
+        ("repoqa", {"repo": None}, 'line 2: "repo" must be text, got None'),
+        ("repoqa", {"lang": "cobol"}, 'row 2: "lang" must be one of python, java, typescript, rust, cpp, go'),
         ("kv", {"multi_turns": turns("kv", input="? " * 5000)}, "row 2: its questions leave no room for a context in"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, task, row, message):
     write(tmp_path, task, {"multi_turns": turns(task)}, {"multi_turns": turns(task), **row})
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(TextError, match=message) as raised:
         samples(tmp_path)
+    assert in_flags(str(raised.value)) == str(raised.value)  # a column is not an option
 
 
 def test_a_function_is_looked_for_among_those_of_its_repository(tmp_path):

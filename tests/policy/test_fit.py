@@ -331,8 +331,8 @@ class TestRefusals:
             ({"group_reduce": "median"}, "`group_reduce` is mean or max"),
             ({"rest": "budgeted", "beta": 1}, "`beta` must be > 1"),
             ({"rest": "budgeted", "window": 0}, "`window` lies in"),
-            ({"kv_group_size": 3}, "`kv_bits` 8: the group size 3"),
-            ({"kv_residual": -1}, "`kv_bits` 8: the residual"),
+            ({"kv_group_size": 3}, "`kv_group_size`: the group size 3"),
+            ({"kv_residual": -1}, "`kv_residual`: the residual"),
         ],
         ids=str,
     )

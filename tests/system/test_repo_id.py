@@ -1,9 +1,11 @@
-"""What names a file of the Hub, and what does not."""
+"""What names a folder, a model or a file of the Hub, and what does not."""
+
+from pathlib import Path
 
 import pytest
 
-from kvsurgery.errors import HubError
-from kvsurgery.system.repo_id import HubFile
+from kvsurgery.errors import CheckpointError, HubError
+from kvsurgery.system.repo_id import HubFile, checkpoint_folder
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,19 @@ def test_anything_else(monkeypatch, source, message):
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     with pytest.raises(HubError, match=message):
         HubFile.parse(source)
+
+
+def test_a_checkpoint_is_a_folder_or_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    assert checkpoint_folder("owner/model") == Path("owner/model")  # a folder comes first
+    assert checkpoint_folder("owner/other") is None
+    assert checkpoint_folder("model") is None
+    for source, reason in {
+        "file": "is a file; give the folder of the checkpoint",
+        "./model": "is neither a folder nor a Hub id",
+        "owner/model/config.json": "is neither a folder nor a Hub id",
+    }.items():
+        with pytest.raises(CheckpointError, match=f"^{source} {reason}"):
+            checkpoint_folder(source)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.errors import TextError
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.tokens import first_tokens, special_ids
@@ -95,15 +96,16 @@ def test_a_dataset_is_read_as_far_as_needed(rows):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"content": TEXT, "id": 1}, "dataset org/texts has no text in a column `text`; its columns: content, id"),
-        ({"text": None}, "dataset org/texts has no text in a column `text`; its columns: text"),
+        ({"content": TEXT, "id": 1}, 'dataset org/texts has no text in a column "text"; its columns: content, id'),
+        ({"text": None}, 'dataset org/texts has no text in a column "text"; its columns: text'),
     ],
     ids=["column", "null"],
 )
 def test_a_dataset_without_text(rows, row, message):
     rows.rows += [{"text": TEXT}, row]
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(TextError, match=message) as raised:
         Haystack.read("org/texts", WORDS, 100)
+    assert in_flags(str(raised.value)) == str(raised.value)  # a column is not an option
 
 
 @pytest.mark.parametrize("content", ["", TEXT], ids=["empty", "short"])

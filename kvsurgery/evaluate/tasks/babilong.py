@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
+from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_tokens
 
-ASKED = tomllib.loads(Path(__file__).with_name("babilong.toml").read_text(encoding="utf-8"))
-FIELDS = {"input": str, "question": str, "target": str}
+TASKS = table_beside(__file__)
+COLUMNS = {"input": str, "question": str, "target": str}
 LENGTH = r"\d+[kM]"
 NAME = re.compile(rf"(qa\d+)_({LENGTH})")  # of a file, and how a dataset's splits and configurations are called
-TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
-LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k")
-ANSWER = 20  # tokens at most
+DEFAULT_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+DEFAULT_LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k")
+ANSWER_TOKENS = 20  # tokens at most
 
 # the metric ends an answer where one of these tags begins
 EXAMPLE = "<example>\n{}\nQuestion: {}\nAnswer: {}\n</example>\n\n"
@@ -53,19 +52,11 @@ class BabilongTask:
     lengths: tuple[str, ...] | None = setting(None, "babilong_lengths", "lengths such as 0k,4k", default=THERE)
 
     def check(self) -> None:
-        """Check that the source can be read.
-
-        Raises:
-            KVSurgeryError: it cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read."""
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, of each the first row of every length, then the second.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout.
-        """
+        """Task by task, of each the first row of every length, then the second."""
         parts = self._parts(reader)
         for task in dict.fromkeys(task for task, _ in parts):
             columns = [self._samples(reader, *part) for part in parts if part[0] == task]
@@ -85,22 +76,22 @@ class BabilongTask:
                 raise TextError(f"{path}: the name must say the task and the length, as qa1_4k.jsonl does")
             there = [(match[1], match[2])]
         else:
-            fitting = [length for length in LENGTHS if _tokens(length) < reader.max_context]
-            there = [*product(self.tasks or TASKS, self.lengths or fitting)]
+            fitting = [length for length in DEFAULT_LENGTHS if _tokens(length) < reader.max_context]
+            there = [*product(self.tasks or DEFAULT_TASKS, self.lengths or fitting)]
         asked = {*(self.tasks or ()), *(self.lengths or ())}
         parts = {part for part in there if part[0] in (self.tasks or part) and part[1] in (self.lengths or part)}
         if not parts or (absent := asked.difference(*parts)):
             named = ", ".join(sorted(absent if parts else asked))
             raise TextError(f"{self.source} has no {named or 'files'} of BABILong, such as qa1_4k.jsonl")
-        if unknown := {task for task, _ in parts} - {*ASKED}:
-            raise TextError(f"there are prompts for {', '.join(ASKED)}; got {', '.join(sorted(unknown))}")
+        if unknown := {task for task, _ in parts} - {*TASKS}:
+            raise TextError(f"there are prompts for {', '.join(TASKS)}; got {', '.join(sorted(unknown))}")
         return sorted(parts, key=lambda part: (int(part[0][2:]), _tokens(part[1])))
 
     def _samples(self, reader: Reader, task: str, length: str) -> Iterator[Sample]:
-        asked = ASKED[task]
+        asked = TASKS[task]
         examples = "".join(EXAMPLE.format(*example) for example in asked["examples"])
-        rows = read_rows(in_folder(self.source, f"{task}_{length}"), FIELDS, config=length, split=task)
-        for number, row in enumerate(rows):
+        source = in_folder(self.source, f"{task}_{length}")
+        for number, _, row in numbered_rows(source, COLUMNS, config=length, split=task):
             context, question, target = row["input"].strip(), row["question"].strip(), row["target"].lower()
             prompt = PROMPT.format(
                 facts=asked["facts"], form=asked["form"], examples=examples, context=context, question=question
@@ -113,7 +104,7 @@ class BabilongTask:
                 answers=tuple(target.split(",")),
                 # what the question names is never the answer
                 choices=tuple(label.lower() for label in asked["labels"] if label.lower() not in question.lower()),
-                limit=ANSWER,
+                limit=ANSWER_TOKENS,
                 facts={"length": length},
             )
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import OPTIONS, named_files, option_fields, read_rows, right_answers
+from kvsurgery.evaluate.rows import (
+    OPTION_FIELDS,
+    named_files,
+    numbered_rows,
+    option_fields,
+    right_answers,
+    table_beside,
+)
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
 
-ASKED = tomllib.loads(Path(__file__).with_name("infinitebench.toml").read_text(encoding="utf-8"))
-FIELDS = {"context": str, "input": str}
+TASKS = table_beside(__file__)
+COLUMNS = {"context": str, "input": str}
 SHARE = 4  # of the context that an answer may have: one in so many; that of math_calc has 30,000 tokens
 
 
@@ -38,31 +42,19 @@ class InfiniteBenchTask:
     )
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
-        """
+        """Check that there is what the samples need, without reading them."""
         self._templates()
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, in the order of the rows.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
-                no room.
-        """
+        """Task by task, in the order of the rows."""
         files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:
                 raise TextError(f"{self.prompts} has no prompt for {task}")
-            metric = ASKED[task]["metric"]
-            tokens = min(ASKED[task]["limit"], reader.max_context // SHARE)
-            rows = read_rows(source, FIELDS, config="default", split=task)
-            for number, row in enumerate(islice(rows, limit)):
-                place = f"{source}, row {number + 1}"
+            metric = TASKS[task]["metric"]
+            tokens = min(TASKS[task]["limit"], reader.max_context // SHARE)
+            for number, place, row in numbered_rows(source, COLUMNS, limit, config="default", split=task):
                 prompt = templates[task].format(**_fields(task, row, place))
                 yield Sample(
                     task=f"infinitebench/{task}",
@@ -74,16 +66,16 @@ class InfiniteBenchTask:
                 )
 
     def _files(self) -> dict[str, str]:
-        return named_files(self.source, [*ASKED], self.tasks, "InfiniteBench")
+        return named_files(self.source, [*TASKS], self.tasks, "InfiniteBench")
 
     def _templates(self) -> dict[str, str]:
-        others = ("input", "question", *OPTIONS, "prefix", "func", "func_call")
-        return read_prompts(self.prompts, ASKED, "context", others, "InfiniteBench's templates")
+        others = ("input", "question", *OPTION_FIELDS, "prefix", "func", "func_call")
+        return read_prompts(self.prompts, TASKS, "context", others, "InfiniteBench's templates")
 
 
 def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:
     """What a prompt is filled in with."""
-    fields = dict.fromkeys(("prefix", "func", "func_call"), "") | option_fields(row, ASKED[task]["metric"], place)
+    fields = dict.fromkeys(("prefix", "func", "func_call"), "") | option_fields(row, TASKS[task]["metric"], place)
     if task == "math_find":
         fields["prefix"] = f"What is {_found('The .+(?= of)', row, place).lower()} in this list?"
     if task == "code_run":
@@ -95,7 +87,7 @@ def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:
 def _found(pattern: str, row: Mapping[str, Any], place: str) -> str:
     match = re.search(pattern, row["input"])
     if match is None:
-        raise TextError(f"{place}: `input` does not say what is asked for, got {row['input'][:60]!r}")
+        raise TextError(f'{place}: "input" does not say what is asked for, got {row["input"][:60]!r}')
     return match[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -11,13 +10,13 @@ from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import ENDINGS, check_source, in_folder, read_rows
+from kvsurgery.evaluate.rows import check_source, named_files, read_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.metrics.words import chinese_words
 from kvsurgery.setting import SOURCE, THERE, setting
 
-DATASETS = tomllib.loads(Path(__file__).with_name("longbench.toml").read_text(encoding="utf-8"))
-FIELDS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}
+DATASETS = table_beside(__file__)
+COLUMNS = {"input": str, "context": str, "answers": list, "length": int, "dataset": str}
 EXTENDED = (
     "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
     "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
@@ -44,60 +43,48 @@ class LongBenchTask:
     )
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a dataset is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or a package is not installed: `datasets`, or jieba for Chinese.
-        """
+        """Check that there is what the samples need, without reading them."""
         if unknown := {*(self.datasets or ())} - {*DATASETS}:
             raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
         _prompts(self.prompts)
-        check_source(self.source)
-        if any(DATASETS.get(name, {}).get("metric", "").endswith("_zh") for name in self._files()):
+        datasets = (name.removesuffix("_e") for name in self._files())
+        if any(DATASETS.get(name, {}).get("metric", "").endswith("_zh") for name in datasets):
             chinese_words("")
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Dataset by dataset, in the order of the rows.
 
         Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a dataset has no prompt, or one that
-                has no room.
             KVSurgeryError: answers are in Chinese, and jieba is not installed.
         """
         self.check()
         prompts = _prompts(self.prompts)
-        for name in self._files():
-            config = f"{name}_e" if self.extended else name
+        for name, source in self._files().items():
             numbers = {dataset: islice(count(), limit) for dataset in self.datasets or DATASETS}
-            for row in read_rows(in_folder(self.source, config), FIELDS, config=config, split="test"):
+            for row in read_rows(source, COLUMNS, config=name, split="test"):
                 dataset = row["dataset"].removesuffix("_e")
                 if dataset not in DATASETS:
-                    raise TextError(f"{self.source}: `dataset` {dataset!r} is none of {', '.join(DATASETS)}")
+                    raise TextError(f'{self.source}: "dataset" {dataset!r} is none of {", ".join(DATASETS)}')
                 if dataset in numbers and (number := next(numbers[dataset], None)) is not None:
                     if dataset not in prompts:
                         raise TextError(f"{self.prompts} has no prompt for {dataset}")
                     prompt = prompts[dataset].format(context=row["context"], input=row["input"])
                     yield self._sample(reader, dataset, number, row, prompt)
 
-    def _files(self) -> list[str]:
-        """Datasets that have a file of their own, or anything for a single file."""
-        path, all_of_them = Path(self.source), EXTENDED if self.extended else [*DATASETS]
-        if path.is_file():
-            return [path.stem]
-        if self.datasets or not path.is_dir():
-            return [*(self.datasets or all_of_them)]
+    def _files(self) -> dict[str, str]:
+        """What is read, by the names of the benchmark's files; a single file may have any name, and any datasets."""
+        if Path(self.source).is_file():
+            check_source(self.source)
+            return {Path(self.source).stem: self.source}
         suffix = "_e" if self.extended else ""
-        there = [name for name in all_of_them if any((path / f"{name}{suffix}{end}").is_file() for end in ENDINGS)]
-        if not there:
-            raise TextError(f"{path} has no files of LongBench, such as hotpotqa{suffix}.jsonl")
-        return there
+        names = [name + suffix for name in (EXTENDED if self.extended else DATASETS)]
+        return named_files(self.source, names, self.datasets and [name + suffix for name in self.datasets], "LongBench")
 
     def _sample(self, reader: Reader, dataset: str, number: int, row: Mapping[str, Any], prompt: str) -> Sample:
         metric, limit = DATASETS[dataset]["metric"], DATASETS[dataset]["limit"]
         classes = row.get("all_classes") or ()
         if not row["answers"] or (metric == "classification" and not isinstance(classes, list)):
-            raise TextError(f"{self.source}: row {number + 1} of {dataset} needs `answers`, and classes `all_classes`")
+            raise TextError(f'{self.source}: row {number + 1} of {dataset} needs "answers", and classes "all_classes"')
         if metric.endswith("_zh"):
             chinese_words("")  # before a model has answered
         room = reader.max_context - limit

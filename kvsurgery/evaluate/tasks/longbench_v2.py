@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import shortened
-from kvsurgery.evaluate.rows import check_source, in_folder, read_rows
+from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, setting
 from kvsurgery.system.files import reading_text
 
-ANSWER = 128  # tokens at most
+ANSWER_TOKENS = 128  # tokens at most
 # how the benchmark's prompt files call the fields of a row
 PLACES = {
     "$DOC$": "context", "$Q$": "question",
     "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D",
 }  # fmt: skip
-FIELDS = dict.fromkeys(("_id", "difficulty", "length", "answer", *PLACES.values()), str)
+COLUMNS = dict.fromkeys(("_id", "difficulty", "length", "answer", *PLACES.values()), str)
 # the metric looks for the sentence that the answer is asked in
 PROMPT = """\
 Here is a text. A question with four options follows it.
@@ -54,25 +53,17 @@ class LongBenchV2Task:
     )
 
     def check(self) -> None:
-        """Check that the source can be read, and the prompt.
-
-        Raises:
-            KVSurgeryError: one cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read, and the prompt."""
         _prompt(self.prompt)
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """One of each row, in their order.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; the prompt has no room.
-        """
+        """One of each row, in their order."""
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
-        room = reader.max_context - ANSWER
-        for number, row in enumerate(islice(read_rows(source, FIELDS, config="default", split="train"), limit), 1):
+        room = reader.max_context - ANSWER_TOKENS
+        for _, where, row in numbered_rows(source, COLUMNS, limit, config="default", split="train"):
             if row["answer"] not in (*"ABCD",):
-                raise TextError(f"{source}, row {number}: `answer` must be A, B, C or D, got {row['answer']!r}")
+                raise TextError(f'{where}: "answer" must be A, B, C or D, got {row["answer"]!r}')
             # in one pass, so that what a document says is not filled in
             places = "|".join(map(re.escape, PLACES))
             prompt = re.sub(places, lambda place, row=row: row[PLACES[place[0]]].strip(), template)
@@ -82,7 +73,7 @@ class LongBenchV2Task:
                 tokens=shortened(reader.tokenizer, prompt, room),
                 metric="stated_letter",
                 answers=(row["answer"],),
-                limit=ANSWER,
+                limit=ANSWER_TOKENS,
                 facts={"difficulty": row["difficulty"], "length": row["length"]},
             )
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import read_prompts, shortened
-from kvsurgery.evaluate.rows import named_files, read_rows
+from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
 
-ASKED = tomllib.loads(Path(__file__).with_name("loogle.toml").read_text(encoding="utf-8"))
+TASKS = table_beside(__file__)
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,12 @@ class LoogleTask:
     prompts: str | None = setting(None, "loogle_prompts", "a file such as LooGLE's task2prompt.json", default="shipped")
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
-        """
+        """Check that there is what the samples need, without reading them."""
         self._templates()
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, in the order of the rows and of their questions.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a task has no prompt, or one that has
-                no room.
-        """
+        """Task by task, in the order of the rows and of their questions."""
         files, templates = self._files(), self._templates()
         for task, source in files.items():
             if task not in templates:
@@ -57,14 +45,13 @@ class LoogleTask:
             yield from islice(self._samples(reader, task, source, templates[task]), limit)
 
     def _samples(self, reader: Reader, task: str, source: str, template: str) -> Iterator[Sample]:
-        asked = ASKED[task]
+        asked = TASKS[task]
         room = reader.max_context - asked["limit"]
-        for number, row in enumerate(read_rows(source, {}, config=asked.get("config", task), split="test")):
-            place = f"{source}, row {number + 1}"
+        for number, place, row in numbered_rows(source, {}, config=asked.get("config", task), split="test"):
             # files call the document `input`, the Hub calls it `context`
             document = row.get("context", row.get("input"))
             if not isinstance(document, str):
-                raise TextError(f"{place}: `input` must be text")
+                raise TextError(f'{place}: "input" must be text')
             for turn, pair in enumerate(_pairs(row, place)):
                 masks, answers = _right(pair.get("A"), asked["metric"], place)
                 prompt = template.format(input=document, Q=pair.get("Q", ""))
@@ -81,10 +68,10 @@ class LoogleTask:
                 )
 
     def _files(self) -> dict[str, str]:
-        return named_files(self.source, [*ASKED], self.tasks, "LooGLE")
+        return named_files(self.source, [*TASKS], self.tasks, "LooGLE")
 
     def _templates(self) -> dict[str, str]:
-        return read_prompts(self.prompts, ASKED, "input", ("Q",), "LooGLE's task2prompt.json")
+        return read_prompts(self.prompts, TASKS, "input", ("Q",), "LooGLE's task2prompt.json")
 
 
 def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
@@ -99,7 +86,7 @@ def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
         pairs = None
     # the published files hold them as a text of Python
     if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "Q" in pair for pair in pairs):
-        raise TextError(f"{place}: `qa_pairs` must be a list of questions `Q` and answers `A`, or its text")
+        raise TextError(f'{place}: "qa_pairs" must be a list of questions "Q" and answers "A", or its text')
     return pairs
 
 

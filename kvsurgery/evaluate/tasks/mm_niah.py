@@ -6,26 +6,25 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError, short
 from kvsurgery.evaluate.images import image_processor, image_prompt
-from kvsurgery.evaluate.rows import is_texts, named_files, read_rows
+from kvsurgery.evaluate.rows import is_texts, named_files, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import THERE, setting
 
-ANSWER = 32  # tokens at most
+ANSWER_TOKENS = 32  # tokens at most
 TASKS = [f"{kind}-{needle}" for kind in ("retrieval", "counting", "reasoning") for needle in ("text", "image")]
 ANNOTATIONS, IMAGES = "annotations", "images"  # folders
-PLACEHOLDER = "<image>"
-FIELDS = {"images_list": list, "context": str, "question": str}
+IMAGE_MARK = "<image>"
+COLUMNS = {"images_list": list, "context": str, "question": str}
 # how the benchmark groups lengths, from this number of tokens on, and depths
-LENGTHS = (1000, 2000, 4000, 8000, 12000, 16000, 24000, 32000, 40000, 48000, 64000)
-DEPTHS = 5
-LETTER = "Answer with the letter of the right option alone."
-WORDS = "Answer with a word, a number or a short phrase alone."
+LENGTH_GROUPS = (1000, 2000, 4000, 8000, 12000, 16000, 24000, 32000, 40000, 48000, 64000)
+DEPTH_GROUPS = 5
+BY_LETTER = "Answer with the letter of the right option alone."
+BY_WORDS = "Answer with a word, a number or a short phrase alone."
 
 
 @dataclass(frozen=True)
@@ -45,31 +44,25 @@ class MMNIAHTask:
     tasks: tuple[str, ...] | None = setting(None, "mm_niah_tasks", "tasks such as counting-image", default=THERE)
 
     def check(self) -> None:
-        """Check that there are files.
-
-        Raises:
-            TextError: no folder is named, it is not one of the benchmark, or a task is unknown.
-        """
+        """Check that there are files."""
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """Task by task, in the order of the rows.
 
         Raises:
-            TextError: a row is of another layout, or an image is missing or lies outside of the folder.
+            TextError: an image is missing or lies outside of the folder.
             UnsupportedModel: the model does not read images, or has no processor.
         """
         assert reader.checkpoint is not None
         processor, (images, files) = image_processor(reader.checkpoint), self._files()
         for task, path in files.items():
-            rows = read_rows(path, FIELDS, config=task, split="test")
-            for number, row in enumerate(islice(rows, limit)):
-                place = f"{path}, row {number + 1}"
+            for number, place, row in numbered_rows(path, COLUMNS, limit, config=task, split="test"):
                 question = _Question.of(task, row, place)
                 listed = [_inside(images, name, place) for name in (*row["images_list"], *question.images)]
-                parts = f"{row['context']}\n{question.text}".split(PLACEHOLDER)
+                parts = f"{row['context']}\n{question.text}".split(IMAGE_MARK)
                 if len(parts) - 1 != len(listed):
-                    raise TextError(f"{place}: {len(listed)} images are listed for {len(parts) - 1} {PLACEHOLDER}")
+                    raise TextError(f"{place}: {len(listed)} images are listed for {len(parts) - 1} {IMAGE_MARK}")
                 prompt = image_prompt(processor, parts, listed)
                 yield Sample(
                     task=f"mm_niah/{task}",
@@ -77,7 +70,7 @@ class MMNIAHTask:
                     tokens=prompt.tokens(),
                     metric=question.metric,
                     answers=question.answers,
-                    limit=ANSWER,
+                    limit=ANSWER_TOKENS,
                     facts=_facts(row, place),
                     images=prompt,
                 )
@@ -111,28 +104,29 @@ class _Question:
         """
         meta, answer = row.get("meta"), row.get("answer")
         if not isinstance(meta, dict):
-            raise TextError(f"{place}: `meta` must be an object")
+            raise TextError(f'{place}: "meta" must be an object')
         texts, images = (_texts(meta, name, place) for name in ("choices", "choices_image_path"))
         if texts and images:
             raise TextError(f"{place}: options are texts or images, not both")
-        if options := texts or [PLACEHOLDER] * len(images):
+        if options := texts or [IMAGE_MARK] * len(images):
             if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < min(len(options), 26):
-                raise TextError(f"{place}: `answer` must be the index of an option, got {short(answer)}")
+                raise TextError(f'{place}: "answer" must be the index of an option, got {short(answer)}')
             lettered = (f"{chr(ord('A') + index)}. {option}" for index, option in enumerate(options))
-            return cls("\n".join([row["question"], *lettered, LETTER]), "option_index", (str(answer),), tuple(images))
+            text = "\n".join([row["question"], *lettered, BY_LETTER])
+            return cls(text, "option_index", (str(answer),), tuple(images))
         if task.startswith("counting"):
             metric, answers = "counts_in_place", _numbers(answer, place)
         elif isinstance(answer, str) and answer.strip():
             metric, answers = "vqa_words", (answer,)
         else:
-            raise TextError(f"{place}: `answer` must be text, got {short(answer)}")
-        return cls(f"{row['question']}\n{WORDS}", metric, answers)
+            raise TextError(f'{place}: "answer" must be text, got {short(answer)}')
+        return cls(f"{row['question']}\n{BY_WORDS}", metric, answers)
 
 
 def _texts(meta: Mapping[str, Any], name: str, place: str) -> list[str]:
     value = meta.get(name) or []
     if not is_texts(value):
-        raise TextError(f"{place}: `{name}` must be a list of texts, or null")
+        raise TextError(f'{place}: "{name}" must be a list of texts, or null')
     return value
 
 
@@ -145,7 +139,7 @@ def _numbers(answer: Any, place: str) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             found = None
     if not isinstance(found, list) or not found or not all(type(number) is int for number in found):
-        raise TextError(f"{place}: `answer` must be a list of whole numbers, got {short(answer)}")
+        raise TextError(f'{place}: "answer" must be a list of whole numbers, got {short(answer)}')
     return tuple(map(str, found))
 
 
@@ -168,9 +162,9 @@ def _facts(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     length, depth = row["meta"].get("context_length"), row["meta"].get("placed_depth")
     depths = depth if isinstance(depth, list) else [depth]
     if not _is_number(length) or not depths or not all(_is_number(one) and 0 <= one <= 1 for one in depths):
-        raise TextError(f"{place}: `context_length` must be a number, and `placed_depth` one or several from 0 to 1")
-    group = min(int(DEPTHS * sum(depths) / len(depths)), DEPTHS - 1)
-    return {"tokens": LENGTHS[max(0, bisect_right(LENGTHS, length) - 1)], "depth": group / DEPTHS}
+        raise TextError(f'{place}: "context_length" must be a number, and "placed_depth" one or several from 0 to 1')
+    group = min(int(DEPTH_GROUPS * sum(depths) / len(depths)), DEPTH_GROUPS - 1)
+    return {"tokens": LENGTH_GROUPS[max(0, bisect_right(LENGTH_GROUPS, length) - 1)], "depth": group / DEPTH_GROUPS}
 
 
 def _is_number(value: Any) -> bool:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import check_source, in_folder, is_texts, read_rows
+from kvsurgery.evaluate.rows import check_source, in_folder, is_texts, numbered_rows
 from kvsurgery.evaluate.sample import Conversation, Reader, Sample
 from kvsurgery.setting import SOURCE, setting
 from kvsurgery.text.chat import around_turn, between_turns, turn_tokens
 from kvsurgery.text.tokens import token_ids
 
-ANSWER = 1024  # tokens at most
+ANSWER_TOKENS = 1024  # tokens at most
 
 
 @dataclass(frozen=True)
@@ -30,35 +29,27 @@ class MTBenchTask:
     """
 
     source: str = setting("HuggingFaceH4/mt_bench_prompts", "mt_bench", SOURCE)
-    limit: int = setting(ANSWER, "mt_bench_tokens", "tokens of an answer at most", tokens=True)
+    limit: int = setting(ANSWER_TOKENS, "mt_bench_tokens", "tokens of an answer at most", tokens=True)
 
     def check(self) -> None:
-        """Check that the source can be read.
-
-        Raises:
-            KVSurgeryError: it cannot, or the package `datasets` is not installed.
-        """
+        """Check that the source can be read."""
         check_source(self.source)
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
         """One of each row, in their order.
 
         Raises:
-            TextError: a file is missing, holds no rows, or one of another layout.
             UnsupportedModel: there is no chat template for a conversation.
         """
         tokenizer, source = reader.tokenizer, in_folder(self.source, "question")
         between, around = between_turns(tokenizer), around_turn(tokenizer)
         assert around is not None  # as there is a template
-        rows = read_rows(source, {"category": str}, config="default", split="train")
-        for number, row in enumerate(islice(rows, limit), 1):
+        for _, place, row in numbered_rows(source, {"category": str}, limit, config="default", split="train"):
             # FastChat's file and the Hub's call them differently
             turns, name = row.get("turns", row.get("prompt")), row.get("question_id", row.get("prompt_id"))
             reference = row.get("reference") or []
             if not turns or name is None or not all(map(is_texts, (turns, reference))):
-                raise TextError(
-                    f"{source}, row {number}: `question_id` must be there, and `turns` and `reference` lists of texts"
-                )
+                raise TextError(f'{place}: "question_id" must be there, and "turns" and "reference" lists of texts')
             later = (token_ids(tokenizer, between + turn + around[1]) for turn in turns[1:])
             yield Sample(
                 task="mt_bench",

@@ -22,7 +22,7 @@ from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_place
 from kvsurgery.text.needles import Needle, Prompt, needle_place
 from kvsurgery.text.tokens import token_ids
 
-ANSWER = 2  # tokens to generate for one of the right answer
+GENERATED_PER_TOKEN = 2  # tokens to generate for one of the right answer
 STOPS = ("\n",)
 
 
@@ -115,7 +115,7 @@ class _Grid:
             metric="rouge1_recall",
             also=("string_match_all",),
             answers=(needle.answer,),
-            limit=ANSWER * len(token_ids(tokenizer, needle.answer)),
+            limit=GENERATED_PER_TOKEN * len(token_ids(tokenizer, needle.answer)),
             facts={"tokens": length, "depth": depth},
             stops=STOPS,
         )

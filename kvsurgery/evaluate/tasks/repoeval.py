@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.prompts import shortened
-from kvsurgery.evaluate.rows import named_files, read_rows
+from kvsurgery.evaluate.rows import named_files, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import setting
 from kvsurgery.system.files import check_readable
 
-ANSWER = 100  # tokens at most; the benchmark's code leaves it to whoever generates
+ANSWER_TOKENS = 100  # tokens at most; the benchmark's code leaves it to whoever generates
 # what RepoCoder publishes; functions are left out, since their tests would have to run
-SIZES = ("1k_context_codegen", "2k_context_codegen", "2k_context_codex", "4k_context_codex")
-FILES = [f"{level}_level_completion_{size}.test" for level in ("line", "api") for size in SIZES]
+CONTEXT_SIZES = ("1k_context_codegen", "2k_context_codegen", "2k_context_codex", "4k_context_codex")
+FILES = [f"{level}_level_completion_{size}.test" for level in ("line", "api") for size in CONTEXT_SIZES]
 
 
 @dataclass(frozen=True)
@@ -35,31 +34,19 @@ class RepoEvalTask:
     )
 
     def check(self) -> None:
-        """Check that there are files.
-
-        Raises:
-            TextError: none are named, or the folder has none of the benchmark.
-            KVSurgeryError: the file cannot be read.
-        """
+        """Check that there are files."""
         self._files()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """File by file, in the order of the rows.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a prompt has no room.
-        """
-        room = reader.max_context - ANSWER
+        """File by file, in the order of the rows."""
+        room = reader.max_context - ANSWER_TOKENS
         for name, path in self._files().items():
-            rows = read_rows(path, {"prompt": str}, config=name, split="test")
-            for number, row in enumerate(islice(rows, limit)):
+            for number, place, row in numbered_rows(path, {"prompt": str}, limit, config=name, split="test"):
                 facts = row.get("metadata")
                 if not isinstance(facts, dict) or not all(
                     isinstance(facts.get(key), str) and facts[key] for key in ("ground_truth", "task_id")
                 ):
-                    raise TextError(
-                        f"{path}, row {number + 1}: `metadata` must have texts `task_id` and `ground_truth`"
-                    )
+                    raise TextError(f'{place}: "metadata" must have texts "task_id" and "ground_truth"')
                 yield Sample(
                     task=f"repoeval/{name}",
                     name=str(number),
@@ -67,7 +54,7 @@ class RepoEvalTask:
                     metric="lines_match",
                     also=("edit_similarity",),
                     answers=(facts["ground_truth"],),
-                    limit=ANSWER,
+                    limit=ANSWER_TOKENS,
                     facts={"repository": facts["task_id"].partition("/")[0]},
                 )
 

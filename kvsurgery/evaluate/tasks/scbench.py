@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.rows import named_files, option_fields, read_rows, right_answers
+from kvsurgery.evaluate.rows import named_files, numbered_rows, option_fields, right_answers, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.metrics.functions import LANGUAGES, require_parsers
 from kvsurgery.setting import SOURCE, THERE, setting
 from kvsurgery.text.chat import turn_with_context
 
-ASKED = tomllib.loads(Path(__file__).with_name("scbench.toml").read_text(encoding="utf-8"))
+TASKS = table_beside(__file__)
 PREFIX = "scbench_"  # of the names of files and configurations
-FILES = [PREFIX + task for task in ASKED]
+FILES = [PREFIX + task for task in TASKS]
 FUNCTION = "repeated_function"  # a metric that knows all functions that are asked for
 WITH_FUNCTIONS = {"repoqa", "repoqa_and_kv"}
 
@@ -40,22 +38,12 @@ class SCBenchTask:
     tasks: tuple[str, ...] | None = setting(None, "scbench_tasks", "tasks such as kv,qa_eng", default=THERE)
 
     def check(self) -> None:
-        """Check that there is what the samples need, without reading them.
-
-        Raises:
-            TextError: a task is unknown, or files are missing.
-            KVSurgeryError: a file cannot be read, or a package is not installed that reads or measures.
-        """
+        """Check that there is what the samples need, without reading them."""
         if {name.removeprefix(PREFIX) for name in self._files()} & WITH_FUNCTIONS:
             require_parsers()
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
-        """Task by task, in the order of the rows and of their questions.
-
-        Raises:
-            TextError: a file is missing, holds no rows, or one of another layout; a question leaves no room for its
-                context.
-        """
+        """Task by task, in the order of the rows and of their questions."""
         for name, source in self._files().items():
             yield from self._samples(reader, name, source, limit)
 
@@ -66,10 +54,9 @@ class SCBenchTask:
     def _samples(self, reader: Reader, name: str, source: str, limit: int | None) -> Iterator[Sample]:
         """Of one file; a task with questions of two kinds ends when both are at the limit."""
         task = name.removeprefix(PREFIX)
-        made = dict.fromkeys([""] if "metric" in ASKED[task] else ASKED[task], 0)
+        made = dict.fromkeys([""] if "metric" in TASKS[task] else TASKS[task], 0)
         functions = _functions(task, name, source) if task in WITH_FUNCTIONS else {}
-        for number, row in enumerate(read_rows(source, {}, config=name, split="test")):
-            place = f"{source}, row {number + 1}"
+        for number, place, row in numbered_rows(source, {}, config=name, split="test"):
             questions = _questions(task, row, place)
             first, rest = _parts(reader, task, row, questions, place)
             for turn, (question, tokens) in enumerate(zip(questions, rest, strict=True), 1):
@@ -116,12 +103,12 @@ class Question:
             TextError: it is of another layout.
         """
         if not isinstance(turn, dict) or not isinstance(turn.get("input"), str):
-            raise TextError(f"{place}: `input` must be text")
-        asked, kind = ASKED[task], ""
+            raise TextError(f'{place}: "input" must be text')
+        asked, kind = TASKS[task], ""
         if "metric" not in asked:
             kind = str(turn.get("task")).removeprefix(PREFIX)
             if kind not in asked:
-                raise TextError(f"{place}: `task` must be one of {', '.join(PREFIX + kind for kind in asked)}")
+                raise TextError(f'{place}: "task" must be one of {", ".join(PREFIX + kind for kind in asked)}')
             asked = asked[kind]
         metric = asked["metric"]
         fields = option_fields(turn, metric, place)
@@ -132,18 +119,17 @@ class Question:
 def _questions(task: str, row: Mapping[str, Any], place: str) -> list[Question]:
     turns = row.get("multi_turns")
     if not isinstance(turns, list) or not turns:
-        raise TextError(f"{place}: `multi_turns` must be a list of questions")
+        raise TextError(f'{place}: "multi_turns" must be a list of questions')
     return [Question.of(task, turn, f"{place}, question {number}") for number, turn in enumerate(turns, 1)]
 
 
 def _functions(task: str, name: str, source: str) -> dict[str, tuple[str, ...]]:
     """The functions that are asked for, by repository: several rows may be of one."""
     found: dict[str, dict[str, None]] = {}
-    fields = {"repo": str, "lang": str}
-    for number, row in enumerate(read_rows(source, fields, config=name, split="test"), 1):
-        place = f"{source}, row {number}"
+    columns = {"repo": str, "lang": str}
+    for _, place, row in numbered_rows(source, columns, config=name, split="test"):
         if row["lang"] not in LANGUAGES:
-            raise TextError(f"{place}: `lang` must be one of {', '.join(LANGUAGES)}")
+            raise TextError(f'{place}: "lang" must be one of {", ".join(LANGUAGES)}')
         asked = (question for question in _questions(task, row, place) if question.metric == FUNCTION)
         found.setdefault(row["repo"], {}).update(dict.fromkeys(question.answers[0] for question in asked))
     return {repository: tuple(functions) for repository, functions in found.items()}
@@ -155,8 +141,8 @@ def _parts(
     """int64 [tokens] each: the context, cut so that every question has room after it, and the questions."""
     context = row.get("context", row.get("input"))  # variable tracking has it there, and lists are of numbers
     if not isinstance(context, str | list):
-        raise TextError(f"{place}: `context` must be text")
-    text = ASKED[task].get("context", "{context}").format(context=context)
+        raise TextError(f'{place}: "context" must be text')
+    text = TASKS[task].get("context", "{context}").format(context=context)
     parts = [turn_with_context(reader.tokenizer, text, question.text) for question in questions]
     first, rest = parts[0][0], [tokens for _, tokens in parts]
     needed = max(len(tokens) + question.limit for tokens, question in zip(rest, questions, strict=True))

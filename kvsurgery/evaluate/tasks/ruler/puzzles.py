@@ -22,7 +22,7 @@ _FILE = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding=
 WORDS = {kind: words.split() for kind, words in _FILE.items()}
 NOISE = "Rain taps on the roof. A dog is asleep. The kettle hums. Somebody walks past. It is quiet again."
 DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent of the sentences, where needles lie
-SHORT = 4096  # tokens below which examples and lists of words are smaller
+SHORT_PROMPT = 4096  # tokens below which examples and lists of words are smaller
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 NEEDLE = "Register: {key} has the {kind} {value}."
@@ -152,7 +152,7 @@ def variable_tracking(rng: random.Random, length: int) -> Puzzle:
         return variables, TRACKED.format(count=len(variables), value=value), write
 
     variables, lead, write = chained(3)
-    example = f"{write(FEW_LINES if length < SHORT else CHAIN_LINES, 0)}{lead} {' '.join(variables)}\n\n"
+    example = f"{write(FEW_LINES if length < SHORT_PROMPT else CHAIN_LINES, 0)}{lead} {' '.join(variables)}\n\n"
     variables, lead, write = chained(5)
     return Puzzle(lambda lines, rest: example + write(lines, rest), lead, tuple(variables), rest=len(NOISE.split()))
 
@@ -162,7 +162,7 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
 
     The longest lists, for which there are not words enough, are of two words each, such as "silver-kettle".
     """
-    short = length < SHORT
+    short = length < SHORT_PROMPT
     often, seldom = (6, 1) if short else (30, 3)
 
     def listed(words: list[str], often: int, seldom: int, rest: Sequence[str], seed: float) -> str:
