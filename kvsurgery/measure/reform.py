@@ -19,7 +19,7 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
-from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
+from kvsurgery.profile.embedding_heads import RANKED_KINDS, RANKING_TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.version import __version__
@@ -102,10 +102,10 @@ def embedding_ranking(
     query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
     heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
     # hidden states belong to no head
-    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in KINDS}
+    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in RANKED_KINDS}
     mnr, done = {}, 0
     for task, of_task in samples.items():
-        totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in KINDS}
+        totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in RANKED_KINDS}
         for number, sample in enumerate(of_task):
             done += 1
             if number % mesh.groups != mesh.group:
@@ -144,9 +144,9 @@ def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[Ranke
             f"encode_budget {recurrence.encode_budget} does not hold the first and last {recurrence.keep} tokens, "
             "which always stay"
         )
-    unknown = set(samples) - set(TASKS)
+    unknown = set(samples) - set(RANKING_TASKS)
     if unknown or not samples:
-        raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
+        raise ProfileError(f"samples are by task, {' or '.join(RANKING_TASKS)}; got {', '.join(unknown) or 'none'}")
     for of_task in samples.values():
         for sample in of_task:
             _check_positions(measured, sample, recurrence)
@@ -244,7 +244,7 @@ class _Scores:
 
     def __init__(self, sample: RankedPrompt, layers: int):
         self.sample = sample
-        self.tables: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in KINDS}
+        self.tables: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in RANKED_KINDS}
         self.question: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
 
     def visit_last(self, states: LayerStates) -> None:

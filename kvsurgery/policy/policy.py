@@ -21,7 +21,7 @@ from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.methods import MAX_BUDGET, METHODS
+from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
     ACCUMULATED,
@@ -206,12 +206,12 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
 
 def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest:
     """What heads that are not full become, where a recipe does not say."""
-    return "budgeted" if budgets else METHODS[profile.method].rest
+    return "budgeted" if budgets else SCORE_METHODS[profile.method].rest
 
 
 def usual_beta(followed: HeadProfile) -> float | None:
     """How budgets follow the scores of a profile, where a recipe does not say: shares and budgets as they are."""
-    method = METHODS.get(followed.method)
+    method = SCORE_METHODS.get(followed.method)
     return None if method and method.divides else BETA
 
 
@@ -276,7 +276,7 @@ def _budgets(full: np.ndarray, followed: HeadProfile, model: ModelLayers, recipe
     budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
     if recipe.budget is not None:
         budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
-    elif METHODS[followed.method].kind == "budget" and recipe.beta is None:
+    elif SCORE_METHODS[followed.method].kind == "budget" and recipe.beta is None:
         budgets[others] = scores[others]
     else:
         raise PolicyError(

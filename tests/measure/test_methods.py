@@ -22,7 +22,7 @@ from kvsurgery.profile import methods as scores
 
 
 def test_profiles_know_the_scores_of_every_method() -> None:
-    assert {*METHODS} - {*scores.METHODS} == {scores.REFORM}
+    assert {*METHODS} - {*scores.SCORE_METHODS} == {scores.REFORM}
 
 
 def test_defaults_are_those_of_the_functions_that_measure() -> None:

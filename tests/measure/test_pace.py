@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.pace import (
-    LEAST,
-    MOST,
-    PASSKEYS,
-    SHORT,
-    WANTED,
+    ENOUGH_PASSKEYS,
+    LEAST_CONTEXT,
+    LEAST_STEPS,
+    MOST_STEPS,
+    WANTED_STEPS,
     Lengths,
     TrainingPlan,
     paced,
@@ -41,27 +41,27 @@ def test_a_training_fits_its_time(minutes, linear, square, most, longest, window
     try:
         found = paced(minutes, seconds, most, asked, window)
     except ProfileError as error:
-        assert 60 * minutes / seconds(asked.longest or min(max(SHORT, 2 * window), most)) < 2 * LEAST
+        assert 60 * minutes / seconds(asked.longest or min(max(LEAST_CONTEXT, 2 * window), most)) < 2 * LEAST_STEPS
         enough = float(str(error).split("give ")[1].split(" min")[0])
-        assert paced(enough, seconds, most, asked, window).steps >= LEAST
+        assert paced(enough, seconds, most, asked, window).steps >= LEAST_STEPS
         return
     lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
     assert found.steps * np.mean([seconds(int(length)) for length in lengths]) <= 60 * minutes * (1 + 1e-7)
-    assert LEAST <= found.steps <= MOST
+    assert LEAST_STEPS <= found.steps <= MOST_STEPS
     assert 2 <= found.shortest <= found.longest <= most
     assert found.shortest > window or found.longest <= window
     assert found.longest == (asked.longest or found.longest)
     # prompts are only short where longer ones leave too few steps
-    if found.steps < WANTED:
-        assert found.longest <= max(SHORT, 2 * window, asked.longest or 0)
+    if found.steps < WANTED_STEPS:
+        assert found.longest <= max(LEAST_CONTEXT, 2 * window, asked.longest or 0)
 
 
 def test_the_longer_the_time_the_longer_the_prompts():
     found = [paced(minutes, lambda tokens: tokens / 60, 32_000) for minutes in (21, 100, 400, 2000, 20_000)]
     assert [each.longest for each in found] == [768, 1000, 4000, 32_000, 32_000]
     assert [each.shortest for each in found] == [384, 500, 1000, 1000, 1000]
-    assert [each.passkeys for each in found] == [3, 5, 10, 10, PASSKEYS]
-    assert found[-1].steps == MOST
+    assert [each.passkeys for each in found] == [3, 5, 10, 10, ENOUGH_PASSKEYS]
+    assert found[-1].steps == MOST_STEPS
     assert found[0].flags == "--steps 131 --min-context 384 --max-context 768 --passkeys 3"
 
 

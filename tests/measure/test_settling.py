@@ -62,7 +62,7 @@ class TestTrajectories:
         """None of them moves far, but half of the full heads are others."""
         close = np.repeat([0.50, 0.51], HEADS // 2) + self.spread / 1000
         change = np.repeat([0.0005, 0.0], HEADS // 2)
-        assert np.abs(change).max() < settling.MOVED * LR / 2
+        assert np.abs(change).max() < settling.MOST_MOVED * LR / 2
         assert not settled(trajectory(close, change), LR)
         assert settled(trajectory(close, change[::-1]), LR)
 

@@ -101,7 +101,7 @@ class TestDamage:
             read_or_refused(formats[name][0], path)
 
     def test_files_that_never_end(self, tmp_path, monkeypatch, name):
-        monkeypatch.setattr(files, "LARGEST_FILE", 1 << 20)
+        monkeypatch.setattr(files, "LARGEST_SCORES_FILE", 1 << 20)
         with pytest.raises(ProfileError, match="is over 1 MiB; this is not a file of head scores"):
             whole(tmp_path)[name][0]("/dev/zero", MODEL)
 

@@ -105,7 +105,7 @@ class TestDuo:
 
     def test_a_file_far_too_large(self, tmp_path):
         with open(tmp_path / "gates.tsv", "wb") as file:
-            file.truncate(files.LARGEST_FILE + 1)
+            file.truncate(files.LARGEST_SCORES_FILE + 1)
         with pytest.raises(ProfileError, match="over 1,024 MiB; this is not a file of head scores"):
             import_duo(tmp_path / "gates.tsv", MODEL)
 

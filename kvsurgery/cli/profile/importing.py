@@ -92,9 +92,9 @@ def duo(path: str, **options: Any) -> None:
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
         --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
     """
-    from kvsurgery.profile.importers.duo import FILE, import_duo
+    from kvsurgery.profile.importers.duo import GATES_FILE, import_duo
 
-    _save(lambda files, model: import_duo(files[0], model), [path], options, inside=FILE, beside="config.json")
+    _save(lambda files, model: import_duo(files[0], model), [path], options, inside=GATES_FILE, beside="config.json")
 
 
 @import_group.command()
@@ -110,9 +110,9 @@ def rlkv(path: str, **options: Any) -> None:
     kvsurgery profile import rlkv ./head_dist/rlkv/Llama-3.1-8B-R1/.../adapter_weights.tsv \\
         --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B -o rlkv.safetensors
     """
-    from kvsurgery.profile.importers.rlkv import FILE, import_rlkv
+    from kvsurgery.profile.importers.rlkv import GATES_FILE, import_rlkv
 
-    _save(lambda files, model: import_rlkv(files[0], model), [path], options, inside=FILE)
+    _save(lambda files, model: import_rlkv(files[0], model), [path], options, inside=GATES_FILE)
 
 
 @import_group.command()

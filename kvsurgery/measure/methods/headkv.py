@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadKV(Method):
-    """Retrieval scores: `name` is a key of `retrieval.METHODS`.
+    """Retrieval scores: `name` is a key of `retrieval.RETRIEVAL_METHODS`.
 
     Attributes:
         needles: a shipped set, a JSONL file, or "auto": the hardest set that the model answers.

@@ -11,7 +11,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import is_number, origin, parse_object, read, read_shares
 from kvsurgery.profile.measured import Measured
 
-FILE = "full_attention_heads.tsv"
+GATES_FILE = "full_attention_heads.tsv"
 # how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
 SLACK = 0.01
 # facts worth keeping from DuoAttention's dump of its training arguments: the numbers, never its paths
@@ -31,7 +31,7 @@ def import_duo(path: str | Path, model: Measured) -> HeadProfile:
     """
     path = Path(path)
     if os.path.isdir(path):
-        path /= FILE
+        path /= GATES_FILE
     scores, raw = read_shares(path, SLACK, "DuoAttention gate", model)
     options = _options(path.with_name("config.json"))
     training = {name: options[name] for name in FACTS if is_number(options.get(name))}

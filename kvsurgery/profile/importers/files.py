@@ -16,16 +16,16 @@ from kvsurgery.profile.measured import Measured
 from kvsurgery.version import __version__
 
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
-LARGEST_FILE = 1 << 30
+LARGEST_SCORES_FILE = 1 << 30
 
 
 def read(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a file, `LARGEST_FILE` at most unless `most` is given.
+    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `most` is given.
 
     Raises:
         ProfileError: it cannot be read, or is too large for head scores.
     """
-    most = LARGEST_FILE if most is None else most
+    most = LARGEST_SCORES_FILE if most is None else most
     try:
         with open(path, "rb") as file:
             large = os.fstat(file.fileno()).st_size > most

@@ -15,7 +15,7 @@ from kvsurgery.profile.importers.files import check_kv_heads, origin, read
 from kvsurgery.profile.measured import Measured
 
 # published files have 2 KB; what is compressed in them may be a thousand times as large
-MOST = 1 << 20
+LARGEST_TENSOR_FILE = 1 << 20
 
 
 def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
@@ -30,7 +30,7 @@ def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
         ProfileError: a file is unreadable, not such a tensor, or of another shape.
     """
     files = [Path(path) for path in paths]
-    raws = [read(path, MOST) for path in files]
+    raws = [read(path, LARGEST_TENSOR_FILE) for path in files]
     tables = [_table(path, raw, model) for path, raw in zip(files, raws, strict=True)]
     sources = [origin("KVzip", path, raw) for path, raw in zip(files, raws, strict=True)]
     return model.profile(np.max(tables, axis=0), "kvzip", sources[0] if len(sources) == 1 else {"files": sources})

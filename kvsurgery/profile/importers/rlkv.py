@@ -9,7 +9,7 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import origin, read_shares
 from kvsurgery.profile.measured import Measured
 
-FILE = "adapter_weights.tsv"
+GATES_FILE = "adapter_weights.tsv"
 # published gates reach from -0.0106 to 1.008
 SLACK = 0.02
 # of the streaming heads that published gates were trained beside; no file says so
@@ -28,6 +28,6 @@ def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
     """
     path = Path(path)
     if os.path.isdir(path):
-        path /= FILE
+        path /= GATES_FILE
     scores, raw = read_shares(path, SLACK, "RLKV gate", model)
     return model.profile(scores, "rlkv", origin("RLKV", path, raw), sink=SINK, recent=RECENT)
