@@ -9,8 +9,8 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.methods.attention import Attention
-from kvsurgery.measure.methods.gates import STEPS
 from kvsurgery.measure.methods.reform import Reform
 from kvsurgery.text.lengths import DEPTHS, LONGEST_PROMPT, SHORTEST_PROMPT, default_lengths
 
@@ -76,7 +76,7 @@ def _prompts(most: int) -> Iterator[tuple[str, list[int]]]:
     """Of each method, the tokens of every prompt."""
     longest = min(LONGEST_PROMPT, most)
     shortest = min(SHORTEST_PROMPT, longest)
-    for method, count in (("duo", STEPS), ("attention", Attention.samples)):
+    for method, count in (("duo", GateOptions.steps), ("attention", Attention.samples)):
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
     yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES_IN_SET * len(DEPTHS))]
     yield "reform", 2 * Reform.samples * [min(Reform.context, most)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,10 +19,9 @@ from transformers import PreTrainedModel
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
+from kvsurgery.measure.gate_options import Loss
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
-
-Loss = Literal["distill", "lm"]
 
 WARM_UP = 0.2  # share of the steps
 LEAST_RATE = 0.1  # share of the learning rate that the first and the last step have

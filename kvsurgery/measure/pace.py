@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from kvsurgery.errors import ProfileError
+from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
-from kvsurgery.measure.training import GateOptions
 from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
 # steps: the paper's, those that prompts are shortened for, and too few
@@ -29,24 +29,18 @@ PASSKEY_ROOM, ENOUGH_PASSKEYS = 100, 10  # tokens that one takes with the words 
 class Lengths:
     """Tokens of the shortest and of the longest prompt, and the passkeys in each; None: to be chosen."""
 
-    shortest: int | None = None
-    longest: int | None = None
+    min_context: int | None = None
+    max_context: int | None = None
     passkeys: int | None = None
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training that fits a time.
-
-    Attributes:
-        steps: how many.
-        shortest, longest: tokens of prompts.
-        passkeys: in each.
-    """
+    """A training that fits a time: settings of `Duo`."""
 
     steps: int
-    shortest: int
-    longest: int
+    min_context: int
+    max_context: int
     passkeys: int
 
     @classmethod
@@ -61,14 +55,6 @@ class TrainingPlan:
             return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", ENOUGH_PASSKEYS))
         except KeyError as missing:
             raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
-
-    @property
-    def flags(self) -> str:
-        """The same as options of `profile compute`."""
-        return (
-            f"--steps {self.steps} --min-context {self.shortest} --max-context {self.longest} "
-            f"--passkeys {self.passkeys}"
-        )
 
 
 def paced(
@@ -103,10 +89,10 @@ def paced(
 
 def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
-    longest = given.longest or min(LONGEST_PROMPT, most_tokens)
-    least = longest if given.longest else max(LEAST_CONTEXT, given.shortest or 0, 2 * window)
+    longest = given.max_context or min(LONGEST_PROMPT, most_tokens)
+    least = longest if given.max_context else max(LEAST_CONTEXT, given.min_context or 0, 2 * window)
     while True:
-        yield given.shortest or min(max(min(SHORTEST_PROMPT, longest // 2), window + 1, 2), longest), longest
+        yield given.min_context or min(max(min(SHORTEST_PROMPT, longest // 2), window + 1, 2), longest), longest
         if longest <= least:
             return
         longest = max(longest // 2, least)

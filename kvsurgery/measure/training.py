@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +13,8 @@ import torch
 from blake3 import blake3
 
 from kvsurgery.errors import KVSurgeryError, ProfileError
-from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
+from kvsurgery.measure.gate_options import GateOptions
+from kvsurgery.measure.gates import WARM_UP, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.measure.settling import LATEST, SHARES, settled
@@ -42,43 +42,6 @@ class KeptState:
     path: Path
     every: int = 50
     resume: bool = False
-
-
-@dataclass(frozen=True)
-class GateOptions:
-    """How gates are trained.
-
-    Attributes:
-        loss: "distill", or "lm" as `gates.add_gradient` has them.
-        steps: of AdamW, without weight decay; the gates are clamped to [0, 1] after each.
-        lr: peak learning rate.
-        reg: weight of the mean gate in the loss. The paper's serves few steps too: a greater one would separate gates
-            sooner, but take most of them to 0, where they rank alike, while gates that stay near 1 still differ.
-        sink, recent: tokens of streaming attention.
-        batch: prompts per step, over all processes.
-        until_settled: stop earlier, after the warm-up, when more steps would hardly change which heads are full.
-
-    Raises:
-        ProfileError: any is out of range.
-    """
-
-    loss: Loss = "distill"
-    steps: int = 2000
-    lr: float = 0.02
-    reg: float = 0.05
-    sink: int = 64
-    recent: int = 256
-    batch: int = 1
-    until_settled: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss not in ("distill", "lm"):
-            raise ProfileError(f"unknown loss {self.loss!r}; known: distill, lm")
-        for name, least in (("steps", 1), ("batch", 1), ("sink", 0), ("recent", 1)):
-            if getattr(self, name) < least:
-                raise ProfileError(f"{name} must be >= {least}, got {getattr(self, name)}")
-        if not (0 < self.lr < math.inf and 0 <= self.reg < math.inf):
-            raise ProfileError(f"lr must be > 0 and reg >= 0, got {self.lr} and {self.reg}")
 
 
 class Progress(NamedTuple):
