@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile
-    from kvsurgery.profile.measured import Measured
+    from kvsurgery.profile.profiled_model import ProfiledModel
 
 
 @click.group("import")
@@ -48,7 +48,7 @@ def _import_options(command: Any) -> Any:
 
 
 def _save(
-    read: Callable[[Sequence[Path], Measured], HeadProfile],
+    read: Callable[[Sequence[Path], ProfiledModel], HeadProfile],
     sources: Sequence[str],
     options: dict[str, Any],
     **names: str,
@@ -64,10 +64,10 @@ def _save(
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
-    from kvsurgery.profile.measured import Measured
+    from kvsurgery.profile.profiled_model import ProfiledModel
 
     HeadProfile.check_output(options["out"])
-    model = Measured.read(options["source"], options["revision"])
+    model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
         path, remote = local_file(source, **names)

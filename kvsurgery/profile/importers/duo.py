@@ -9,7 +9,7 @@ from typing import Any
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import is_number, origin, parse_object, read, read_shares
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 GATES_FILE = "full_attention_heads.tsv"
 # how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
@@ -18,7 +18,7 @@ SLACK = 0.01
 FACTS = ("num_steps", "lr", "reg_weight", "context_length_min", "context_length_max", "num_passkeys", "seed")
 
 
-def import_duo(path: str | Path, model: Measured) -> HeadProfile:
+def import_duo(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read DuoAttention's gates: a table of layers x KV heads, clipped to [0, 1].
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from kvsurgery.version import __version__
 
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
@@ -75,7 +75,7 @@ def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], fl
     return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
 
 
-def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[np.ndarray, bytes]:
+def read_shares(path: Path, slack: float, what: str, model: ProfiledModel) -> tuple[np.ndarray, bytes]:
     """float64 [layers, kv_heads]: a file's tab-separated numbers from 0 to 1, clipped; and the file's bytes.
 
     Args:
@@ -102,7 +102,7 @@ def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[n
     return scores, raw
 
 
-def check_kv_heads(path: Path, shape: Sequence[int], model: Measured) -> None:
+def check_kv_heads(path: Path, shape: Sequence[int], model: ProfiledModel) -> None:
     """Check that scores of a shape are one for every KV head of a model.
 
     Raises:

@@ -11,12 +11,12 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import is_number, origin, parse_object, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 HEADKV_METHODS = ("headkv-r", "headkv-er", "headkv-r2")
 
 
-def import_headkv(path: str | Path, model: Measured, method: str = "headkv-r") -> HeadProfile:
+def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-r") -> HeadProfile:
     """Read HeadKV (Fu et al. 2024) or Retrieval_Head (Wu et al. 2024) scores: the mean over trials per query head.
 
     Args:

@@ -12,13 +12,13 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import check_kv_heads, origin, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 # published files have 2 KB; what is compressed in them may be a thousand times as large
 LARGEST_TENSOR_FILE = 1 << 20
 
 
-def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
+def import_kvzip(paths: Sequence[str | Path], model: ProfiledModel) -> HeadProfile:
     """Read KVzip's head scores: of each KV head the largest score over the files, as KVzip takes it.
 
     Args:
@@ -36,7 +36,7 @@ def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
     return model.profile(np.max(tables, axis=0), "kvzip", sources[0] if len(sources) == 1 else {"files": sources})
 
 
-def _table(path: Path, raw: bytes, model: Measured) -> np.ndarray:
+def _table(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
     import torch
 
     try:

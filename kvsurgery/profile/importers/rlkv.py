@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import origin, read_shares
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 GATES_FILE = "adapter_weights.tsv"
 # published gates reach from -0.0106 to 1.008
@@ -16,7 +16,7 @@ SLACK = 0.02
 SINK, RECENT = 128, 256
 
 
-def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
+def import_rlkv(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read RLKV's gates: a table of layers x KV heads, clipped to [0, 1].
 
     Args:
