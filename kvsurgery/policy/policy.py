@@ -145,6 +145,7 @@ def decide(
             )
     _check_model(model, profile.model, recipe)
     scores = kv_scores(profile, recipe.group_reduce, model.sources)
+    _check_threshold(recipe.threshold, profile.method)
     recipe = completed(recipe, profile, budgets)
     mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
     if recipe.tp > 1 and not recipe.tp_uneven:
@@ -327,6 +328,15 @@ def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDim
     parts, order = ((0, own.kv_heads // blocks),) * blocks, tuple(range(own.kv_heads))
     head_dim = None if own.head_dim == dimensions.head_dim else own.head_dim
     return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
+
+
+def _check_threshold(threshold: float | None, method: str) -> None:
+    """Raise PolicyError where no score of a method can lie there."""
+    most = SCORE_METHODS[method].most
+    if threshold is None or 0 <= threshold <= (np.finfo(float).max if most is None else most):
+        return
+    lies = "is a finite number of 0 or more" if most is None else f"lies in [0, {most:g}]"
+    raise PolicyError(f"`threshold` {lies} for {method} scores, got {threshold}")
 
 
 def _check_streaming(sink: int, recent: int) -> None:
