@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.gates import gated_layers
@@ -73,7 +74,7 @@ def cache_losses(
     *,
     first: Sequence[int] = (),
     data: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> CacheLosses:
     """Measure the losses of a model's caches.
@@ -82,7 +83,7 @@ def cache_losses(
         text: int64 [tokens], with room for a passage.
         first: tokens that stand before any text that the model reads.
         data: what the text is, for the provenance.
-        progress: called with tokens read and all, over all passages and caches, in the first process.
+        progress: of the tokens read, over all passages and caches.
         mesh: the processes that share the passages.
 
     Raises:
@@ -121,7 +122,9 @@ def cache_losses(
 class _Measuring:
     """The passages of a text in a model's caches; `caches` are all kinds of cache that heads may have."""
 
-    def __init__(self, measured: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress, mesh: Mesh):
+    def __init__(
+        self, measured: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress: Progress, mesh: Mesh
+    ):
         self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
         self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
         self.widths = [bits for bits in MEASURED_WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
@@ -234,8 +237,7 @@ class _Measuring:
         for trial in self.trials:
             total += divergence(trial, rows)
             self.done += len(rows) * tokens
-            if self.progress is not None and self.mesh.processes.rank == 0:
-                self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)
+            self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)
         total = self.mesh.processes.add(total.to(self.mesh.processes.device)).cpu()
         return total.numpy() / self.sizes.passages
 

@@ -7,7 +7,7 @@ largest of them, then the mean over neighbouring tokens. A head is the better, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
@@ -70,7 +71,7 @@ def embedding_ranking(
     *,
     recurrence: Reform = PAPER,
     data: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
@@ -85,7 +86,7 @@ def embedding_ranking(
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.
-        progress: is told after every sample how many are done, of how many.
+        progress: of the samples.
         mesh: the processes that share heads, and their groups samples.
 
     Returns:
@@ -112,8 +113,7 @@ def embedding_ranking(
                 continue
             for kind, ranks in sample_ranks(measured, sample, recurrence, key).items():
                 totals[kind] += ranks
-            if progress is not None and mesh.processes.rank == 0:
-                progress(done, len(everything))
+            progress(done, len(everything))
         means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
         mnr[task] = {
             kind: mean if kind == "hidden" else measured.by_original_head(mean) for kind, mean in means.items()

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
@@ -102,7 +103,7 @@ def retrieval_scores(
     *,
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
@@ -114,7 +115,7 @@ def retrieval_scores(
         trials: the grid that each needle is hidden in.
         method: a key of `RETRIEVAL_METHODS`.
         choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
-        progress: called before the first trial and after each with trials done, trials in all, and right answers.
+        progress: of the trials, from before the first one, with the number of right answers.
         mesh: the processes that share heads, and their groups trials.
 
     Raises:
@@ -131,8 +132,7 @@ def retrieval_scores(
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(measured, measured.dimensions.query_heads)
     total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
-    if progress is not None and mesh.processes.rank == 0:
-        progress(0, len(grid), 0)  # what came before says nothing of how long a trial takes
+    progress(0, len(grid), "0 right")  # what came before says nothing of how long a trial takes
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
@@ -145,8 +145,7 @@ def retrieval_scores(
             total += sum(_step_scores(step, real, tokens, method) for step in steps)
         if result > best[0]:
             best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
-        if progress is not None and mesh.processes.rank == 0:
-            progress(done, len(grid), successes)
+        progress(done, len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
         share, said = max(mesh.processes.gather([best]))

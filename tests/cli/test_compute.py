@@ -82,6 +82,14 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert (made["reg"], made["until_settled"]) == (0.2, False)
 
 
+def test_unknown_words_are_found_before_a_training_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "step_seconds", lambda *arguments: pytest.fail("it is timed"))
+    folder = make("llama", tmp_path / "llama", vocab_size=400, max_position_embeddings=2048)
+    tokenizer("words", ["bako dimi"]).save_pretrained(folder)
+    why = refused("profile", "compute", folder, "--method", "duo", "--minutes", 1, "-o", "p.safetensors")
+    assert "does not know all words of 'Passkeys are hidden" in why
+
+
 def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch):
     """It stops as soon as it may where gates are said to have settled; these have not separated."""
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)

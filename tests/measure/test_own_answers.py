@@ -33,7 +33,7 @@ def task(number):
 def kept(measured, tmp_path_factory):
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     counts = []
-    made = OwnAnswers.of(measured, CONTEXTS, 3, path, counts.append)
+    made = OwnAnswers.of(measured, CONTEXTS, 3, path, lambda done, *_: counts.append(done))
     assert counts == [1, 2, 3]
     return path, made
 

@@ -227,7 +227,7 @@ def test_what_is_recorded(tiny, recall, method):
     seen = []
     made = retrieval_scores(tiny, *recall, method=method, **SMALL, seed=3, progress=lambda *state: seen.append(state))
     facts = made.provenance
-    assert seen == [(done, 8, done) for done in range(9)]
+    assert seen == [(done, 8, f"{done} right") for done in range(9)]
     assert (facts["trials"], facts["successes"], facts["seed"]) == (8, 8, 3)
     assert (facts["lengths"], facts["depths"]) == ([100, 200], [0.1, 0.6])
     assert (facts["text"], facts["needles"], facts["prompt"]) == ("filler.txt", 2, "plain")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvsurgery.measure.own_answers import OwnAnswers
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import Progress
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,6 @@ class GateMethod(ContextMethod):
         options = planned.options()
         prompts = planned.prompts(measured, mesh, reporter)
 
-        def progress(step: Progress) -> None:
-            reporter.progress(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
-
         if begun is None:
             reporter.progress(0, options.steps)  # the time until here says nothing of the steps
         profile, history = train_gates(
@@ -107,7 +103,7 @@ class GateMethod(ContextMethod):
             data=prompts.facts,
             method=self.name,
             kept=KeptState(self.checkpoint, resume=self.resume) if self.checkpoint else None,
-            progress=progress,
+            progress=reporter.progress,
             mesh=mesh,
         )
         return Measurement(profile, history, self.curve)

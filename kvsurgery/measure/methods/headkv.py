@@ -55,7 +55,7 @@ class HeadKV(Method):
             trials,
             method=self.name,
             choice=choice,
-            progress=lambda done, of, right: reporter.progress(done, of, f"{right} right"),
+            progress=reporter.progress,
             mesh=mesh,
         )
         return Measurement(profile)

@@ -53,7 +53,5 @@ class RLKVLite(GateMethod):
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> OwnAnswers:
         from kvsurgery.measure.own_answers import OwnAnswers
 
-        def progress(done: int) -> None:
-            reporter.progress(done, None, f"of {self.samples} answers generated")
-
-        return OwnAnswers.of(measured, self.contexts(measured), self.samples, self.answers, progress, mesh)
+        contexts = self.contexts(measured)
+        return OwnAnswers.of(measured, contexts, self.samples, self.answers, reporter.progress, mesh)
