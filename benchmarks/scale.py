@@ -33,7 +33,7 @@ from kvsurgery.policy.policy import Policy, decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.duo import import_duo
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from kvsurgery.recipe import Recipe
 from kvsurgery.templates.kv_layout import KVLayout, Quantization
 
@@ -74,9 +74,10 @@ def load_profile(name: str, path: str | None, seed: int) -> HeadProfile:
     if path is None:
         scores = np.random.default_rng(seed).random((model.layers, model.kv_heads), dtype=np.float32)
         return HeadProfile(scores, "duo", "kv", f"random scores, seed {seed}", model)
-    profile = (
-        HeadProfile.load(path) if path.endswith(".safetensors") else import_duo(path, Measured(Path(path).name, model))
-    )
+    if path.endswith(".safetensors"):
+        profile = HeadProfile.load(path)
+    else:
+        profile = import_duo(path, ProfiledModel(Path(path).name, model))
     if profile.model != model:
         raise KVSurgeryError(f"{path} is of {profile.model}, but {name} has {model}")
     return profile

@@ -114,7 +114,7 @@ class Recipe:
 
         sparsity: share of the KV heads in full-attention layers that are not full. Default 0.5 with GQA, 0.75 without
             (DuoAttention, Xiao et al. 2024, section 3.1); 1 where the other heads have budgets.
-        threshold: instead, heads with this score or more are full.
+        threshold: instead, heads with this score or more are full; from 0 to the largest score that a method gives.
         full_heads: instead, the number of full heads over the model.
         rest: what the other heads are. Default: budgeted for a HeadKV profile, else streaming.
         group_reduce: how the scores of a group's query heads become the score of their KV head.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvsurgery.text.help import TEXT
-
-# words that several tasks' settings share
+# words that several settings share
 SAMPLES = "number of prompts of each length (ruler: of each task and length)"
 SOURCE = "a file, a folder or the Hub id of a dataset"
 THERE = "all that the source has"
+CHUNK_HELP = "tokens of a prompt that are read at once"
 _KEY = "setting"
 
 
@@ -47,7 +46,32 @@ def lengths_setting() -> Any:
 
 def text_setting() -> Any:
     """The text of prompts, as `Haystack.read` takes it."""
-    return setting(None, "text", TEXT, default="generated")
+    words = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
+    return setting(None, "text", words, default="generated")
+
+
+def needles_setting() -> Any:
+    """A needle set, as `read_set` takes it, or "auto"."""
+    words = (
+        "a JSONL file, or a shipped set: word, fact and phrase, from easy to hard; choice and reasoning, which take a "
+        "reason; or auto, the hardest set that the original answers in at least half of the trials"
+    )
+    return setting("auto", "needles", words)
+
+
+def depths_setting(value: Any) -> Any:
+    """The depths of needles, of which `DEPTHS` are ten."""
+    return setting(value, "depths", "depths of needles in the text, 0 (start) to 1 (end)", default="ten")
+
+
+def passkeys_setting(value: Any, default: int | None = None) -> Any:
+    """The number of passkeys."""
+    return setting(value, "passkeys", "number of passkeys in a prompt", default=default)
+
+
+def passkey_tokens_setting(least: int = 1) -> Any:
+    """The length of passkeys."""
+    return setting(32, "passkey_tokens", "random tokens of each passkey", least=least)
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:

@@ -15,7 +15,6 @@ EXCEPTED = (
     "kvsurgery/cli",
     "kvsurgery/vllm",  # vLLM's own options
     "kvsurgery/profile/published.py",  # builds command lines
-    "kvsurgery/measure/pace.py",  # `TrainingPlan.flags`
 )
 COMMAND = re.compile(r"`kvsurgery [^`]*`|torchrun --nproc-per-node")  # whole commands may be a fix
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

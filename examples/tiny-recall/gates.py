@@ -16,7 +16,7 @@ from measure import PROFILE, RECENT, SINK, load, show_random_recall, show_recall
 from task import RECALLED, texts
 
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.training import GateOptions, Progress, train_gates
+from kvsurgery.measure.training import GateOptions, train_gates
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.plots import plot_training
 
@@ -35,13 +35,9 @@ def prompt(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(measured: MeasuredModel, options: GateOptions = OPTIONS) -> tuple[HeadProfile, np.ndarray]:
     """Gates as scores, and the training's history."""
 
-    def show(progress: Progress) -> None:
-        if progress.step % 20 == 0:
-            print(
-                f"step {progress.step:3} of {progress.steps}, {progress.seconds:3.0f} s: loss {progress.loss:.4f}, "
-                f"distillation {progress.data_loss:.4f}, {progress.sparsity:.0%} of the gates under 0.5",
-                flush=True,
-            )
+    def show(step: int, steps: int | None, note: str = "") -> None:
+        if step % 20 == 0:
+            print(f"step {step:3} of {steps}: {note}", flush=True)
 
     data = {"prompts": "recall task", "facts": FACTS, "shortest": SHORTEST, "longest": LONGEST, "seed": SEED}
     return train_gates(measured, prompt, options, data=data, progress=show)

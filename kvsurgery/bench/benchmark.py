@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
 from kvsurgery.conversion.inspection import Facts, Surgery, inspect_checkpoint
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.evaluate.checkpoint import read_text_config
 from kvsurgery.evaluate.records import versions
@@ -25,10 +25,6 @@ DEFAULT_LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536)}
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 
 
-def silent(done: int, of: int, note: str) -> None:
-    """Progress that nobody is told of."""
-
-
 def benchmark(
     folder: Path,
     source: Path | None = None,
@@ -37,7 +33,7 @@ def benchmark(
     device: str | None = None,
     dtype: str = "auto",
     command: str = "",
-    progress: Callable[[int, int, str], None] = silent,
+    progress: Progress = silent,
 ) -> Bench:
     """Measure a converted checkpoint beside the original; processes that a launcher started share both.
 

@@ -14,6 +14,7 @@ from kvsurgery.bench.contenders import Contender, step_weights
 from kvsurgery.bench.memory import peak_of
 from kvsurgery.bench.results import PHASES, Phase, Row
 from kvsurgery.bench.timing import Stopwatch, quartiles
+from kvsurgery.display.progress import Progress
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.answering import ran_out
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
@@ -64,7 +65,7 @@ def measure(
     found: list[Contender],
     work: Workload,
     bandwidth: float,
-    progress: Callable[[int, int, str], None],
+    progress: Progress,
     processes: Processes = Processes(),
 ) -> tuple[Row, ...]:
     """Rows of all contenders at every batch and length; of several processes times of the first, memory of the fullest.

@@ -12,7 +12,7 @@ import click
 
 from kvsurgery.cli.options import Several, Tokens
 from kvsurgery.cli.running import chosen_dtype, device_option, dtype_option, quiet_transformers, typed_command
-from kvsurgery.text.help import CHUNK
+from kvsurgery.setting import CHUNK_HELP
 
 if TYPE_CHECKING:
     from kvsurgery.bench.results import Bench, Phase, Row
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chunk",
     type=Tokens(),
-    help=f"{CHUNK.capitalize()}.  [default: (512 on a CPU, 2K on a GPU)]",
+    help=f"{CHUNK_HELP.capitalize()}.  [default: (512 on a CPU, 2K on a GPU)]",
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="Number of rounds, after a warm-up.")
 @click.option(

@@ -306,7 +306,8 @@ def in_flags(message: str) -> str:
     names = [name for names in FIELDS.values() for name in names]
     names += ["fit", "memory", "context", "batch", "new_tokens", "chunk", "device", "dtype", "sp"]
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
-    names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "how", "base_model"]
+    names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
+    names += ["how", "base_model"]
     known = {name: flag(name) for name in names}
     known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
     known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}

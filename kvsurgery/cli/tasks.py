@@ -11,7 +11,7 @@ from kvsurgery.cli.options import TASKS, Several, Tokens, in_group
 from kvsurgery.cli.running import POSITIVE, chosen_dtype, device_option, dtype_option, seed_option
 from kvsurgery.cli.settings import foreign_options, given_settings, setting_options
 from kvsurgery.evaluate.tasks import task_classes
-from kvsurgery.text.help import CHUNK
+from kvsurgery.setting import CHUNK_HELP
 
 if TYPE_CHECKING:
     from kvsurgery.evaluate.options import Options
@@ -33,7 +33,7 @@ def task_options(command: Any) -> Any:
             "--limit", type=POSITIVE, help="Maximum number of samples of each task, or of each of its subtasks."
         ),
         click.option("--batch", type=POSITIVE, default=1, show_default=True, help="Number of samples per batch."),
-        click.option("--chunk", type=Tokens(), help=f"{CHUNK.capitalize()}.  [default: (all)]"),
+        click.option("--chunk", type=Tokens(), help=f"{CHUNK_HELP.capitalize()}.  [default: (all)]"),
         seed_option,
         device_option,
         dtype_option,

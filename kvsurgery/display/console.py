@@ -15,16 +15,17 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from kvsurgery.display.pace import Pace, ProgressLines, whole_time
+from kvsurgery.display.progress import Progress
 
 WIDEST = 1000  # columns; where a terminal has fewer, lines are longer than it, and nothing is cut off
 
@@ -81,7 +82,7 @@ def byte_progress(
 
 
 @contextmanager
-def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Generator[Callable[..., None]]:
+def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Generator[Progress]:
     """Show the progress of counted steps, each with a note.
 
     Long work has an estimate of the whole after its first step.
@@ -126,8 +127,8 @@ def _lines(lines: ProgressLines) -> Generator[ProgressLines]:
 
 
 @contextmanager
-def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Progress, TaskID]]:
-    bar = Progress(
+def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Bars, TaskID]]:
+    bar = Bars(
         TextColumn("{task.description}"),
         BarColumn(),
         *columns,

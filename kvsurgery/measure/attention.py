@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
@@ -31,7 +32,7 @@ def attention_profile(
     count: int = 50,
     *,
     data: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
@@ -42,7 +43,7 @@ def attention_profile(
     Args:
         prompts: called for the numbers 0 to count - 1, at place 0 of each.
         data: what the prompts are, for the provenance.
-        progress: called after every prompt with prompts done and all, in the first process.
+        progress: of the prompts.
         mesh: the processes that share the prompts.
 
     Raises:
@@ -56,8 +57,7 @@ def attention_profile(
     share = mesh.share(count)
     for done, number in enumerate(share, 1):
         total += attention_mass(measured, *prompts(number, 0), mesh).cpu()
-        if progress is not None and mesh.processes.rank == 0:
-            progress(done * mesh.groups, count)
+        progress(done * mesh.groups, count)
     total = mesh.processes.add(total.to(mesh.processes.device)).cpu().numpy()
     scores = (total / mesh.copies(measured) / count).clip(0, 1)
     provenance = {"data": dict(data), "count": count, "tool": __version__}

@@ -14,7 +14,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kvsurgery.templates.kv_torch import Scoring
 
-NAME = "kvsurgery_interception"
+INTERCEPTION = "kvsurgery_interception"
 
 # (stock, module, query, key, value, mask, **options) -> output [batch, tokens, query_heads, head_dim], and weights
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -40,9 +40,9 @@ def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -
         stock = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
         return attend(stock, module, query, key, value, attention_mask, **options)
 
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, (eager_mask if eager else sdpa_mask) if masks else no_mask)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(INTERCEPTION, function)
+    AttentionMaskInterface.register(INTERCEPTION, (eager_mask if eager else sdpa_mask) if masks else no_mask)
+    model.set_attn_implementation(INTERCEPTION)
     try:
         yield
     finally:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.cache_trial import EXACT, CacheTrial, Window
 from kvsurgery.measure.gates import gated_layers
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.profile.cache_losses import STREAMING, WIDTHS, CacheLosses, Combination, WholeCacheLoss
+from kvsurgery.profile.cache_losses import MEASURED_WIDTHS, STREAMING_CACHE, CacheLosses, Combination, WholeCacheLoss
 from kvsurgery.templates.kv_layout import Quantization
 from kvsurgery.version import __version__
 
@@ -73,7 +74,7 @@ def cache_losses(
     *,
     first: Sequence[int] = (),
     data: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> CacheLosses:
     """Measure the losses of a model's caches.
@@ -82,7 +83,7 @@ def cache_losses(
         text: int64 [tokens], with room for a passage.
         first: tokens that stand before any text that the model reads.
         data: what the text is, for the provenance.
-        progress: called with tokens read and all, over all passages and caches, in the first process.
+        progress: of the tokens read, over all passages and caches.
         mesh: the processes that share the passages.
 
     Raises:
@@ -106,7 +107,7 @@ def cache_losses(
         settings=settings,
         heads={name: measured.by_original_head(losses) for name, losses in heads.items()},
         combinations=combinations,
-        quantization=Quantization(WIDTHS[0]),
+        quantization=Quantization(MEASURED_WIDTHS[0]),
         sink=sizes.sink,
         recent=sizes.recent,
         context=sizes.context,
@@ -121,16 +122,18 @@ def cache_losses(
 class _Measuring:
     """The passages of a text in a model's caches; `caches` are all kinds of cache that heads may have."""
 
-    def __init__(self, measured: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress, mesh: Mesh):
+    def __init__(
+        self, measured: MeasuredModel, layers: Sequence[int], sizes: TrialSizes, progress: Progress, mesh: Mesh
+    ):
         self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
         self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
-        self.widths = [bits for bits in WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
+        self.widths = [bits for bits in MEASURED_WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
         self.caches: list[Quantization | Window] = [how for bits in self.widths for how in _ways(bits)]
         self.caches.append(Window(sizes.sink, sizes.recent))
         self.trials: list[CacheTrial] = []
         self.done, self.progress = 0, progress
         alone = (len(self.widths) - (SHARED in self.widths) + 1) * len(layers) * self.shape[1]
-        several = len([*self._several({STREAMING: np.zeros(self.shape)}, dict.fromkeys(self.widths, 1))])
+        several = len([*self._several({STREAMING_CACHE: np.zeros(self.shape)}, dict.fromkeys(self.widths, 1))])
         tokens = (len(self.caches) - 1) * sizes.scored + alone * sizes.alone + several * sizes.length
         self.total = len(self.mesh.share(sizes.passages)) * tokens
 
@@ -154,7 +157,7 @@ class _Measuring:
     def heads(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[str, np.ndarray]:
         """Losses of single heads, by cache."""
         places = {str(bits): place for bits, place in self._best(settings).items() if bits != SHARED}
-        places[STREAMING] = len(self.caches)
+        places[STREAMING_CACHE] = len(self.caches)
         found = {name: np.zeros(self.shape) for name in places}
         for layer in self.layers:
             changes = []
@@ -178,7 +181,7 @@ class _Measuring:
         """Losses of several heads at once, beside the sums of their own."""
         best = self._best(settings)
         several = dict(self._several(heads, best))
-        names = {place: str(bits) for bits, place in best.items()} | {len(self.caches): STREAMING}
+        names = {place: str(bits) for bits, place in best.items()} | {len(self.caches): STREAMING_CACHE}
         expected = [
             sum(float(heads[name][changes == place].sum()) for place, name in names.items())
             for changes in several.values()
@@ -194,7 +197,7 @@ class _Measuring:
 
     def _several(self, heads: Mapping[str, np.ndarray], best: Mapping[int, int]) -> Iterator[tuple[str, np.ndarray]]:
         """Names and changes of several heads: the least harmful ones streaming, others quantized."""
-        streaming, window = heads[STREAMING], len(self.caches)
+        streaming, window = heads[STREAMING_CACHE], len(self.caches)
         ranking = [
             place for place in streaming.argsort(axis=None, kind="stable") if place // self.shape[1] in self.layers
         ]
@@ -234,8 +237,7 @@ class _Measuring:
         for trial in self.trials:
             total += divergence(trial, rows)
             self.done += len(rows) * tokens
-            if self.progress is not None and self.mesh.processes.rank == 0:
-                self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)
+            self.progress(self.done * self.mesh.groups, self.total * self.mesh.groups)
         total = self.mesh.processes.add(total.to(self.mesh.processes.device)).cpu()
         return total.numpy() / self.sizes.passages
 

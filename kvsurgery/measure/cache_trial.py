@@ -20,7 +20,7 @@ from kvsurgery.templates import kv_torch
 from kvsurgery.templates.kv_layout import TILE, LayerLayout, Quantization
 from kvsurgery.templates.kv_tiles import dequantize, quantize, rotated
 
-LOGITS = 1 << 25  # elements of logits that are computed at a time
+LOGITS_AT_ONCE = 1 << 25  # elements of logits that are computed at a time
 EXACT = 0  # the place of an unchanged head among the caches of a trial
 
 
@@ -86,7 +86,7 @@ class CacheTrial:
             float64 [rows].
         """
         count = min(tokens or self.following.shape[1], self.following.shape[1])
-        at_once = max(1, LOGITS // self.exact[:count].numel())
+        at_once = max(1, LOGITS_AT_ONCE // self.exact[:count].numel())
         found = []
         for rows in changes.split(at_once):
             changed = (rows != EXACT).any(2).any(0).nonzero()

@@ -9,14 +9,14 @@ from typing import Any
 from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.headers import DTYPES, Tensor
 from kvsurgery.checkpoint.source import Checkpoint
+from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.methods.attention import Attention
-from kvsurgery.measure.methods.gates import STEPS
 from kvsurgery.measure.methods.reform import Reform
-from kvsurgery.text.lengths import DEPTHS, LONGEST, SHORTEST, default_lengths
+from kvsurgery.text.lengths import DEPTHS, LONGEST_PROMPT, SHORTEST_PROMPT, default_lengths
 
 # an H100's 989 TFLOP/s in bfloat16, of which 40% are reached
 FLOPS, DEVICE = 0.4 * 989e12, "H100"
-NEEDLES = 12  # of a shipped set
+NEEDLES_IN_SET = 12  # of a shipped set
 # passes over a prompt, in forward passes: gates take the original's, their own, that again while it is differentiated,
 # and the gradient of its inputs; REFORM reads everything twice
 PASSES = {"duo": 4, "attention": 1, "headkv-*": 1, "reform": 2}
@@ -62,7 +62,7 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
     model = family.dimensions(checkpoint.config)
     weights = sum(_met(tensor, checkpoint) for tensor in checkpoint.tensors)
     positions = checkpoint.text_config.get("max_position_embeddings")
-    most = positions if type(positions) is int and positions > 0 else LONGEST
+    most = positions if type(positions) is int and positions > 0 else LONGEST_PROMPT
     result = []
     for method, lengths in _prompts(most):
         tokens = sum(lengths)
@@ -74,11 +74,11 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
 
 def _prompts(most: int) -> Iterator[tuple[str, list[int]]]:
     """Of each method, the tokens of every prompt."""
-    longest = min(LONGEST, most)
-    shortest = min(SHORTEST, longest)
-    for method, count in (("duo", STEPS), ("attention", Attention.samples)):
+    longest = min(LONGEST_PROMPT, most)
+    shortest = min(SHORTEST_PROMPT, longest)
+    for method, count in (("duo", GateOptions.steps), ("attention", Attention.samples)):
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
-    yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES * len(DEPTHS))]
+    yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES_IN_SET * len(DEPTHS))]
     yield "reform", 2 * Reform.samples * [min(Reform.context, most)]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ from transformers import PreTrainedModel
 from kvsurgery.errors import UnsupportedModel
 from kvsurgery.measure import blockwise
 from kvsurgery.measure.attention_hooks import intercepted, scoring_of
+from kvsurgery.measure.gate_options import Loss
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 
-Loss = Literal["distill", "lm"]
-
 WARM_UP = 0.2  # share of the steps
-LEAST = 0.1  # share of the learning rate that the first and the last step have
-LOGITS = 1024  # positions whose logits are held at a time
+LEAST_RATE = 0.1  # share of the learning rate that the first and the last step have
+LOGIT_POSITIONS = 1024  # positions whose logits are held at a time
 
 
 def initial_gates(measured: MeasuredModel) -> torch.Tensor:
@@ -153,7 +151,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
             logits = softcap * torch.tanh(logits / softcap)
         return F.cross_entropy(logits, tokens, reduction="sum")
 
-    parts = zip(states.split(LOGITS), tokens.split(LOGITS), strict=True)
+    parts = zip(states.split(LOGIT_POSITIONS), tokens.split(LOGIT_POSITIONS), strict=True)
     return sum(blockwise.again(part, *each) for each in parts)
 
 
@@ -175,7 +173,7 @@ def rate(step: int, steps: int) -> float:
     peak = WARM_UP * steps
     rise = step / peak
     fall = (steps - 1 - step) / max(steps - 1 - peak, 1)
-    return LEAST + (1 - LEAST) * min(rise, fall, 1.0)
+    return LEAST_RATE + (1 - LEAST_RATE) * min(rise, fall, 1.0)
 
 
 def _wide(states: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,12 @@ import numpy as np
 
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import METHODS, RIGHT, Trials, answer, checked_prompts, judged
+from kvsurgery.measure.retrieval import RETRIEVAL_METHODS, RIGHT, Trials, answer, checked_prompts, judged
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
 from kvsurgery.text.needles import needle_place
 
-OTHERWISE = {
+INSTEAD = {
     "retrieval": "or use `method` duo or attention, which hide passkeys",
     "reasoning": "or use `method` headkv-er, the same score over needles without a reason, duo or attention",
 }
@@ -32,7 +32,7 @@ def choose_needles(
     Args:
         measured: the model and its tokenizer.
         haystack: the text around the needles.
-        method: a key of `METHODS`.
+        method: a key of `RETRIEVAL_METHODS`.
         trials: the grid that the scores will hide needles in; the trial is of its shortest length.
         mesh: the processes that share heads, and their groups trials.
 
@@ -41,7 +41,7 @@ def choose_needles(
         ProfileError: the lengths or the depths are out of range.
         UnsupportedModel: the model has no tokenizer, or one that cannot be used.
     """
-    kind, shortest = METHODS[method][0], min(trials.lengths)
+    kind, shortest = RETRIEVAL_METHODS[method].kind, min(trials.lengths)
 
     def right(name: str) -> int:
         needles = read_set(name)
@@ -55,4 +55,4 @@ def choose_needles(
             count += judged(measured, method, needles[number], steps)[1] > RIGHT
         return sum(mesh.processes.gather([count])) // mesh.tp
 
-    return choose_set(kind, right, shortest, OTHERWISE[kind])
+    return choose_set(kind, right, shortest, INSTEAD[kind])

@@ -7,7 +7,7 @@ answers once, and the gates are trained as DuoAttention's are, over the tokens o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from blake3 import blake3
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
@@ -49,7 +50,7 @@ class OwnAnswers:
         contexts: Contexts,
         count: int,
         kept: Path | None = None,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress = silent,
         mesh: Mesh = Mesh(),
     ) -> OwnAnswers:
         """Read the answers, or let the model answer sums and lists to recall.
@@ -59,7 +60,7 @@ class OwnAnswers:
             count: answers that are generated.
             kept: a file of answers, JSON lines of `{"prompt": [ids], "answer": [ids]}`: read where it exists, written
                 where it does not.
-            progress: called in the first process with the number of answers generated so far.
+            progress: of the answers that are generated.
             mesh: all processes generate the same.
 
         Raises:
@@ -76,8 +77,7 @@ class OwnAnswers:
             answers = []
             for answer in generated(measured, contexts, count):
                 answers.append(answer)
-                if progress is not None and mesh.processes.rank == 0:
-                    progress(len(answers))
+                progress(len(answers), None, f"of {count} answers generated")
             answers = mesh.processes.agree(answers)
             if kept is not None and mesh.processes.rank == 0:
                 lines = "".join(json.dumps(each._asdict()) + "\n" for each in answers)

@@ -12,41 +12,35 @@ import numpy as np
 import torch
 
 from kvsurgery.errors import ProfileError
+from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
-from kvsurgery.measure.training import GateOptions
-from kvsurgery.text.lengths import LONGEST, SHORTEST
+from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
 # steps: the paper's, those that prompts are shortened for, and too few
-MOST, WANTED, LEAST = GateOptions.steps, 400, 100
-SHORT = 768  # tokens; prompts are not shortened any further
-PROBE = 512  # tokens of the prompt that is timed
-PASSKEY, PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
+MOST_STEPS, WANTED_STEPS, LEAST_STEPS = GateOptions.steps, 400, 100
+LEAST_CONTEXT = 768  # tokens; prompts are not shortened any further
+TIMED_TOKENS = 512  # tokens of the prompt that is timed
+PASSKEY_ROOM, ENOUGH_PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of the shortest and of the longest prompt, and the passkeys in each; None: to be chosen."""
 
-    shortest: int | None = None
-    longest: int | None = None
+    min_context: int | None = None
+    max_context: int | None = None
     passkeys: int | None = None
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training that fits a time.
-
-    Attributes:
-        steps: how many.
-        shortest, longest: tokens of prompts.
-        passkeys: in each.
-    """
+    """A training that fits a time: settings of `Duo`."""
 
     steps: int
-    shortest: int
-    longest: int
+    min_context: int
+    max_context: int
     passkeys: int
 
     @classmethod
@@ -58,17 +52,9 @@ class TrainingPlan:
         """
         try:
             data = facts["data"]
-            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", PASSKEYS))
+            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", ENOUGH_PASSKEYS))
         except KeyError as missing:
             raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
-
-    @property
-    def flags(self) -> str:
-        """The same as options of `profile compute`."""
-        return (
-            f"--steps {self.steps} --min-context {self.shortest} --max-context {self.longest} "
-            f"--passkeys {self.passkeys}"
-        )
 
 
 def paced(
@@ -89,24 +75,24 @@ def paced(
         lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
         step = float(np.mean([seconds(length) for length in lengths]))
         steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
-        if steps >= WANTED:
+        if steps >= WANTED_STEPS:
             break
-    if steps < LEAST:
-        enough = math.ceil(LEAST * step / 60)
+    if steps < LEAST_STEPS:
+        enough = math.ceil(LEAST_STEPS * step / 60)
         raise ProfileError(
             f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, and "
-            f"gates take {LEAST} or more; give {enough} min"
+            f"gates take {LEAST_STEPS} or more; give {enough} min"
         )
-    passkeys = given.passkeys or min(max(shortest // PASSKEY, 1), PASSKEYS)
-    return TrainingPlan(min(steps, MOST), shortest, longest, passkeys)
+    passkeys = given.passkeys or min(max(shortest // PASSKEY_ROOM, 1), ENOUGH_PASSKEYS)
+    return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)
 
 
 def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
-    longest = given.longest or min(LONGEST, most_tokens)
-    least = longest if given.longest else max(SHORT, given.shortest or 0, 2 * window)
+    longest = given.max_context or min(LONGEST_PROMPT, most_tokens)
+    least = longest if given.max_context else max(LEAST_CONTEXT, given.min_context or 0, 2 * window)
     while True:
-        yield given.shortest or min(max(min(SHORTEST, longest // 2), window + 1, 2), longest), longest
+        yield given.min_context or min(max(min(SHORTEST_PROMPT, longest // 2), window + 1, 2), longest), longest
         if longest <= least:
             return
         longest = max(longest // 2, least)
@@ -118,7 +104,7 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
     Longer prompts take more in proportion to their operations: two for each weight of a layer and each token, and for
     each pair of a query and a key that it sees.
     """
-    tokens = min(max(PROBE, options.sink + options.recent + 2), measured.max_context)
+    tokens = min(max(TIMED_TOKENS, options.sink + options.recent + 2), measured.max_context)
     weights = sum(weight.numel() for weight in decoder_of(measured.model).layers.parameters())
     width = measured.dimensions.query_width
 

@@ -68,12 +68,7 @@ class Passkeys:
         """
         if not 1 <= count <= len(ORDINALS) or size < 1:
             raise ProfileError(f"a prompt has 1 to {len(ORDINALS)} passkeys of 1 token or more, got {count} of {size}")
-        try:
-            words = PasskeyWords.of(measured.text, count)
-        except TextError as error:
-            raise ProfileError(
-                f"{error}; train the gates of {measured.name} on a task of its own, with kvsurgery.measure.training"
-            ) from error
+        words = passkey_words(measured, count)
         alphabet = ordinary_tokens(measured.text, measured.model.config.get_text_config().vocab_size)
         made = cls(contexts, contexts.read(text, measured.text), size, alphabet, words)
         if contexts.shortest < made.least:
@@ -117,3 +112,17 @@ class Passkeys:
         targets = passkeys > 0
         targets[:, : sum(lengths[:recalls])] = False
         return PasskeyPrompt(tokens, targets, passkeys)
+
+
+def passkey_words(measured: MeasuredModel, count: int) -> PasskeyWords:
+    """The words around `count` passkeys, as the model's tokenizer spells them.
+
+    Raises:
+        ProfileError: it does not know them.
+    """
+    try:
+        return PasskeyWords.of(measured.text, count)
+    except TextError as error:
+        raise ProfileError(
+            f"{error}; train the gates of {measured.name} on a task of its own, with kvsurgery.measure.training"
+        ) from error

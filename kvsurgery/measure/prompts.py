@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.lengths import LONGEST
+from kvsurgery.text.lengths import LONGEST_PROMPT
 
 CONTEXTS = 8  # times the longest context: text to draw pieces from
 
@@ -35,7 +35,7 @@ class Contexts:
             ProfileError: it has not, or the shortest is longer than the longest.
         """
         if longest is None:
-            longest = min(LONGEST, measured.max_context)
+            longest = min(LONGEST_PROMPT, measured.max_context)
         if longest > measured.max_context:
             raise ProfileError(
                 f"a context of {longest} tokens exceeds the {measured.max_context} positions of {measured.name}; "

@@ -7,7 +7,7 @@ largest of them, then the mean over neighbouring tokens. A head is the better, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import LayerStates, RecurrentPass, chunks
-from kvsurgery.profile.embedding_heads import KINDS, TASKS, Ranking
+from kvsurgery.profile.embedding_heads import RANKED_KINDS, RANKING_TASKS, Ranking
 from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.version import __version__
@@ -70,7 +71,7 @@ def embedding_ranking(
     *,
     recurrence: Reform = PAPER,
     data: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
@@ -85,7 +86,7 @@ def embedding_ranking(
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.
-        progress: is told after every sample how many are done, of how many.
+        progress: of the samples.
         mesh: the processes that share heads, and their groups samples.
 
     Returns:
@@ -102,18 +103,17 @@ def embedding_ranking(
     query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
     heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
     # hidden states belong to no head
-    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in KINDS}
+    copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in RANKED_KINDS}
     mnr, done = {}, 0
     for task, of_task in samples.items():
-        totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in KINDS}
+        totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in RANKED_KINDS}
         for number, sample in enumerate(of_task):
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
             for kind, ranks in sample_ranks(measured, sample, recurrence, key).items():
                 totals[kind] += ranks
-            if progress is not None and mesh.processes.rank == 0:
-                progress(done, len(everything))
+            progress(done, len(everything))
         means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
         mnr[task] = {
             kind: mean if kind == "hidden" else measured.by_original_head(mean) for kind, mean in means.items()
@@ -144,9 +144,9 @@ def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[Ranke
             f"encode_budget {recurrence.encode_budget} does not hold the first and last {recurrence.keep} tokens, "
             "which always stay"
         )
-    unknown = set(samples) - set(TASKS)
+    unknown = set(samples) - set(RANKING_TASKS)
     if unknown or not samples:
-        raise ProfileError(f"samples are by task, {' or '.join(TASKS)}; got {', '.join(unknown) or 'none'}")
+        raise ProfileError(f"samples are by task, {' or '.join(RANKING_TASKS)}; got {', '.join(unknown) or 'none'}")
     for of_task in samples.values():
         for sample in of_task:
             _check_positions(measured, sample, recurrence)
@@ -244,7 +244,7 @@ class _Scores:
 
     def __init__(self, sample: RankedPrompt, layers: int):
         self.sample = sample
-        self.tables: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in KINDS}
+        self.tables: dict[str, dict[int, torch.Tensor]] = {kind: {} for kind in RANKED_KINDS}
         self.question: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
 
     def visit_last(self, states: LayerStates) -> None:

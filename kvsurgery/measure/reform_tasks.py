@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.reform import RankedPrompt
-from kvsurgery.profile.embedding_heads import TASKS
+from kvsurgery.profile.embedding_heads import RANKING_TASKS
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needles import Needle, Prompt, needle_place
 from kvsurgery.text.tokens import token_ids
@@ -97,7 +97,7 @@ def multihop_samples(
 
 def _generators(task: str, count: int, seed: int) -> list[np.random.Generator]:
     """One for each sample, so that how many are made changes none of them."""
-    return [np.random.default_rng([TASKS.index(task), seed, number]) for number in range(count)]
+    return [np.random.default_rng([RANKING_TASKS.index(task), seed, number]) for number in range(count)]
 
 
 def _pairs(rng: np.random.Generator) -> Riddle:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.attention_hooks import attention_weights, intercepted, scoring_of
 from kvsurgery.measure.mesh import Mesh
@@ -37,15 +38,24 @@ from kvsurgery.text.needles import KEYS, Kind, Needle, Prompt, needle_place
 from kvsurgery.text.tokens import text_of, token_ids
 from kvsurgery.version import __version__
 
-# method -> the kind of needle, what measures an answer, and the part of the needle it is compared with
-METHODS: dict[str, tuple[Kind, str, Callable[[str, str], float], str]] = {
-    "headkv-r": ("retrieval", "ROUGE-1 recall", rouge1_recall, "real_needle"),
-    "headkv-er": ("retrieval", "QA-F1", qa_f1, "answer"),
-    "headkv-r2": ("reasoning", "QA-F1", qa_f1, "answer"),
+
+class RetrievalMethod(NamedTuple):
+    """The kind of needle, the metric of its answers, and the part of the needle that they are compared with."""
+
+    kind: Kind
+    metric_name: str
+    metric: Callable[[str, str], float]
+    reference: str
+
+
+RETRIEVAL_METHODS = {
+    "headkv-r": RetrievalMethod("retrieval", "ROUGE-1 recall", rouge1_recall, "real_needle"),
+    "headkv-er": RetrievalMethod("retrieval", "QA-F1", qa_f1, "answer"),
+    "headkv-r2": RetrievalMethod("reasoning", "QA-F1", qa_f1, "answer"),
 }
 RIGHT = 0.5  # an answer above counts
-ANSWER = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
-CHUNK = 1024  # tokens of a prompt in one forward
+ANSWER_FACTOR = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
+PROMPT_CHUNK = 1024  # tokens of a prompt in one forward
 
 
 class Attended(NamedTuple):
@@ -93,7 +103,7 @@ def retrieval_scores(
     *,
     method: str = "headkv-r2",
     choice: NeedleChoice | None = None,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
@@ -103,9 +113,9 @@ def retrieval_scores(
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
         needles: to hide; those of another kind than the method's are left out.
         trials: the grid that each needle is hidden in.
-        method: a key of `METHODS`.
+        method: a key of `RETRIEVAL_METHODS`.
         choice: how a trial chose these needles, where one did (`choose_needles`); it is recorded.
-        progress: called before the first trial and after each with trials done, trials in all, and right answers.
+        progress: of the trials, from before the first one, with the number of right answers.
         mesh: the processes that share heads, and their groups trials.
 
     Raises:
@@ -113,17 +123,16 @@ def retrieval_scores(
             no needle is of the method's kind, or no trial had a right answer.
         UnsupportedModel: the model has no tokenizer, or one that cannot be used.
     """
-    if method not in METHODS:
-        raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(METHODS)}")
-    _, metric, _, reference = METHODS[method]
+    if method not in RETRIEVAL_METHODS:
+        raise ProfileError(f"unknown retrieval method {method!r}; known: {', '.join(RETRIEVAL_METHODS)}")
+    _, metric_name, _, reference = RETRIEVAL_METHODS[method]
     needles = _of_kind(needles, method)
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(measured, measured.dimensions.query_heads)
     total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
-    if progress is not None and mesh.processes.rank == 0:
-        progress(0, len(grid), 0)  # what came before says nothing of how long a trial takes
+    progress(0, len(grid), "0 right")  # what came before says nothing of how long a trial takes
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
@@ -136,13 +145,12 @@ def retrieval_scores(
             total += sum(_step_scores(step, real, tokens, method) for step in steps)
         if result > best[0]:
             best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
-        if progress is not None and mesh.processes.rank == 0:
-            progress(done, len(grid), successes)
+        progress(done, len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
         share, said = max(mesh.processes.gather([best]))
         raise ProfileError(
-            f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric} was "
+            f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric_name} was "
             f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
             "this model can answer (`needles`), or its instruction-tuned variant"
         )
@@ -159,7 +167,7 @@ def retrieval_scores(
             "prompt": "chat" if measured.text.chat_template else "plain",
             "lengths": [int(length) for length in trials.lengths],
             "depths": [float(depth) for depth in trials.depths],
-            "max_new_tokens": trials.max_new_tokens or f"{ANSWER} x answer",
+            "max_new_tokens": trials.max_new_tokens or f"{ANSWER_FACTOR} x answer",
             "seed": trials.seed,
             "trials": len(grid),
             "successes": successes,
@@ -174,7 +182,7 @@ def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
     Raises:
         ProfileError: no needle is of either.
     """
-    kind = METHODS[method][0]
+    kind = RETRIEVAL_METHODS[method].kind
     chosen = [needle for needle in needles if needle.kind in (None, kind)]
     if not chosen:
         raise ProfileError(
@@ -193,9 +201,9 @@ def _step_scores(step: AnswerStep, real: range, tokens: np.ndarray, method: str)
 
 def judged(measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
     """What an answer says, and how right that is, 0 to 1."""
-    _, _, measure, reference = METHODS[method]
+    how = RETRIEVAL_METHODS[method]
     said = text_of(measured.text, [step.token for step in steps], skip_special_tokens=True).strip()
-    return said, measure(said, getattr(needle, reference))
+    return said, how.metric(said, getattr(needle, how.reference))
 
 
 @torch.no_grad()
@@ -213,7 +221,7 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
     model = measured.model
     ids = torch.from_numpy(tokens)[None].to(model.device)
     cache = None
-    for chunk in ids[:, :-1].split(CHUNK, dim=1):
+    for chunk in ids[:, :-1].split(PROMPT_CHUNK, dim=1):
         cache = model(chunk, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
 
     def attend(stock, module, query, key, value, attention_mask, **options):
@@ -293,9 +301,9 @@ def checked_prompts(
 ) -> tuple[list[Prompt], list[int]]:
     """The prompt of each needle and the most tokens of its answer, once all is checked that can fail before a trial."""
     prompts = [Prompt.of(needle, measured.text) for needle in needles]
-    rights = [token_ids(measured.text, getattr(needle, METHODS[method][3])) for needle in needles]
+    rights = [token_ids(measured.text, getattr(needle, RETRIEVAL_METHODS[method].reference)) for needle in needles]
     longest, lengths, depths = trials.max_new_tokens, trials.lengths, trials.depths
-    limits = [ANSWER * len(right) if longest is None else longest for right in rights]
+    limits = [ANSWER_FACTOR * len(right) if longest is None else longest for right in rights]
     if not len(lengths) or not len(depths) or min(limits) < 1:
         raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
     if not all(0 <= depth <= 1 for depth in depths):

@@ -8,7 +8,7 @@ import numpy as np
 
 LATEST = 40  # steps that are compared: the first half of them with the second
 SHARES = (0.25, 0.5, 0.75)  # of the heads that a user may keep full
-MOVED = 1 / 16  # how far a gate may move, relative to one that falls at the full learning rate
+MOST_MOVED = 1 / 16  # how far a gate may move, relative to one that falls at the full learning rate
 EXCEPTIONS = 0.05  # share of the gates that may move further, and of full heads that may be others
 
 
@@ -24,7 +24,7 @@ def settled(gates: np.ndarray, lr: float) -> bool:
         lr: peak learning rate: how far a gate falls in a step.
     """
     before, after = (half.mean(0, dtype=np.float64) for half in np.split(gates, 2))
-    moved = np.abs(after - before) > MOVED * lr * len(gates) / 2
+    moved = np.abs(after - before) > MOST_MOVED * lr * len(gates) / 2
     return moved.mean() <= EXCEPTIONS and all(
         _full_heads_stay(before, after, round(share * before.size)) for share in SHARES
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import KVSurgeryError, ProfileError
-from kvsurgery.measure.gates import WARM_UP, Loss, add_gradient, gate_scores, initial_gates, rate
+from kvsurgery.measure.gate_options import GateOptions
+from kvsurgery.measure.gates import WARM_UP, add_gradient, gate_scores, initial_gates, rate
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.measure.settling import LATEST, SHARES, settled
@@ -44,58 +44,6 @@ class KeptState:
     resume: bool = False
 
 
-@dataclass(frozen=True)
-class GateOptions:
-    """How gates are trained.
-
-    Attributes:
-        loss: "distill", or "lm" as `gates.add_gradient` has them.
-        steps: of AdamW, without weight decay; the gates are clamped to [0, 1] after each.
-        lr: peak learning rate.
-        reg: weight of the mean gate in the loss. The paper's serves few steps too: a greater one would separate gates
-            sooner, but take most of them to 0, where they rank alike, while gates that stay near 1 still differ.
-        sink, recent: tokens of streaming attention.
-        batch: prompts per step, over all processes.
-        until_settled: stop earlier, after the warm-up, when more steps would hardly change which heads are full.
-
-    Raises:
-        ProfileError: any is out of range.
-    """
-
-    loss: Loss = "distill"
-    steps: int = 2000
-    lr: float = 0.02
-    reg: float = 0.05
-    sink: int = 64
-    recent: int = 256
-    batch: int = 1
-    until_settled: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss not in ("distill", "lm"):
-            raise ProfileError(f"unknown loss {self.loss!r}; known: distill, lm")
-        for name, least in (("steps", 1), ("batch", 1), ("sink", 0), ("recent", 1)):
-            if getattr(self, name) < least:
-                raise ProfileError(f"{name} must be >= {least}, got {getattr(self, name)}")
-        if not (0 < self.lr < math.inf and 0 <= self.reg < math.inf):
-            raise ProfileError(f"lr must be > 0 and reg >= 0, got {self.lr} and {self.reg}")
-
-
-class Progress(NamedTuple):
-    """After a step: the losses of the gates before it, the gates after it, and seconds since the loop began.
-
-    `data_loss` is `loss` without the penalty; `sparsity` is the share of gates under 0.5.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    data_loss: float
-    mean_gate: float
-    sparsity: float
-    seconds: float
-
-
 def train_gates(
     measured: MeasuredModel,
     prompts: Prompts,
@@ -104,7 +52,7 @@ def train_gates(
     data: Mapping[str, Any],
     method: str = "duo",
     kept: KeptState | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> tuple[HeadProfile, np.ndarray]:
     """Train the gates and make a profile of them.
@@ -117,7 +65,7 @@ def train_gates(
         data: what the prompts are, for the provenance and to know a training again.
         method: of the profile, a key of `METHODS`.
         kept: where the state is kept; None: nowhere.
-        progress: called after every step, in the first process.
+        progress: of the steps, with the loss of each and the share of gates under 0.5 after it.
         mesh: the processes that share the prompts of a step.
 
     Returns:
@@ -141,7 +89,6 @@ def train_gates(
     state = _first_state(gates, facts, kept, mesh.processes)
     optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
     state.restore(gates, optimiser)
-    start = time.monotonic()
 
     def save() -> None:
         if kept is not None and mesh.processes.rank == 0:
@@ -152,12 +99,11 @@ def train_gates(
         while state.step < options.steps and not _has_settled(state, options, mesh.processes):
             mine = [prompts(state.step, place) for place in share]
             losses = training_step(measured, gates, optimiser, mine, options, state.step, mesh)
-            row = (*losses, gates.mean().item(), (gates < 0.5).double().mean().item())
-            state = state.after(row, gates, optimiser)
+            sparsity = (gates < 0.5).double().mean().item()
+            state = state.after((*losses, gates.mean().item(), sparsity), gates, optimiser)
             if kept is not None and state.step % kept.every == 0:
                 save()
-            if progress is not None and mesh.processes.rank == 0:
-                progress(Progress(state.step, options.steps, *row, time.monotonic() - start))
+            progress(state.step, options.steps, f"loss {losses[0]:.4f}, {sparsity:.0%} of gates under 0.5")
     except KeyboardInterrupt:
         save()
         raise

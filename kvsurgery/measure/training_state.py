@@ -20,7 +20,8 @@ from kvsurgery.system.files import differences, write_bytes_whole
 
 FORMAT = "kvsurgery.gate-training"
 VERSION = "2"
-HISTORY = ("loss", "data_loss", "mean_gate", "sparsity")  # columns; as `training.Progress` has them
+# columns, of each step: its loss, that without the penalty, and after it the mean gate and the share of gates under 0.5
+HISTORY = ("loss", "data_loss", "mean_gate", "sparsity")
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ DOWN = re.compile(
 # [experts, inner, hidden] of Llama 4, where every token goes through all experts
 ALL_EXPERTS = re.compile(r".*\.feed_forward\.experts\.down_proj")
 # what processes of tensor parallelism share of a layer, by its rows and by its columns; not Qwen's shared experts
-ROWS = re.compile(
+SPLIT_BY_ROWS = re.compile(
     r"(?!mlp\.shared_expert\.).*\.(?:(?:q|k|v|qkv|gate|up|gate_up)_proj(?:\.weight|\.bias)?|w[13]\.weight)"
     r"|linear_attn\.(?:in_proj_\w+|out_proj)\.weight"
 )
-COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
+SPLIT_BY_COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?:\.weight)?|w2\.weight)")
 # experts of a token where neither a config nor its family says: the most that another family has by default
 EXPERTS_KEYS, EXPERTS = ("num_experts_per_tok", "top_k_experts"), 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
@@ -143,7 +143,10 @@ def _held(tensor: Tensor, family: Family, processes: int) -> int:
     Embedding and output layer count whole, which they are before transformers 5.18.
     """
     role = family.role(tensor.name)
-    axis = -min(2, len(tensor.shape)) if ROWS.fullmatch(role.part) else -1 if COLUMNS.fullmatch(role.part) else None
+    if SPLIT_BY_ROWS.fullmatch(role.part):
+        axis = -min(2, len(tensor.shape))
+    else:
+        axis = -1 if SPLIT_BY_COLUMNS.fullmatch(role.part) else None
     if role.layer is None or axis is None or not tensor.size:
         return tensor.size
     along = tensor.shape[axis]

@@ -21,7 +21,7 @@ from kvsurgery.policy.tensor_parallel import arrange, check_blocks
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.full_heads import best_heads, full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.methods import MAX_BUDGET, METHODS
+from kvsurgery.profile.methods import MAX_BUDGET, SCORE_METHODS
 from kvsurgery.recipe import AUTO, Recipe
 from kvsurgery.templates.kv_layout import (
     ACCUMULATED,
@@ -145,6 +145,7 @@ def decide(
             )
     _check_model(model, profile.model, recipe)
     scores = kv_scores(profile, recipe.group_reduce, model.sources)
+    _check_threshold(recipe.threshold, profile.method)
     recipe = completed(recipe, profile, budgets)
     mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
     if recipe.tp > 1 and not recipe.tp_uneven:
@@ -206,12 +207,12 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
 
 def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest:
     """What heads that are not full become, where a recipe does not say."""
-    return "budgeted" if budgets else METHODS[profile.method].rest
+    return "budgeted" if budgets else SCORE_METHODS[profile.method].rest
 
 
 def usual_beta(followed: HeadProfile) -> float | None:
     """How budgets follow the scores of a profile, where a recipe does not say: shares and budgets as they are."""
-    method = METHODS.get(followed.method)
+    method = SCORE_METHODS.get(followed.method)
     return None if method and method.divides else BETA
 
 
@@ -278,7 +279,7 @@ def _budgets(full: np.ndarray, followed: HeadProfile, model: ModelLayers, recipe
     budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
     if recipe.budget is not None:
         budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
-    elif METHODS[followed.method].kind == "budget" and recipe.beta is None:
+    elif SCORE_METHODS[followed.method].kind == "budget" and recipe.beta is None:
         budgets[others] = scores[others]
     else:
         raise PolicyError(
@@ -329,6 +330,15 @@ def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDim
     parts, order = ((0, own.kv_heads // blocks),) * blocks, tuple(range(own.kv_heads))
     head_dim = None if own.head_dim == dimensions.head_dim else own.head_dim
     return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
+
+
+def _check_threshold(threshold: float | None, method: str) -> None:
+    """Raise PolicyError where no score of a method can lie there."""
+    most = SCORE_METHODS[method].most
+    if threshold is None or 0 <= threshold <= (np.finfo(float).max if most is None else most):
+        return
+    lies = "is a finite number of 0 or more" if most is None else f"lies in [0, {most:g}]"
+    raise PolicyError(f"`threshold` {lies} for {method} scores, got {threshold}")
 
 
 def _check_streaming(sink: int, recent: int) -> None:

@@ -22,7 +22,7 @@ from kvsurgery.heads.kinds import Rest
 from kvsurgery.policy.budgets import allocate_budgets
 from kvsurgery.policy.memory import Footprint
 from kvsurgery.policy.tensor_parallel import arrange
-from kvsurgery.profile.cache_losses import STREAMING, CacheLosses
+from kvsurgery.profile.cache_losses import STREAMING_CACHE, CacheLosses
 from kvsurgery.profile.full_heads import ranked_heads
 from kvsurgery.profile.methods import MAX_BUDGET
 from kvsurgery.recipe import MAX_TOKENS, Demand, Recipe
@@ -34,7 +34,7 @@ ERRORS = {8: 0.0004, 4: 0.0079, 3: 0.02}
 # the smallest mean budget that is considered
 LEAST_BUDGET = 16
 # beside budgets, full heads are counted in steps of this share of all
-STEPS = 256
+FULL_HEAD_STEPS = 256
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Prices:
             return 1 - kept / total
         loss = 0.0
         if tokens < self.demand.context:
-            streaming = self.added[STREAMING]
+            streaming = self.added[STREAMING_CACHE]
             loss += streaming[-1] - streaming[count]
         if quantization is not None:
             quantized = self.added[str(quantization.bits)]
@@ -163,7 +163,7 @@ class Prices:
         most = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
         demand, others = self.demand, np.ones(self.scores.shape, dtype=bool)
         window = min(selection.window, demand.prompt)
-        for count in range(0, self.heads, -(-self.heads // STEPS // self.run) * self.run):
+        for count in range(0, self.heads, -(-self.heads // FULL_HEAD_STEPS // self.run) * self.run):
             others.flat[self.ranking[:count]] = False
             scores = self.scores[others]
             if not followed[others].any():  # a pool cannot follow them

@@ -16,8 +16,8 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 from kvsurgery.templates.kv_layout import ROTATIONS, Quantization
 
-STREAMING = "streaming"
-WIDTHS = (8, 4, 3, 2)
+STREAMING_CACHE = "streaming"
+MEASURED_WIDTHS = (8, 4, 3, 2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CacheLosses(TensorFile):
     windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.settings or not set(self.settings) <= set(WIDTHS) or not all(self.settings.values()):
+        if not self.settings or not set(self.settings) <= set(MEASURED_WIDTHS) or not all(self.settings.values()):
             raise ProfileError(f"measured cache losses are of 8, 4, 3 and 2 bits, got {[*self.settings]}")
         for setting in (one for some in self.settings.values() for one in some):
             if setting.rotate not in ROTATIONS or type(setting.clip) is not bool or not _is_loss(setting.loss):
@@ -105,8 +105,10 @@ class CacheLosses(TensorFile):
         if not isinstance(self.provenance, dict) or not isinstance(self.provenance.get("data", {}), dict):
             raise ProfileError("the provenance of measured cache losses must be a JSON object")
         # in one order, however they come: equal losses are equal bytes
-        object.__setattr__(self, "settings", {bits: self.settings[bits] for bits in WIDTHS if bits in self.settings})
-        names = [*map(str, self.settings), STREAMING]
+        object.__setattr__(
+            self, "settings", {bits: self.settings[bits] for bits in MEASURED_WIDTHS if bits in self.settings}
+        )
+        names = [*map(str, self.settings), STREAMING_CACHE]
         if set(self.heads) != set(names):
             raise ProfileError(f"measured cache losses are of {', '.join(names)}, got {', '.join(self.heads)}")
         shape = self.model.layers, self.model.kv_heads
@@ -128,7 +130,7 @@ class CacheLosses(TensorFile):
     def head_profile(self) -> HeadProfile:
         """Head scores of method "kv-bits": what each KV head loses where it streams."""
         return HeadProfile(
-            self.heads[STREAMING],
+            self.heads[STREAMING_CACHE],
             "kv-bits",
             "kv",
             self.base_model,
@@ -161,7 +163,7 @@ class CacheLosses(TensorFile):
         streaming heads are scaled part by part, so that the heads that lose least sum to what they lost together.
         """
         losses = self.heads[cache].astype(np.float64)
-        if cache != STREAMING:
+        if cache != STREAMING_CACHE:
             return losses * (self.best(int(cache)).loss / losses.sum()) if losses.any() else losses
         windows = self.windows or [None] * self.model.layers
         eligible = np.repeat([window is None for window in windows], self.model.kv_heads)
@@ -189,7 +191,7 @@ class CacheLosses(TensorFile):
                 quantization=Quantization(**content["quantization"]),
                 model=ModelDimensions(**content["model"]),
                 windows=None if content["windows"] is None else tuple(content["windows"]),
-                **{name: content[name] for name in PLAIN},
+                **{name: content[name] for name in COPIED_FIELDS},
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ProfileError(f"{path} has bad metadata: {error}") from error
@@ -198,7 +200,7 @@ class CacheLosses(TensorFile):
     def facts(self) -> dict[str, Any]:
         """All but the losses of single heads, as JSON."""
         return {
-            **{name: getattr(self, name) for name in PLAIN},
+            **{name: getattr(self, name) for name in COPIED_FIELDS},
             "settings": {bits: [asdict(one) for one in some] for bits, some in self.settings.items()},
             "combinations": [asdict(one) for one in self.combinations],
             "quantization": asdict(self.quantization),
@@ -215,4 +217,4 @@ def _is_loss(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < np.inf
 
 
-PLAIN = ("sink", "recent", "context", "base_model", "base_revision", "provenance")
+COPIED_FIELDS = ("sink", "recent", "context", "base_model", "base_revision", "provenance")

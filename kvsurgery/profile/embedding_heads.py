@@ -14,10 +14,10 @@ from kvsurgery.heads.dimensions import ModelDimensions
 
 STATES = ("q", "k", "v")
 # what is ranked: states, and to compare them with, what enters a layer, and the attention of the question's tokens
-KINDS = (*STATES, "hidden", "attention")
-TASKS = ("pattern", "multihop")  # finding what is asked for by its words, and over an intermediate step
-CHOSEN = 4
-DEPTH = Fraction(7, 10)  # pattern heads are of layers below it, as a share of all
+RANKED_KINDS = (*STATES, "hidden", "attention")
+RANKING_TASKS = ("pattern", "multihop")  # finding what is asked for by its words, and over an intermediate step
+CHOSEN_HEADS = 4
+PATTERN_DEPTH = Fraction(7, 10)  # pattern heads are of layers below it, as a share of all
 
 
 @dataclass(frozen=True, order=True)
@@ -74,15 +74,17 @@ class Ranking:
     mnr: Mapping[str, Mapping[str, np.ndarray]]
 
     def __post_init__(self) -> None:
-        if not self.mnr or not set(self.mnr) <= set(TASKS):
+        if not self.mnr or not set(self.mnr) <= set(RANKING_TASKS):
             raise ProfileError(
-                f"a ranking is over {' or '.join(TASKS)}, got {', '.join(map(str, self.mnr)) or 'nothing'}"
+                f"a ranking is over {' or '.join(RANKING_TASKS)}, got {', '.join(map(str, self.mnr)) or 'nothing'}"
             )
-        mnr = {task: {} for task in TASKS if task in self.mnr}
+        mnr = {task: {} for task in RANKING_TASKS if task in self.mnr}
         for task, kinds in mnr.items():
-            if set(self.mnr[task]) != set(KINDS):
-                raise ProfileError(f"the {task} ranking is of {', '.join(KINDS)}, got {', '.join(self.mnr[task])}")
-            for kind in KINDS:
+            if set(self.mnr[task]) != set(RANKED_KINDS):
+                raise ProfileError(
+                    f"the {task} ranking is of {', '.join(RANKED_KINDS)}, got {', '.join(self.mnr[task])}"
+                )
+            for kind in RANKED_KINDS:
                 ranks = np.array(self.mnr[task][kind], dtype=np.float32, order="C")
                 ranks += 0  # no negative zeros: equal rankings are equal bytes
                 if ranks.ndim != 2 or not ((ranks >= 0) & (ranks <= 1)).all():  # which NaN is not
@@ -115,9 +117,9 @@ class Ranking:
         """
         chosen: list[EmbeddingHead] = []
         for task, kinds in self.mnr.items():
-            below = len(kinds["q"]) * (DEPTH if task == "pattern" else 1)
+            below = len(kinds["q"]) * (PATTERN_DEPTH if task == "pattern" else 1)
             left = (head for head in self.best(task) if head.layer < below and head not in chosen)
-            chosen += [head for head, _ in zip(left, range(CHOSEN // len(self.mnr)), strict=False)]
+            chosen += [head for head, _ in zip(left, range(CHOSEN_HEADS // len(self.mnr)), strict=False)]
         return tuple(sorted(chosen))
 
     def tensors(self) -> dict[str, np.ndarray]:

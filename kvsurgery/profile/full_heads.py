@@ -25,8 +25,6 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
     """
     [(how, value)], heads = chosen.items(), int(eligible.sum()) * scores.shape[1]
     if how == "threshold":
-        if not np.isfinite(value):
-            raise PolicyError(f"`threshold` must be finite, got {value}")
         # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
         with np.errstate(over="ignore"):
             return (scores >= np.float32(value)) & eligible[:, None]

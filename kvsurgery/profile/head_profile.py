@@ -13,7 +13,7 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.profile.embedding_heads import EmbeddingHead, Ranking
-from kvsurgery.profile.methods import MAX_BUDGET, METHODS, REFORM
+from kvsurgery.profile.methods import MAX_BUDGET, REFORM, SCORE_METHODS
 from kvsurgery.profile.tensor_file import Kind, TensorFile, read
 
 Granularity = Literal["kv", "query"]
@@ -25,7 +25,7 @@ class HeadProfile(TensorFile):
 
     Attributes:
         scores: float32 [layers, heads], finite and non-negative; None in a reform profile.
-        method: how they were measured, a key of `METHODS`, or "reform".
+        method: how they were measured, a key of `SCORE_METHODS`, or "reform".
         granularity: whether `heads` counts KV heads or query heads; None without scores.
         base_model: Hub id or path of the model that was measured.
         model: its attention dimensions.
@@ -57,8 +57,8 @@ class HeadProfile(TensorFile):
     windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in (*METHODS, REFORM):
-            raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*METHODS, REFORM))}")
+        if self.method not in (*SCORE_METHODS, REFORM):
+            raise ProfileError(f"unknown profile method {self.method!r}; known: {', '.join((*SCORE_METHODS, REFORM))}")
         if not self.base_model or not self.base_model.isprintable():
             raise ProfileError(f"a profile names the model it was measured on; base_model is {self.base_model!r}")
         if self.base_revision is not None and not self.base_revision.isprintable():
@@ -119,9 +119,9 @@ class HeadProfile(TensorFile):
             raise ProfileError(
                 f"profile score of layer {layer}, head {head} is {scores[layer, head]}; measure it again"
             )
-        if METHODS[self.method].kind == "budget" and ((scores % 1).any() or scores.max() > MAX_BUDGET):
+        if SCORE_METHODS[self.method].kind == "budget" and ((scores % 1).any() or scores.max() > MAX_BUDGET):
             raise ProfileError(f"budgets are whole numbers of tokens, at most {MAX_BUDGET}; got up to {scores.max():g}")
-        ceiling = METHODS[self.method].most
+        ceiling = SCORE_METHODS[self.method].most
         if scores.min() < 0 or (ceiling is not None and scores.max() > ceiling):
             bound = "" if ceiling is None else f" and <= {ceiling:g}"
             raise ProfileError(f"{self.method} scores are >= 0{bound}, got {scores.min():.4g} to {scores.max():.4g}")

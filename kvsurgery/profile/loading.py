@@ -8,7 +8,7 @@ from pathlib import Path
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.cache_losses import CacheLosses
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers.files import LARGEST_FILE
+from kvsurgery.profile.importers.files import LARGEST_SCORES_FILE
 from kvsurgery.profile.tensor_file import TensorFile
 from kvsurgery.system.repo_id import HubFile, is_address
 
@@ -28,7 +28,7 @@ def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
         return Path(source), None
     from kvsurgery import hub
 
-    fetched = hub.fetch_file(remote, LARGEST_FILE, **names)
+    fetched = hub.fetch_file(remote, LARGEST_SCORES_FILE, **names)
     return fetched.path, fetched.source
 
 

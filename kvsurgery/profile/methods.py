@@ -1,4 +1,4 @@
-"""`METHODS`: what head scores are, by the method that measured them."""
+"""`SCORE_METHODS`: what head scores are, by the method that measured them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsurgery.heads.kinds import Rest
 
 
 @dataclass(frozen=True)
-class Method:
+class ScoreMethod:
     """What scores of a method mean.
 
     Attributes:
@@ -29,22 +29,22 @@ class Method:
         return self.kind in ("share", "budget")
 
 
-METHODS = {
-    "duo": Method("gate", 1.0, "streaming"),
-    "rlkv": Method("gate", 1.0, "streaming"),
-    "rlkv-lite": Method("gate", 1.0, "streaming"),
-    "attention": Method("importance", 1.0, "streaming"),
-    "ablation": Method("importance", None, "streaming"),
-    "kv-bits": Method("importance", None, "streaming"),
-    "kvzip": Method("importance", None, "streaming"),
-    "headkv-r": Method("importance", None, "budgeted"),
-    "headkv-er": Method("importance", None, "budgeted"),
-    "headkv-r2": Method("importance", None, "budgeted"),
-    "wg-kv": Method("share", 1.0, "budgeted"),
-    "lu-kv": Method("share", 1.0, "budgeted"),
-    "budgets": Method("budget", None, "budgeted"),
-    "flexicache": Method("choice", 1.0, "streaming"),
-    "rank-product": Method("rank", 1.0, "streaming"),
+SCORE_METHODS = {
+    "duo": ScoreMethod("gate", 1.0, "streaming"),
+    "rlkv": ScoreMethod("gate", 1.0, "streaming"),
+    "rlkv-lite": ScoreMethod("gate", 1.0, "streaming"),
+    "attention": ScoreMethod("importance", 1.0, "streaming"),
+    "ablation": ScoreMethod("importance", None, "streaming"),
+    "kv-bits": ScoreMethod("importance", None, "streaming"),
+    "kvzip": ScoreMethod("importance", None, "streaming"),
+    "headkv-r": ScoreMethod("importance", None, "budgeted"),
+    "headkv-er": ScoreMethod("importance", None, "budgeted"),
+    "headkv-r2": ScoreMethod("importance", None, "budgeted"),
+    "wg-kv": ScoreMethod("share", 1.0, "budgeted"),
+    "lu-kv": ScoreMethod("share", 1.0, "budgeted"),
+    "budgets": ScoreMethod("budget", None, "budgeted"),
+    "flexicache": ScoreMethod("choice", 1.0, "streaming"),
+    "rank-product": ScoreMethod("rank", 1.0, "streaming"),
 }
 # the largest budget of a head, in tokens; every whole number up to it is a float32
 MAX_BUDGET = 1 << 24

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvsurgery.profile.full_heads import full_mask, kv_scores
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.methods import METHODS
+from kvsurgery.profile.methods import SCORE_METHODS
 
 # shares of streaming heads that a profile is looked at with
 SPARSITIES = (0.25, 0.5, 0.75)
@@ -16,7 +16,7 @@ SPARSITIES = (0.25, 0.5, 0.75)
 
 def ceiling(method: str, scores: np.ndarray) -> float:
     """The end of the scale from 0: the method's bound, else the largest score, or 1 if all are 0."""
-    return METHODS[method].most or float(scores.max()) or 1.0
+    return SCORE_METHODS[method].most or float(scores.max()) or 1.0
 
 
 def places(scores: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsurgery.profile.comparison import Comparison
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
-from kvsurgery.profile.methods import METHODS
+from kvsurgery.profile.methods import SCORE_METHODS
 from kvsurgery.profile.ranking import SPARSITIES, full_heads
 
 MOST_DIFFERENT = 5
@@ -35,7 +35,7 @@ def facts(profile: HeadProfile) -> dict[str, Any]:
 def _score_facts(profile: HeadProfile) -> dict[str, Any]:
     scores = profile.head_scores
     return {
-        "kind": METHODS[profile.method].kind,
+        "kind": SCORE_METHODS[profile.method].kind,
         "shape": list(scores.shape),
         "score_min": float(scores.min()),
         "score_max": float(scores.max()),

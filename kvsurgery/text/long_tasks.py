@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 NUMBERS, LARGEST = 16, 40
-SUMS = (
+SUM_TASK = (
     "Add these numbers one after the other: {}. Show every step: say which number is next, and the total so far. "
     "Then add them again from the last to the first."
 )
-NAMES = (
+STORY_NAMES = (
     "Ada", "Bruno", "Clara", "Dmitri", "Elena", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kamala", "Leo", "Mira",
     "Nils", "Olga", "Pablo",
 )  # fmt: skip
-THINGS = (
+STORY_WORDS = (
     "apple", "river", "lantern", "piano", "tortoise", "silver", "violin", "window", "garden", "bottle", "castle",
     "feather", "ladder", "mirror", "needle", "basket",
 )  # fmt: skip
 PEOPLE = 12
-CHOSEN = (
+LIST_TASK = (
     "These people each chose a word: {}. Write a long story in which every person appears with the chosen word. "
     "At the end, list all people and words again."
 )
@@ -28,6 +28,6 @@ def long_task(number: int, seed: int) -> str:
     """A user's words: sums where the number is even, a list to recall where it is odd; the same for equal arguments."""
     rng = np.random.default_rng([seed, number])
     if number % 2 == 0:
-        return SUMS.format(", ".join(map(str, rng.integers(2, LARGEST + 1, NUMBERS))))
-    pairs = zip(rng.permutation(NAMES)[:PEOPLE], rng.permutation(THINGS)[:PEOPLE], strict=True)
-    return CHOSEN.format("; ".join(f"{name} chose {thing}" for name, thing in pairs))
+        return SUM_TASK.format(", ".join(map(str, rng.integers(2, LARGEST + 1, NUMBERS))))
+    pairs = zip(rng.permutation(STORY_NAMES)[:PEOPLE], rng.permutation(STORY_WORDS)[:PEOPLE], strict=True)
+    return LIST_TASK.format("; ".join(f"{name} chose {thing}" for name, thing in pairs))

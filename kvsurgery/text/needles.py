@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 KEYS = ("answer", "needle", "real_needle", "question")
 Kind = Literal["retrieval", "reasoning"]
-KINDS = ("retrieval", "reasoning")
-LARGEST_FILE = 1 << 24
+NEEDLE_KINDS = ("retrieval", "reasoning")
+LARGEST_NEEDLES_FILE = 1 << 24
 
-PLAIN = "Question: {question}\nAnswer:"
-CHAT = "Answer from the text above, in as few words as possible. {question}"
+PLAIN_QUESTION = "Question: {question}\nAnswer:"
+CHAT_QUESTION = "Answer from the text above, in as few words as possible. {question}"
 
 SENTENCE_END = re.compile(r"""[.!?]['"”’)\]]*$""")
 UNSPACED_END = re.compile(r"[。！？][”’」』）]*$")
 ENDING = re.compile(r"""[.!?'"”’)\]。！？」』）]$""")  # the last character of either
-NEAR = 3  # tokens that a sentence's end is spelt by, at most
+ENDING_TOKENS = 3  # tokens that a sentence's end is spelt by, at most
 REACH = 0.05  # of the text: how far a needle moves to the end of a sentence
 
 
@@ -68,8 +68,8 @@ class Needle:
         if places != 1:
             found = "not a part" if not places else f"{places} times a part"
             raise TextError(f"`real_needle` {short(self.real_needle)} is {found} of `needle`; it must be once")
-        if self.kind not in (None, *KINDS):
-            raise TextError(f"`kind` is {' or '.join(KINDS)}, got {short(self.kind)}")
+        if self.kind not in (None, *NEEDLE_KINDS):
+            raise TextError(f"`kind` is {' or '.join(NEEDLE_KINDS)}, got {short(self.kind)}")
 
 
 def read_needles(path: str | Path) -> tuple[Needle, ...]:
@@ -82,8 +82,8 @@ def read_needles(path: str | Path) -> tuple[Needle, ...]:
     """
     path = Path(path)
     with reading_text(path, "needles"):
-        if path.stat().st_size > LARGEST_FILE:
-            raise TextError(f"{path} is over {LARGEST_FILE >> 20} MiB; this is not a file of needles")
+        if path.stat().st_size > LARGEST_NEEDLES_FILE:
+            raise TextError(f"{path} is over {LARGEST_NEEDLES_FILE >> 20} MiB; this is not a file of needles")
         text = path.read_text(encoding="utf-8-sig")
     needles = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -187,7 +187,7 @@ def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerB
     last = text[low - 1 : high]
     likely = [token for token in np.unique(last).tolist() if ENDING.search(_decode([token], tokenizer))]
     for place in (low + np.flatnonzero(np.isin(last, likely))).tolist():
-        near = text[max(0, place - NEAR) : place + 1].tolist()
+        near = text[max(0, place - ENDING_TOKENS) : place + 1].tolist()
         before = _decode(near[:-1], tokenizer)
         follows = _decode(near, tokenizer)[len(before) :]
         if UNSPACED_END.search(before) or (SENTENCE_END.search(before) and follows[:1].isspace()):
@@ -211,7 +211,7 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Token ids before and after the text; the cue comes last, where the answer begins."""
-    asked = (CHAT if tokenizer.chat_template else PLAIN).format(question=question)
+    asked = (CHAT_QUESTION if tokenizer.chat_template else PLAIN_QUESTION).format(question=question)
     # a small vocabulary may not have the words around the question; then the question stands alone
     if tokenizer.unk_token_id in token_ids(tokenizer, asked):
         asked = question

@@ -14,6 +14,7 @@ from kvsurgery.bench import timing
 from kvsurgery.bench.contenders import Contender, contenders, load_models, step_weights
 from kvsurgery.bench.measure import WARM, Turns, Workload, measure, prompts
 from kvsurgery.bench.results import Row
+from kvsurgery.display.progress import silent
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -26,10 +27,6 @@ CPU = torch.device("cpu")
 NEW, CHUNK = WARM + 5, 16
 WORK = Workload((40,), (2,), NEW, CHUNK, rounds=3)
 SIZES = {"chunk": 32, "encode_budget": 24, "keep": 4, "window": 5, "pool": 3, "recompute_budget": 60, "query_length": 6}
-
-
-def silent(done: int, of: int, note: str) -> None:
-    """Progress that nobody sees."""
 
 
 @pytest.fixture(scope="module")

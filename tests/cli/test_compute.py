@@ -59,7 +59,7 @@ def test_gates(folder):
 def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     """A step that is said to take a tenth of a second for each thousand tokens."""
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)
-    for name, steps in {"MOST": 5, "WANTED": 4, "LEAST": 3}.items():
+    for name, steps in {"MOST_STEPS": 5, "WANTED_STEPS": 4, "LEAST_STEPS": 3}.items():
         monkeypatch.setattr(pace, name, steps)
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "-o", "p.safetensors"]
     lengths = ["--min-context", 400, "--passkeys", 2, "--sink", 4, "--recent", 16]
@@ -82,13 +82,21 @@ def test_minutes_decide_how_long_gates_are_trained(folder, monkeypatch):
     assert (made["reg"], made["until_settled"]) == (0.2, False)
 
 
+def test_unknown_words_are_found_before_a_training_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "step_seconds", lambda *arguments: pytest.fail("it is timed"))
+    folder = make("llama", tmp_path / "llama", vocab_size=400, max_position_embeddings=2048)
+    tokenizer("words", ["bako dimi"]).save_pretrained(folder)
+    why = refused("profile", "compute", folder, "--method", "duo", "--minutes", 1, "-o", "p.safetensors")
+    assert "does not know all words of 'Passkeys are hidden" in why
+
+
 def test_a_training_in_minutes_stops_when_gates_have_settled(folder, monkeypatch):
     """It stops as soon as it may where gates are said to have settled; these have not separated."""
     monkeypatch.setattr(pace, "step_seconds", lambda *arguments: lambda tokens: tokens / 10_000)
     for module in (settling, training, training_state):
         monkeypatch.setattr(module, "LATEST", 4)
     monkeypatch.setattr(training, "settled", lambda gates, lr: True)
-    for name, steps in {"MOST": 20, "WANTED": 4, "LEAST": 3}.items():
+    for name, steps in {"MOST_STEPS": 20, "WANTED_STEPS": 4, "LEAST_STEPS": 3}.items():
         monkeypatch.setattr(pace, name, steps)
     start = ["profile", "compute", folder, "--method", "duo", "--passkey-tokens", 3, "--sink", 4, "--recent", 16]
     start += ["--max-context", 500, "--checkpoint", "state", "--minutes", 0.01, "--reg", 0]

@@ -26,7 +26,7 @@ class TestOptions:
             (("--sparsity", 1), 6),
             (("--full-heads", 5), 1),
             (("--threshold", 0), 0),
-            (("--threshold", 1.1), 6),
+            (("--threshold", 1), 6),
         ],
         ids=str,
     )

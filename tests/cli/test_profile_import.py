@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kvsurgery.cli.profile import profile
 from kvsurgery.cli.profile.importing import headkv
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.importers.headkv import METHODS
+from kvsurgery.profile.importers.headkv import HEADKV_METHODS
 from tests.cli.profile_command import LLAMA, refusal, run, working_folder  # noqa: F401  (a fixture)
 from tests.helpers.hub_repo import Blob
 from tests.helpers.hub_server import COMMAND, serve
@@ -42,7 +42,7 @@ class TestImport:
 
     def test_methods_are_those_of_the_library(self):
         [option] = [option for option in headkv.params if option.name == "method"]
-        assert tuple(option.type.choices) == METHODS
+        assert tuple(option.type.choices) == HEADKV_METHODS
 
     def test_config_json_stands_for_its_folder(self, here):
         run("import", "duo", "gates", "--model", "llama/config.json", "-o", "one")
@@ -238,6 +238,6 @@ class TestFilesOfTheHub:
         hub.repo.gated = True
         assert "org/scores is gated: accept its terms" in self.imported(hub, here, "headkv", source)
         hub.repo.gated = False
-        small = "from kvsurgery.profile.importers import files; files.LARGEST_FILE = 9"
+        small = "from kvsurgery.profile.importers import files; files.LARGEST_SCORES_FILE = 9"
         assert "R.json has " in self.imported(hub, here, "headkv", source, before=small)
         assert not list((here / "hf").rglob("R.json"))

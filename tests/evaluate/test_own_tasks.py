@@ -19,7 +19,7 @@ from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.text import haystack
 from kvsurgery.text.needle_sets import read_set
-from kvsurgery.text.needles import CHAT, PLAIN
+from kvsurgery.text.needles import CHAT_QUESTION, PLAIN_QUESTION
 from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, OPENING, ORDINALS
 from kvsurgery.text.tokens import special_ids
 from tests.evaluate.recall import MODEL, tasks
@@ -29,7 +29,7 @@ NEEDLES = read_set("phrase")
 KNOWN = [
     *islice(haystack._generated(0), 60),
     *(part for needle in NEEDLES for part in (needle.needle, needle.real_needle, needle.answer)),
-    *(form.format(question=needle.question) for needle in NEEDLES for form in (PLAIN, CHAT)),
+    *(form.format(question=needle.question) for needle in NEEDLES for form in (PLAIN_QUESTION, CHAT_QUESTION)),
     *(OPENING, "user", "assistant", " ".join(f"word{number}" for number in range(400))),
     *(f"{HIDDEN} {ASKED}".format(ordinal=ordinal, key=" ") for ordinal in ORDINALS),
 ]

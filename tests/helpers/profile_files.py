@@ -3,11 +3,11 @@
 import json
 
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 GQA = ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8)
 
-MODEL = Measured("org/model", GQA)
+MODEL = ProfiledModel("org/model", GQA)
 
 GATES = [[0.5, 1.0], [-0.0014, 1.005], [0.25, 0.0]]
 

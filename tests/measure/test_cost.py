@@ -11,7 +11,7 @@ from tests.helpers.families import make
 
 
 def test_needles_are_those_of_a_shipped_set():
-    assert len(read_set("word")) == cost.NEEDLES
+    assert len(read_set("word")) == cost.NEEDLES_IN_SET
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -2,13 +2,13 @@
 
 import json
 import os
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from kvsurgery import __version__
+from kvsurgery.display.progress import silent
 from kvsurgery.errors import OutputError, ProfileError, UnsupportedModel
 from kvsurgery.measure.gates import add_gradient, initial_gates, rate
 from kvsurgery.measure.training import GateOptions, KeptState, train_gates
@@ -48,7 +48,7 @@ def measured():
 
 def train(measured, steps_before_a_stop=None, given=prompts, data=DATA, **options):
     """Train, or press Ctrl-C after so many steps."""
-    keywords = {"progress": options.pop("progress", None)}
+    keywords = {"progress": options.pop("progress", silent)}
     kept = {name: options.pop(name) for name in ("every", "resume") if name in options}
     if "checkpoint" in options:
         keywords["kept"] = KeptState(options.pop("checkpoint"), **kept)
@@ -94,11 +94,11 @@ class TestSteps:
 
     def test_progress_says_what_the_history_holds(self, measured, trained):
         seen = []
-        train(measured, progress=seen.append)
-        assert [each.step for each in seen] == list(range(1, 9))
-        assert {each.steps for each in seen} == {8}
-        assert [each[2:6] for each in seen] == [tuple(row) for row in trained[1].tolist()]
-        assert all(one.seconds <= two.seconds for one, two in pairwise(seen))
+        train(measured, progress=lambda *state: seen.append(state))
+        assert seen == [
+            (step, 8, f"loss {loss:.4f}, {sparsity:.0%} of gates under 0.5")
+            for step, (loss, _, _, sparsity) in enumerate(trained[1].tolist(), 1)
+        ]
 
     def test_a_profile_that_tells_its_training(self, measured, trained):
         profile, history = trained
@@ -142,7 +142,7 @@ class TestResume:
         with pytest.raises(KeyboardInterrupt):
             train(measured, stop, checkpoint=path, every=3)
         steps = []
-        profile, history = train(measured, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        profile, history = train(measured, checkpoint=path, resume=True, progress=lambda step, *_: steps.append(step))
         assert steps == list(range(stop + 1, 9))
         assert profile == trained[0]
         assert history.tobytes() == trained[1].tobytes()
@@ -161,7 +161,7 @@ class TestResume:
         with pytest.raises(Killed):
             train(measured, given=killed, checkpoint=path, every=3)
         steps = []
-        profile, _ = train(measured, checkpoint=path, resume=True, progress=lambda each: steps.append(each.step))
+        profile, _ = train(measured, checkpoint=path, resume=True, progress=lambda step, *_: steps.append(step))
         assert steps == [7, 8]
         assert profile == trained[0]
         assert os.listdir(tmp_path) == [path.name]

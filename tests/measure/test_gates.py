@@ -116,7 +116,7 @@ class TestLoss:
 
     @pytest.mark.parametrize("family", ["llama", "gemma2"])
     def test_language_modelling_by_hand(self, family, monkeypatch):
-        monkeypatch.setattr(gates, "LOGITS", 3)
+        monkeypatch.setattr(gates, "LOGIT_POSITIONS", 3)
         measured = measured_model(stock(family))
         mix = random_gates(measured)
         with mixed_attention(measured, mix, **SIZES), torch.no_grad():

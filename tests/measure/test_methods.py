@@ -22,7 +22,7 @@ from kvsurgery.profile import methods as scores
 
 
 def test_profiles_know_the_scores_of_every_method() -> None:
-    assert {*METHODS} - {*scores.METHODS} == {scores.REFORM}
+    assert {*METHODS} - {*scores.SCORE_METHODS} == {scores.REFORM}
 
 
 def test_defaults_are_those_of_the_functions_that_measure() -> None:
@@ -46,7 +46,7 @@ def test_settings_of_a_training_reach_it() -> None:
         (lambda: Duo(minutes=0), "`minutes` must be > 0, got 0"),
         (lambda: RLKVLite(text="book.txt"), "which trains on the model's own answers"),
         (lambda: KVBits(), "`text` is missing"),
-        (lambda: Duo(steps=0).options(), "steps must be >= 1, got 0"),
+        (lambda: Duo(steps=0).check(), "steps must be >= 1, got 0"),
         (lambda: Duo(min_context=512).check(), "give a longer `min_context`"),
         (lambda: Duo(min_context=0).check(), "give a longer `min_context`"),
         (lambda: Reform(chunk=0).check(), "`chunk` is at least 1 token, got 0"),

@@ -9,7 +9,7 @@ from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.measure.own_answers import Answer, OwnAnswers, read_answers
 from kvsurgery.measure.prompts import Contexts
 from kvsurgery.text.chat import turn_tokens
-from kvsurgery.text.long_tasks import CHOSEN, SUMS, long_task
+from kvsurgery.text.long_tasks import LIST_TASK, SUM_TASK, long_task
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
 from tests.helpers.vocabularies import tokenizer
@@ -20,7 +20,9 @@ CONTEXTS = Contexts(460, 480, seed=3)
 @pytest.fixture(scope="module")
 def measured():
     model = stock("llama", num_hidden_layers=1, vocab_size=600, max_position_embeddings=512)
-    return measured_model(model.eval(), tokenizer("bytes", [SUMS, CHOSEN, *map(task, range(4))], size=600, chat=True))
+    return measured_model(
+        model.eval(), tokenizer("bytes", [SUM_TASK, LIST_TASK, *map(task, range(4))], size=600, chat=True)
+    )
 
 
 def task(number):
@@ -31,7 +33,7 @@ def task(number):
 def kept(measured, tmp_path_factory):
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     counts = []
-    made = OwnAnswers.of(measured, CONTEXTS, 3, path, counts.append)
+    made = OwnAnswers.of(measured, CONTEXTS, 3, path, lambda done, *_: counts.append(done))
     assert counts == [1, 2, 3]
     return path, made
 

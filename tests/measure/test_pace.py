@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.pace import (
-    LEAST,
-    MOST,
-    PASSKEYS,
-    SHORT,
-    WANTED,
+    ENOUGH_PASSKEYS,
+    LEAST_CONTEXT,
+    LEAST_STEPS,
+    MOST_STEPS,
+    WANTED_STEPS,
     Lengths,
     TrainingPlan,
     paced,
@@ -37,38 +37,38 @@ def test_a_training_fits_its_time(minutes, linear, square, most, longest, window
     def seconds(tokens):
         return linear * tokens + square * tokens**2
 
-    asked = Lengths(longest=longest and min(longest, most))
+    asked = Lengths(max_context=longest and min(longest, most))
     try:
         found = paced(minutes, seconds, most, asked, window)
     except ProfileError as error:
-        assert 60 * minutes / seconds(asked.longest or min(max(SHORT, 2 * window), most)) < 2 * LEAST
+        assert 60 * minutes / seconds(asked.max_context or min(max(LEAST_CONTEXT, 2 * window), most)) < 2 * LEAST_STEPS
         enough = float(str(error).split("give ")[1].split(" min")[0])
-        assert paced(enough, seconds, most, asked, window).steps >= LEAST
+        assert paced(enough, seconds, most, asked, window).steps >= LEAST_STEPS
         return
-    lengths = np.linspace(found.shortest, found.longest, 9).astype(int)
+    lengths = np.linspace(found.min_context, found.max_context, 9).astype(int)
     assert found.steps * np.mean([seconds(int(length)) for length in lengths]) <= 60 * minutes * (1 + 1e-7)
-    assert LEAST <= found.steps <= MOST
-    assert 2 <= found.shortest <= found.longest <= most
-    assert found.shortest > window or found.longest <= window
-    assert found.longest == (asked.longest or found.longest)
+    assert LEAST_STEPS <= found.steps <= MOST_STEPS
+    assert 2 <= found.min_context <= found.max_context <= most
+    assert found.min_context > window or found.max_context <= window
+    assert found.max_context == (asked.max_context or found.max_context)
     # prompts are only short where longer ones leave too few steps
-    if found.steps < WANTED:
-        assert found.longest <= max(SHORT, 2 * window, asked.longest or 0)
+    if found.steps < WANTED_STEPS:
+        assert found.max_context <= max(LEAST_CONTEXT, 2 * window, asked.max_context or 0)
 
 
 def test_the_longer_the_time_the_longer_the_prompts():
     found = [paced(minutes, lambda tokens: tokens / 60, 32_000) for minutes in (21, 100, 400, 2000, 20_000)]
-    assert [each.longest for each in found] == [768, 1000, 4000, 32_000, 32_000]
-    assert [each.shortest for each in found] == [384, 500, 1000, 1000, 1000]
-    assert [each.passkeys for each in found] == [3, 5, 10, 10, PASSKEYS]
-    assert found[-1].steps == MOST
-    assert found[0].flags == "--steps 131 --min-context 384 --max-context 768 --passkeys 3"
+    assert [each.max_context for each in found] == [768, 1000, 4000, 32_000, 32_000]
+    assert [each.min_context for each in found] == [384, 500, 1000, 1000, 1000]
+    assert [each.passkeys for each in found] == [3, 5, 10, 10, ENOUGH_PASSKEYS]
+    assert found[-1].steps == MOST_STEPS
+    assert found[0] == TrainingPlan(131, 384, 768, 3)
 
 
 def test_prompts_are_longer_than_the_window():
     def lengths(minutes, window, most=32_000, longest=None):
-        found = paced(minutes, lambda tokens: tokens / 60, most, Lengths(longest=longest), window)
-        return found.shortest, found.longest
+        found = paced(minutes, lambda tokens: tokens / 60, most, Lengths(max_context=longest), window)
+        return found.min_context, found.max_context
 
     assert lengths(21, 320) == (384, 768)
     assert lengths(100, 1100) == (1101, 2200)
@@ -78,7 +78,7 @@ def test_prompts_are_longer_than_the_window():
 
 def test_what_is_given_is_kept():
     found = paced(100, lambda tokens: tokens / 60, 32_000, Lengths(600, 5000, 7))
-    assert (found.shortest, found.longest, found.passkeys) == (600, 5000, 7)
+    assert (found.min_context, found.max_context, found.passkeys) == (600, 5000, 7)
     with pytest.raises(ProfileError, match="in 2 min there is time for 12 steps with prompts of 384 to 768 tokens"):
         paced(2, lambda tokens: tokens / 60, 32_000)
 

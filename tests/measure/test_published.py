@@ -12,7 +12,7 @@ from kvsurgery.policy.policy import decide
 from kvsurgery.profile.full_heads import kv_scores
 from kvsurgery.profile.importers.duo import import_duo
 from kvsurgery.profile.importers.headkv import import_headkv
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from kvsurgery.recipe import Recipe
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "profiles"
@@ -39,15 +39,15 @@ HEADKV = {
 @pytest.fixture(params=[*DUO, *HEADKV])
 def published(request):
     if request.param in DUO:
-        return import_duo(SHARED / "duo" / request.param, Measured(request.param, DUO[request.param][0]))
+        return import_duo(SHARED / "duo" / request.param, ProfiledModel(request.param, DUO[request.param][0]))
     method, model, *_ = HEADKV[request.param]
-    return import_headkv(SHARED / "headkv" / request.param, Measured(request.param, model), method)
+    return import_headkv(SHARED / "headkv" / request.param, ProfiledModel(request.param, model), method)
 
 
 @pytest.mark.parametrize("name", DUO)
 def test_duo(name):
     model, ones, zeros = DUO[name]
-    made = import_duo(SHARED / "duo" / name, Measured(name, model))
+    made = import_duo(SHARED / "duo" / name, ProfiledModel(name, model))
     assert made.scores.shape == (32, model.kv_heads)
     assert (made.sink, made.recent) == (128, 256)
     assert made.provenance["training"]["num_steps"] == 2000
@@ -60,7 +60,7 @@ def test_duo(name):
 @pytest.mark.parametrize("name", HEADKV)
 def test_headkv(name):
     method, model, zeros, top, count = HEADKV[name]
-    made = import_headkv(SHARED / "headkv" / name, Measured(name, model), method)
+    made = import_headkv(SHARED / "headkv" / name, ProfiledModel(name, model), method)
     assert made.scores.shape == (32, 32)
     assert (made.scores == 0).sum() == zeros
     assert made.scores.max() == pytest.approx(top, abs=1e-5)
@@ -79,7 +79,7 @@ def test_counts_are_exact_in_spite_of_ties(published, sparsity):
 
 
 def test_all_full_and_all_streaming_layers_occur():
-    made = import_duo(SHARED / "duo" / "Llama-3-8B-Instruct-Gradient-1048k", Measured("llama", LLAMA_3_8B))
+    made = import_duo(SHARED / "duo" / "Llama-3-8B-Instruct-Gradient-1048k", ProfiledModel("llama", LLAMA_3_8B))
     full = [
         layer.full for layer in decide(made, ModelLayers([None] * 32), Recipe(sparsity=0.75, rest="streaming")).layers
     ]
@@ -92,7 +92,7 @@ def test_all_full_and_all_streaming_layers_occur():
 
 def test_mean_or_max_matters():
     path = SHARED / "headkv" / "Llama-3-8B-Instruct_R2.json"
-    made = import_headkv(path, Measured("llama", LLAMA_3_8B), method="headkv-r2")
+    made = import_headkv(path, ProfiledModel("llama", LLAMA_3_8B), method="headkv-r2")
     mean, most = (
         decide(made, ModelLayers([None] * 32), Recipe(full_heads=64, rest="streaming", group_reduce=how))
         for how in ("mean", "max")

@@ -24,7 +24,7 @@ from kvsurgery.measure.reform import (
     sample_ranks,
     similarity,
 )
-from kvsurgery.profile.embedding_heads import KINDS
+from kvsurgery.profile.embedding_heads import RANKED_KINDS
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.helpers.families import stock, tokens
 from tests.helpers.measured_models import measured_model, recurrence
@@ -140,7 +140,7 @@ def by_definition(measured, sample):
     seen = []
     reading = RecurrentPass(measured, torch.from_numpy(sample.tokens), recurrence(999, 999, 0, 1))
     reading.read(range(len(sample.tokens)), seen.append)
-    ranks = {kind: [] for kind in KINDS}
+    ranks = {kind: [] for kind in RANKED_KINDS}
     for states in seen:
         tables = {"q": states.query, "k": states.key, "v": states.value, "hidden": states.hidden}
         rows = {
@@ -190,7 +190,7 @@ class TestRanking:
         of, asked = measured(), [sample(seed=seed) for seed in range(3)]
         made = embedding_ranking(of, {"multihop": asked[:1], "pattern": asked[1:]}, recurrence=SMALL)
         one, two, three = (sample_ranks(of, each, SMALL) for each in asked)
-        for kind in KINDS:
+        for kind in RANKED_KINDS:
             np.testing.assert_allclose(made.ranking.mnr["multihop"][kind], one[kind], rtol=1e-6)
             np.testing.assert_allclose(made.ranking.mnr["pattern"][kind], (two[kind] + three[kind]) / 2, rtol=1e-6)
 

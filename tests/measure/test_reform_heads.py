@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.profile.embedding_heads import KINDS, STATES, TASKS, EmbeddingHead, Ranking, columns_of
+from kvsurgery.profile.embedding_heads import RANKED_KINDS, RANKING_TASKS, STATES, EmbeddingHead, Ranking, columns_of
 
 TEN = ModelDimensions(layers=10, query_heads=4, kv_heads=2, head_dim=8)
 
 
 def ranks(model=TEN, fill=0.5):
-    return {kind: np.full((model.layers, columns_of(kind, model)), fill) for kind in KINDS}
+    return {kind: np.full((model.layers, columns_of(kind, model)), fill) for kind in RANKED_KINDS}
 
 
 def with_best(*places, model=TEN):
@@ -86,7 +86,10 @@ class TestPick:
         model = ModelDimensions(layers, 4, 2, 8)
         rng = np.random.default_rng(seed)
         made = Ranking(
-            {task: {kind: rng.integers(0, 9, own.shape) / 8 for kind, own in ranks(model).items()} for task in TASKS}
+            {
+                task: {kind: rng.integers(0, 9, own.shape) / 8 for kind, own in ranks(model).items()}
+                for task in RANKING_TASKS
+            }
         )
         picked = made.pick()
         assert len(picked) == len(set(picked)) == 4
@@ -135,10 +138,10 @@ class TestValidation:
 
     def test_tensors_and_back(self):
         made = Ranking({"pattern": with_best((1, "q", 0)), "multihop": ranks()})
-        assert list(made.tensors()) == [f"mnr.{task}.{kind}" for task in TASKS for kind in KINDS]
+        assert list(made.tensors()) == [f"mnr.{task}.{kind}" for task in RANKING_TASKS for kind in RANKED_KINDS]
         back = Ranking.from_tensors(made.tensors())
-        for task in TASKS:
-            for kind in KINDS:
+        for task in RANKING_TASKS:
+            for kind in RANKED_KINDS:
                 np.testing.assert_array_equal(back.mnr[task][kind], made.mnr[task][kind])
         with pytest.raises(ProfileError, match="unknown tensor 'scores'"):
             Ranking.from_tensors({"scores": np.zeros((2, 2))})

@@ -8,12 +8,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile.embedding_heads import KINDS, EmbeddingHead, Ranking, columns_of
+from kvsurgery.profile.embedding_heads import RANKED_KINDS, EmbeddingHead, Ranking, columns_of
 from kvsurgery.profile.head_profile import HeadProfile
 from tests.measure.head_profiles import GQA, SCORES, metadata, profile
 
 HEADS = (EmbeddingHead(0, "q", 7), EmbeddingHead(2, "v", 1))
-MNR = {kind: np.linspace(0, 1, 3 * columns_of(kind, GQA)).reshape(3, -1) for kind in KINDS}
+MNR = {kind: np.linspace(0, 1, 3 * columns_of(kind, GQA)).reshape(3, -1) for kind in RANKED_KINDS}
 
 
 def reform(**changes):
@@ -33,7 +33,7 @@ def test_round_trip(tmp_path, ranking):
     assert "granularity" not in metadata(path)
     if ranking is not None:
         with safe_open(path, "numpy") as file:
-            assert set(file.keys()) == {f"mnr.{task}.{kind}" for task in ranking.mnr for kind in KINDS}
+            assert set(file.keys()) == {f"mnr.{task}.{kind}" for task in ranking.mnr for kind in RANKED_KINDS}
             np.testing.assert_array_equal(file.get_tensor("mnr.multihop.k"), MNR["k"].astype(np.float32))
     saved.save(path)
     assert HeadProfile.load(path).hash == saved.hash

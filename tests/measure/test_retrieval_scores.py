@@ -69,7 +69,7 @@ def test_attention_is_that_of_one_eager_forward(family, overrides, random_model,
     needle = range(28, 34)
     answers = []
     for chunk in (7, 64):
-        monkeypatch.setattr(retrieval, "CHUNK", chunk)
+        monkeypatch.setattr(retrieval, "PROMPT_CHUNK", chunk)
         answers.append(answer(measured, prompt, top=len(needle), limit=6))
     said = [step.token for step in answers[0]]
     assert len(said) == 6
@@ -109,7 +109,7 @@ def test_one_pass_over_the_prompt_and_one_query_of_attention_at_a_time(random_mo
     monkeypatch.setattr(
         retrieval, "attention_weights", lambda query, *rest: queries.append(query.shape) or stock_weights(query, *rest)
     )
-    monkeypatch.setattr(retrieval, "CHUNK", 16)
+    monkeypatch.setattr(retrieval, "PROMPT_CHUNK", 16)
     answer(measured, tokens(1, 40)[0].numpy(), top=3, limit=5)
     assert read == [16, 16, 7, *[1] * 5]
     assert queries == [(1, 8, 1, 6)] * 4 * 5
@@ -227,7 +227,7 @@ def test_what_is_recorded(tiny, recall, method):
     seen = []
     made = retrieval_scores(tiny, *recall, method=method, **SMALL, seed=3, progress=lambda *state: seen.append(state))
     facts = made.provenance
-    assert seen == [(done, 8, done) for done in range(9)]
+    assert seen == [(done, 8, f"{done} right") for done in range(9)]
     assert (facts["trials"], facts["successes"], facts["seed"]) == (8, 8, 3)
     assert (facts["lengths"], facts["depths"]) == ([100, 200], [0.1, 0.6])
     assert (facts["text"], facts["needles"], facts["prompt"]) == ("filler.txt", 2, "plain")

@@ -175,7 +175,6 @@ class TestSelection:
     def test_threshold_beyond_float32(self):
         made = profile([[0.1, 0.3]])
         assert decide(made, ModelLayers([None]), Recipe(threshold=1e39)).counts[STREAMING] == 2
-        assert decide(made, ModelLayers([None]), Recipe(threshold=-1e39)).counts[STREAMING] == 0
 
     def test_defaults_are_the_paper_s(self):
         gqa, mha = profile(np.eye(2, 4)), profile(np.eye(2, 4), query_heads=4)
@@ -266,8 +265,9 @@ class TestRefusals:
             ({"sparsity": 1.01}, r"`sparsity` lies in \[0, 1\], got 1.01"),
             ({"sparsity": 50}, r"`sparsity` lies in \[0, 1\], got 50"),
             ({"sparsity": float("nan")}, r"`sparsity` lies in \[0, 1\], got nan"),
-            ({"threshold": float("nan")}, "`threshold` must be finite, got nan"),
-            ({"threshold": float("inf")}, "`threshold` must be finite, got inf"),
+            ({"threshold": float("nan")}, "`threshold` is a finite number of 0 or more for ablation scores, got nan"),
+            ({"threshold": float("inf")}, "`threshold` is a finite number of 0 or more for ablation scores, got inf"),
+            ({"threshold": -0.1}, "`threshold` is a finite number of 0 or more for ablation scores, got -0.1"),
             ({"full_heads": -1}, r"`full_heads` lies in \[0, 4\] for this model, got -1"),
             ({"full_heads": 5}, r"`full_heads` lies in \[0, 4\] for this model, got 5"),
             ({"sink": -1}, "`sink` must be >= 0"),
@@ -278,6 +278,12 @@ class TestRefusals:
     def test_options(self, options, message):
         with pytest.raises(PolicyError, match=message):
             decide(profile(np.eye(2)), ModelLayers([None, None]), Recipe(**options))
+
+    @pytest.mark.parametrize("threshold", [-0.01, 1.01, 50, float("nan")])
+    def test_a_threshold_beyond_the_scores_of_a_method(self, threshold):
+        gates = replace(profile(np.eye(2)), method="duo")
+        with pytest.raises(PolicyError, match=rf"`threshold` lies in \[0, 1\] for duo scores, got {threshold}"):
+            decide(gates, ModelLayers([None, None]), Recipe(threshold=threshold))
 
     def test_full_heads_counts_eligible_layers_only(self):
         with pytest.raises(PolicyError, match=r"`full_heads` lies in \[0, 2\] for this model, got 3"):

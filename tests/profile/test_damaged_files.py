@@ -22,9 +22,9 @@ from kvsurgery.profile.importers.kvzip import import_kvzip
 from kvsurgery.profile.importers.lu_kv import import_lu_kv
 from kvsurgery.profile.importers.rlkv import import_rlkv
 from kvsurgery.profile.importers.wg_kv import import_wg_kv
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
-MODEL = Measured("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8))
+MODEL = ProfiledModel("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=2, head_dim=8))
 GATES = "0.5\t1.0\n0.25\t0.0\n1e-3\t0.125\n"
 CURVES = np.linspace(0.01, 0.99, 99)[:, None, None] * np.ones((1, 3, 2))
 
@@ -101,7 +101,7 @@ class TestDamage:
             read_or_refused(formats[name][0], path)
 
     def test_files_that_never_end(self, tmp_path, monkeypatch, name):
-        monkeypatch.setattr(files, "LARGEST_FILE", 1 << 20)
+        monkeypatch.setattr(files, "LARGEST_SCORES_FILE", 1 << 20)
         with pytest.raises(ProfileError, match="is over 1 MiB; this is not a file of head scores"):
             whole(tmp_path)[name][0]("/dev/zero", MODEL)
 

@@ -8,13 +8,13 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.profile.importers import files
 from kvsurgery.profile.importers.duo import import_duo
 from kvsurgery.profile.importers.rlkv import import_rlkv
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from tests.helpers.profile_files import GATES, GQA, MODEL, dump, tsv
 
 
 class TestDuo:
     def test_scores_are_clipped(self, tmp_path):
-        made = import_duo(tsv(tmp_path / "gates.tsv"), Measured("org/model", GQA, "abc"))
+        made = import_duo(tsv(tmp_path / "gates.tsv"), ProfiledModel("org/model", GQA, "abc"))
         assert made.scores.tolist() == [[0.5, 1], [0, 1], [0.25, 0]]
         assert (made.method, made.granularity, made.model) == ("duo", "kv", GQA)
         assert (made.base_model, made.base_revision) == ("org/model", "abc")
@@ -40,8 +40,8 @@ class TestDuo:
             (tmp_path / name).mkdir()
             tsv(tmp_path / name / "full_attention_heads.tsv")
         assert (
-            import_duo(tmp_path / "one", Measured("m", GQA)).hash
-            == import_duo(tmp_path / "other", Measured("m", GQA)).hash
+            import_duo(tmp_path / "one", ProfiledModel("m", GQA)).hash
+            == import_duo(tmp_path / "other", ProfiledModel("m", GQA)).hash
         )
 
     def test_a_model_s_config_beside_it_says_nothing(self, tmp_path):
@@ -105,7 +105,7 @@ class TestDuo:
 
     def test_a_file_far_too_large(self, tmp_path):
         with open(tmp_path / "gates.tsv", "wb") as file:
-            file.truncate(files.LARGEST_FILE + 1)
+            file.truncate(files.LARGEST_SCORES_FILE + 1)
         with pytest.raises(ProfileError, match="over 1,024 MiB; this is not a file of head scores"):
             import_duo(tmp_path / "gates.tsv", MODEL)
 

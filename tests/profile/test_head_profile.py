@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from kvsurgery.errors import OutputError, ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.methods import METHODS
+from kvsurgery.profile.methods import SCORE_METHODS
 from tests.measure.head_profiles import GQA, SCORES, metadata, profile
 
 
@@ -33,7 +33,7 @@ class TestFile:
     @given(
         scores=hnp.arrays(np.float32, (3, 8), elements=st.floats(0, 2.0**127, width=32)),
         method=st.sampled_from(
-            [name for name, method in METHODS.items() if method.kind == "importance" and method.most is None]
+            [name for name, method in SCORE_METHODS.items() if method.kind == "importance" and method.most is None]
         ),
         sink=st.none() | st.integers(0, 10**9),
         recent=st.none() | st.integers(1, 10**9),

@@ -15,7 +15,7 @@ from kvsurgery.policy.policy import decide
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.merging import merge
-from kvsurgery.profile.methods import METHODS
+from kvsurgery.profile.methods import SCORE_METHODS
 from kvsurgery.recipe import Recipe
 
 MODEL = ModelDimensions(layers=2, query_heads=4, kv_heads=2, head_dim=8)
@@ -67,7 +67,7 @@ class TestLaws:
         merged = merge([kv(of) for of in scores], how)
         policy = decide(merged, ModelLayers([None] * 2), Recipe(sparsity=sparsity))
         assert policy.counts[STREAMING] == round(sparsity * 4)
-        assert merged.scores.max() <= METHODS[merged.method].most
+        assert merged.scores.max() <= SCORE_METHODS[merged.method].most
 
 
 class TestByHand:

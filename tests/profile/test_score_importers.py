@@ -18,7 +18,7 @@ from kvsurgery.profile.importers.flexicache import import_flexicache
 from kvsurgery.profile.importers.headkv import import_headkv
 from kvsurgery.profile.importers.kvzip import import_kvzip
 from kvsurgery.profile.importers.reform import import_reform
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from tests.helpers.profile_files import GQA, MODEL, dump, trials
 
 
@@ -26,7 +26,7 @@ class TestHeadKV:
     def test_by_key_whatever_the_order(self, tmp_path):
         shuffled = list(trials().items())
         random.Random(0).shuffle(shuffled)
-        made = import_headkv(dump(tmp_path / "R.json", dict(shuffled)), Measured("org/model", GQA, "abc"))
+        made = import_headkv(dump(tmp_path / "R.json", dict(shuffled)), ProfiledModel("org/model", GQA, "abc"))
         assert made.scores.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
         assert (made.method, made.granularity, made.model) == ("headkv-r", "query", GQA)
         assert (made.base_model, made.base_revision) == ("org/model", "abc")
@@ -110,7 +110,7 @@ class TestHeadKV:
     def test_a_model_of_absurd_dimensions(self, tmp_path):
         absurd = ModelDimensions(1 << 20, 1 << 20, 1, 8)
         with pytest.raises(ProfileError, match="holds 12 heads, but org/model has 1048576 layers"):
-            import_headkv(dump(tmp_path / "R.json", trials()), Measured("org/model", absurd))
+            import_headkv(dump(tmp_path / "R.json", trials()), ProfiledModel("org/model", absurd))
 
     def test_nothing_there(self, tmp_path):
         for path in (tmp_path, tmp_path / "R.json"):
@@ -172,7 +172,7 @@ class TestKvzip:
 
     def test_one_kv_head(self, tmp_path):
         torch.save(torch.tensor([[0.5], [0.25], [1.0]]), tmp_path / "a.pt")
-        model = Measured("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=1, head_dim=8))
+        model = ProfiledModel("org/model", ModelDimensions(layers=3, query_heads=4, kv_heads=1, head_dim=8))
         assert import_kvzip([tmp_path / "a.pt"], model).scores.tolist() == [[0.5], [0.25], [1.0]]
 
     @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class TestKvzip:
             (torch.zeros(3, 2, dtype=torch.int64), "holds no tensor of scores"),
             ({"scores": torch.zeros(3, 2)}, "holds no tensor of scores"),
             (torch.full((3, 2), float("nan")), "measure it again"),
-            (Measured, "is not a tensor that torch loads without running code"),
+            (ProfiledModel, "is not a tensor that torch loads without running code"),
         ],
         ids=["shape", "integers", "a dict", "nan", "code"],
     )

@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from kvsurgery.profile.head_profile import HeadProfile
-    from kvsurgery.profile.measured import Measured
+    from kvsurgery.profile.profiled_model import ProfiledModel
 
 
 @click.group("import")
@@ -48,7 +48,7 @@ def _import_options(command: Any) -> Any:
 
 
 def _save(
-    read: Callable[[Sequence[Path], Measured], HeadProfile],
+    read: Callable[[Sequence[Path], ProfiledModel], HeadProfile],
     sources: Sequence[str],
     options: dict[str, Any],
     **names: str,
@@ -64,10 +64,10 @@ def _save(
     from kvsurgery.cli.profile.saving import save
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.loading import local_file
-    from kvsurgery.profile.measured import Measured
+    from kvsurgery.profile.profiled_model import ProfiledModel
 
     HeadProfile.check_output(options["out"])
-    model = Measured.read(options["source"], options["revision"])
+    model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
         path, remote = local_file(source, **names)
@@ -92,9 +92,9 @@ def duo(path: str, **options: Any) -> None:
     kvsurgery profile import duo ./Mistral-7B-Instruct-v0.2/full_attention_heads.tsv \\
         --model mistralai/Mistral-7B-Instruct-v0.2 -o duo.safetensors
     """
-    from kvsurgery.profile.importers.duo import FILE, import_duo
+    from kvsurgery.profile.importers.duo import GATES_FILE, import_duo
 
-    _save(lambda files, model: import_duo(files[0], model), [path], options, inside=FILE, beside="config.json")
+    _save(lambda files, model: import_duo(files[0], model), [path], options, inside=GATES_FILE, beside="config.json")
 
 
 @import_group.command()
@@ -110,9 +110,9 @@ def rlkv(path: str, **options: Any) -> None:
     kvsurgery profile import rlkv ./head_dist/rlkv/Llama-3.1-8B-R1/.../adapter_weights.tsv \\
         --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B -o rlkv.safetensors
     """
-    from kvsurgery.profile.importers.rlkv import FILE, import_rlkv
+    from kvsurgery.profile.importers.rlkv import GATES_FILE, import_rlkv
 
-    _save(lambda files, model: import_rlkv(files[0], model), [path], options, inside=FILE)
+    _save(lambda files, model: import_rlkv(files[0], model), [path], options, inside=GATES_FILE)
 
 
 @import_group.command()

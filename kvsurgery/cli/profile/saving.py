@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 def save(profile: HeadProfile, out: Path) -> None:
     """Write a profile, describe it, and say what to do with it."""
     from kvsurgery.display import console
-    from kvsurgery.profile.methods import METHODS
+    from kvsurgery.profile.methods import SCORE_METHODS
     from kvsurgery.profile.summary import describe
 
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}")
-    method = METHODS.get(profile.method)
+    method = SCORE_METHODS.get(profile.method)
     needed = method is not None and method.rest == "budgeted" and method.kind != "budget"
     budget = " --budget 120" if needed else ""
     console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR")

@@ -84,9 +84,9 @@ def _with_windows(profile: HeadProfile, source: str) -> HeadProfile:
     from dataclasses import replace
 
     from kvsurgery.errors import ProfileError
-    from kvsurgery.profile.measured import Measured
+    from kvsurgery.profile.profiled_model import ProfiledModel
 
-    model = Measured.read(source)
+    model = ProfiledModel.read(source)
     if model.dimensions != profile.model:
         raise ProfileError(f"{source} has {model.dimensions}, the profile is of {profile.model}; give its model")
     return replace(profile, windows=model.windows)

@@ -62,7 +62,7 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
 @contextmanager
 def _folder(source: str, revision: str | None) -> Generator[Path]:
     """A folder with the config and the headers of a model."""
-    from kvsurgery.profile.measured import local_folder
+    from kvsurgery.profile.profiled_model import local_folder
 
     folder = local_folder(source)
     if folder is not None:

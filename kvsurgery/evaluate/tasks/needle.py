@@ -14,8 +14,7 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import lengths_setting, setting, text_setting
-from kvsurgery.text import help as says
+from kvsurgery.setting import depths_setting, lengths_setting, needles_setting, text_setting
 from kvsurgery.text.haystack import Haystack, check_text
 from kvsurgery.text.lengths import DEPTHS, default_lengths
 from kvsurgery.text.needle_sets import AUTO, NeedleChoice, read_set, trial_places
@@ -39,9 +38,9 @@ class NeedleTask:
     """
 
     lengths: tuple[int, ...] | None = lengths_setting()
-    depths: tuple[float, ...] = setting(DEPTHS, "depths", says.DEPTHS, default="ten")
+    depths: tuple[float, ...] = depths_setting(DEPTHS)
     text: str | None = text_setting()
-    needles: str = setting(AUTO, "needles", says.NEEDLES)
+    needles: str = needles_setting()
     choice: NeedleChoice | None = None
 
     def check(self) -> None:

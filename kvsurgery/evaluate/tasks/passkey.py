@@ -15,8 +15,14 @@ import numpy as np
 
 from kvsurgery.errors import TextError
 from kvsurgery.evaluate.sample import Reader, Sample
-from kvsurgery.setting import SAMPLES, lengths_setting, setting, text_setting
-from kvsurgery.text import help as says
+from kvsurgery.setting import (
+    SAMPLES,
+    lengths_setting,
+    passkey_tokens_setting,
+    passkeys_setting,
+    setting,
+    text_setting,
+)
 from kvsurgery.text.haystack import Haystack, check_text, tokens_needed
 from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.passkeys import ASKED, HIDDEN, KEY, ORDINALS, PasskeyWords
@@ -44,8 +50,8 @@ class PasskeyTask:
     """
 
     lengths: tuple[int, ...] | None = lengths_setting()
-    count: int = setting(10, "passkeys", says.PASSKEYS)
-    size: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS)
+    count: int = passkeys_setting(10)
+    size: int = passkey_tokens_setting()
     prompts: int = setting(5, "samples", SAMPLES)
     text: str | None = text_setting()
     hidden: str | None = setting(None, "passkey_hidden", "the statement in the text, with {key} and maybe {ordinal}")

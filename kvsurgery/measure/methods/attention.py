@@ -27,17 +27,7 @@ class Attention(PasskeyMethod):
 
     shared = "weights"
 
-    def check(self) -> None:
-        """Check that prompts have room for passkeys, and the text.
-
-        Raises:
-            KVSurgeryError: they have not, or it cannot be read.
-        """
-        self.check_passkeys()
-        super().check()
-
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        """Measure attention: see `attention_profile`."""
         from kvsurgery.measure.attention import attention_profile
 
         prompts = self.passkey_prompts(measured)

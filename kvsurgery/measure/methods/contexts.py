@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.methods.method import Method
-from kvsurgery.setting import setting
-from kvsurgery.text import help as says
+from kvsurgery.setting import passkey_tokens_setting, passkeys_setting, setting
+from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
 if TYPE_CHECKING:
     from kvsurgery.measure.model import MeasuredModel
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Contexts
 
-SHORTEST, LONGEST = 1000, "32000, or the model's maximum"
 PASSKEYS = 10
 
 
@@ -27,8 +26,16 @@ class ContextMethod(Method):
         min_context, max_context: tokens of the shortest and of the longest prompt.
     """
 
-    min_context: int | None = setting(None, "min_context", "shortest prompt", default=SHORTEST, tokens=True)
-    max_context: int | None = setting(None, "max_context", "longest prompt", default=LONGEST, tokens=True)
+    min_context: int | None = setting(
+        None, "min_context", "shortest prompt; of rlkv-lite, with its answer", default=SHORTEST_PROMPT, tokens=True
+    )
+    max_context: int | None = setting(
+        None,
+        "max_context",
+        "longest prompt; of rlkv-lite, with its answer",
+        default=f"{LONGEST_PROMPT}, or the model's maximum",
+        tokens=True,
+    )
 
     def contexts(self, measured: MeasuredModel) -> Contexts:
         """Lengths that the model has positions for.
@@ -42,8 +49,8 @@ class ContextMethod(Method):
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest prompt, by default 1,000."""
-        return SHORTEST if self.min_context is None else self.min_context
+        """Tokens of the shortest prompt."""
+        return SHORTEST_PROMPT if self.min_context is None else self.min_context
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,12 @@ class PasskeyMethod(ContextMethod):
         passkeys, passkey_tokens: how many are in a prompt, and tokens of each.
     """
 
-    passkeys: int | None = setting(None, "passkeys", says.PASSKEYS, default=PASSKEYS)
-    passkey_tokens: int = setting(32, "passkey_tokens", says.PASSKEY_TOKENS, least=2)
+    passkeys: int | None = passkeys_setting(None, PASSKEYS)
+    passkey_tokens: int = passkey_tokens_setting(least=2)
+
+    def check(self) -> None:
+        self.check_passkeys()
+        super().check()
 
     def check_passkeys(self) -> None:
         """Check that the shortest prompt has room for the passkeys, whatever the words around them are.
@@ -83,5 +94,5 @@ class PasskeyMethod(ContextMethod):
 
     @property
     def count(self) -> int:
-        """Passkeys in a prompt, by default 10."""
+        """Passkeys in a prompt."""
         return PASSKEYS if self.passkeys is None else self.passkeys

@@ -46,45 +46,32 @@ class Duo(PasskeyMethod, GateMethod):
         if self.steps is not None:
             raise ProfileError("`minutes` chooses `steps`; leave one of them out")
 
-    def check(self) -> None:
-        """Check that prompts have room for passkeys, and files.
-
-        Raises:
-            KVSurgeryError: they have not, or a file cannot be read or written.
-        """
+    def check_passkeys(self) -> None:
         chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
         if self.loss == "distill" and not chosen_later:
-            self.check_passkeys()
-        super().check()
+            super().check_passkeys()
 
     def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
-        """The training that fits the minutes, or the one that it goes on with."""
         from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
+        from kvsurgery.measure.passkeys import passkey_words
 
         if self.minutes is None:
             return self
         if begun is not None:
             plan = TrainingPlan.of(begun)
         else:
+            if self.loss == "distill":
+                passkey_words(measured, self.count)
             reporter.note("timing some steps of the training")
-            given = Lengths(self.min_context, self.max_context, self.passkeys)
+            asked = Lengths(self.min_context, self.max_context, self.passkeys)
             seconds = step_seconds(measured, self.options(), mesh)
-            plan = paced(self.minutes, seconds, measured.max_context, given, self.sink + self.recent)
-        planned = replace(
-            self,
-            minutes=None,
-            steps=plan.steps,
-            min_context=plan.shortest if self.min_context is None else self.min_context,
-            max_context=self.max_context or plan.longest,
-            passkeys=plan.passkeys if self.passkeys is None else self.passkeys,
-            until_settled=True,
-        )
-        if begun is None:
-            reporter.note(f"chosen for {self.minutes:g} min: {plan.flags}")
-        return planned
+            plan = paced(self.minutes, seconds, measured.max_context, asked, self.sink + self.recent)
+            chosen = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
+            reporter.note(f"chosen for {self.minutes:g} min: {chosen}")
+        given = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}
+        return replace(self, minutes=None, until_settled=True, **(vars(plan) | given))
 
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Passkeys | Passages:
-        """Passkeys in the text, or pieces of it."""
         from kvsurgery.measure.prompts import Passages
 
         if self.loss == "distill":

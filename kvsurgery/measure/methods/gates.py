@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvsurgery.errors import ProfileError
+from kvsurgery.measure.gate_options import GateOptions, Loss
 from kvsurgery.measure.methods.contexts import ContextMethod
 from kvsurgery.measure.methods.method import Measurement, Reporter
 from kvsurgery.setting import setting
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from kvsurgery.measure.own_answers import OwnAnswers
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Passages
-    from kvsurgery.measure.training import GateOptions, Progress
-
-STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -37,22 +35,22 @@ class GateMethod(ContextMethod):
         curve: a picture to plot the training in.
     """
 
-    loss: Literal["distill", "lm"] = setting(
-        "distill",
+    loss: Loss = setting(
+        GateOptions.loss,
         "loss",
         "the loss: distill compares last hidden states with the full model's; lm, an ablation, predicts the next token",
     )
-    steps: int | None = setting(None, "steps", "training steps", default=STEPS)
-    lr: float = setting(0.02, "lr", "peak learning rate")
+    steps: int | None = setting(None, "steps", "training steps", default=GateOptions.steps)
+    lr: float = setting(GateOptions.lr, "lr", "peak learning rate")
     reg: float | None = setting(
         None,
         "reg",
         "weight of the mean gate in the loss; a larger weight takes more gates to 0",
-        default="0.05, or as in the training to resume",
+        default=f"{GateOptions.reg}, or as in the training to resume",
     )
-    sink: int = setting(64, "sink", "first tokens that streaming heads see", least=0)
-    recent: int = setting(256, "recent", "latest tokens that streaming heads see")
-    batch: int = setting(1, "batch", "prompts per step, over all processes")
+    sink: int = setting(GateOptions.sink, "sink", "first tokens that streaming heads see", least=0)
+    recent: int = setting(GateOptions.recent, "recent", "latest tokens that streaming heads see")
+    batch: int = setting(GateOptions.batch, "batch", "prompts per step, over all processes")
     checkpoint: Path | None = setting(None, "checkpoint", "file for the state of the training")
     resume: bool = setting(False, "resume", "continue from `checkpoint`")
     curve: Path | None = setting(None, "curve", "plot loss and gates over the steps as a PNG")
@@ -66,20 +64,15 @@ class GateMethod(ContextMethod):
 
     @property
     def kept(self) -> Path | None:
-        """The file with the state of the training."""
         return self.checkpoint
 
     def check(self) -> None:
-        """Check the text, the state and the picture.
-
-        Raises:
-            KVSurgeryError: one cannot be read or written, or the file holds the state of another training.
-        """
         from kvsurgery.display.figure import check_picture
         from kvsurgery.measure.training_state import TrainingState
         from kvsurgery.system.files import check_file
 
         super().check()
+        self.options()
         if self.checkpoint is not None:
             check_file(self.checkpoint)
             if self.resume:
@@ -90,7 +83,6 @@ class GateMethod(ContextMethod):
             check_picture(self.curve)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        """Train the gates: see `train_gates`."""
         from kvsurgery.measure.training import KeptState, train_gates
         from kvsurgery.measure.training_state import TrainingState
 
@@ -102,9 +94,6 @@ class GateMethod(ContextMethod):
         options = planned.options()
         prompts = planned.prompts(measured, mesh, reporter)
 
-        def progress(step: Progress) -> None:
-            reporter.progress(step.step, step.steps, f"loss {step.loss:.4f}, {step.sparsity:.0%} of gates under 0.5")
-
         if begun is None:
             reporter.progress(0, options.steps)  # the time until here says nothing of the steps
         profile, history = train_gates(
@@ -114,7 +103,7 @@ class GateMethod(ContextMethod):
             data=prompts.facts,
             method=self.name,
             kept=KeptState(self.checkpoint, resume=self.resume) if self.checkpoint else None,
-            progress=progress,
+            progress=reporter.progress,
             mesh=mesh,
         )
         return Measurement(profile, history, self.curve)
@@ -125,18 +114,8 @@ class GateMethod(ContextMethod):
         Raises:
             ProfileError: a number is out of range.
         """
-        from kvsurgery.measure.training import GateOptions
-
-        return GateOptions(
-            loss=self.loss,
-            steps=STEPS if self.steps is None else self.steps,
-            lr=self.lr,
-            reg=GateOptions.reg if self.reg is None else self.reg,
-            sink=self.sink,
-            recent=self.recent,
-            batch=self.batch,
-            until_settled=self.until_settled,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(GateOptions)}
+        return GateOptions(**{name: value for name, value in given.items() if value is not None})
 
     def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
         """The method with settings that depend on the model; `begun` are the facts of a training to go on with."""

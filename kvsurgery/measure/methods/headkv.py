@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvsurgery.measure.methods.method import Measurement, Method, Reporter
-from kvsurgery.setting import lengths_setting, setting
-from kvsurgery.text import help as says
+from kvsurgery.setting import depths_setting, lengths_setting, needles_setting
 
 if TYPE_CHECKING:
     from kvsurgery.measure.mesh import Mesh
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadKV(Method):
-    """Retrieval scores: `name` is a key of `retrieval.METHODS`.
+    """Retrieval scores: `name` is a key of `retrieval.RETRIEVAL_METHODS`.
 
     Attributes:
         needles: a shipped set, a JSONL file, or "auto": the hardest set that the model answers.
@@ -24,16 +23,11 @@ class HeadKV(Method):
         depths: of needles in the text, 0 (first) to 1 (last). None: ten.
     """
 
-    needles: str = setting("auto", "needles", says.NEEDLES)
+    needles: str = needles_setting()
     lengths: tuple[int, ...] | None = lengths_setting()
-    depths: tuple[float, ...] | None = setting(None, "depths", says.DEPTHS, default="ten")
+    depths: tuple[float, ...] | None = depths_setting(None)
 
     def check(self) -> None:
-        """Check that text and needles can be read.
-
-        Raises:
-            KVSurgeryError: one cannot.
-        """
         from kvsurgery.text.needle_sets import AUTO, read_set
 
         super().check()
@@ -41,7 +35,6 @@ class HeadKV(Method):
             read_set(self.needles)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        """Score heads over needles: see `retrieval_scores`."""
         from kvsurgery.measure.needle_trial import choose_needles
         from kvsurgery.measure.retrieval import Trials, retrieval_scores
         from kvsurgery.text.haystack import Haystack
@@ -62,7 +55,7 @@ class HeadKV(Method):
             trials,
             method=self.name,
             choice=choice,
-            progress=lambda done, of, right: reporter.progress(done, of, f"{right} right"),
+            progress=reporter.progress,
             mesh=mesh,
         )
         return Measurement(profile)

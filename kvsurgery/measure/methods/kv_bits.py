@@ -36,17 +36,11 @@ class KVBits(Method):
             raise ProfileError("`text` is missing: `method` kv-bits measures on real text")
 
     def check_output(self, out: Path) -> None:
-        """Check that the losses can be written.
-
-        Raises:
-            OutputError: they cannot.
-        """
         from kvsurgery.profile.cache_losses import CacheLosses
 
         CacheLosses.check_output(out)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        """Measure caches: see `cache_losses`."""
         from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
         from kvsurgery.text.haystack import Haystack
         from kvsurgery.text.tokens import first_tokens

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.setting import text_setting
 
 if TYPE_CHECKING:
@@ -27,21 +28,17 @@ class Measurement(NamedTuple):
     curve: Path | None = None
 
 
-def _ignore(*_: object) -> None:
-    """What nobody asked to be told."""
-
-
 @dataclass(frozen=True)
 class Reporter:
     """Who is told how a measurement goes.
 
     Attributes:
-        progress: called with what is done, of how much (None: unknown), and maybe a note.
+        progress: of its prompts, steps or tokens.
         note: called with a line about what was chosen; it names settings in backticks.
     """
 
-    progress: Callable[..., None] = _ignore
-    note: Callable[[str], None] = _ignore
+    progress: Progress = silent
+    note: Callable[[str], None] = silent
 
 
 @dataclass(frozen=True)

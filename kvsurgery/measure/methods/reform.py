@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.methods.method import Measurement, Method, Reporter
-from kvsurgery.setting import setting
-from kvsurgery.text import help as says
+from kvsurgery.setting import CHUNK_HELP, setting
 
 if TYPE_CHECKING:
     from kvsurgery.measure.mesh import Mesh
@@ -28,20 +27,14 @@ class Reform(Method):
     name: str = "reform"
     samples: int = setting(50, "samples", "number of prompts")
     context: int = setting(8192, "context", "tokens of a prompt", tokens=True)
-    chunk: int = setting(2048, "chunk", says.CHUNK, tokens=True)
+    chunk: int = setting(2048, "chunk", CHUNK_HELP, tokens=True)
 
     def check(self) -> None:
-        """Check the text, and that something is read at once.
-
-        Raises:
-            KVSurgeryError: the text cannot be read, or `chunk` is no number of tokens.
-        """
         if self.chunk < 1:
             raise ProfileError(f"`chunk` is at least 1 token, got {self.chunk}")
         super().check()
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        """Rank the states of heads: see `embedding_ranking`."""
         from kvsurgery.measure.reform import PAPER, embedding_ranking
         from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
         from kvsurgery.text.haystack import Haystack, tokens_needed

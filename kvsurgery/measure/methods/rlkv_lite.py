@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.measure.methods.contexts import LONGEST, SHORTEST
 from kvsurgery.measure.methods.gates import GateMethod
 from kvsurgery.measure.methods.method import Reporter
 from kvsurgery.setting import setting
@@ -23,18 +22,11 @@ class RLKVLite(GateMethod):
     """Gates of the model's own answers.
 
     Attributes:
-        min_context, max_context: tokens of a prompt with its answer.
         samples: answers that are generated.
         answers: a file of answers: read where it exists, written where it does not.
     """
 
     name: str = "rlkv-lite"
-    min_context: int | None = setting(
-        None, "min_context", "shortest prompt with its answer", default=SHORTEST, tokens=True
-    )
-    max_context: int | None = setting(
-        None, "max_context", "longest prompt with its answer", default=LONGEST, tokens=True
-    )
     samples: int = setting(64, "samples", "number of answers")
     answers: Path | None = setting(
         None, "answers", "file of answers (JSON lines): read if it exists, otherwise written after generation"
@@ -48,11 +40,6 @@ class RLKVLite(GateMethod):
             )
 
     def check(self) -> None:
-        """Check files.
-
-        Raises:
-            KVSurgeryError: one cannot be read or written.
-        """
         from kvsurgery.measure.own_answers import read_answers
         from kvsurgery.system.files import check_file
 
@@ -64,10 +51,7 @@ class RLKVLite(GateMethod):
         super().check()
 
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> OwnAnswers:
-        """Answers, of the file or of the model."""
         from kvsurgery.measure.own_answers import OwnAnswers
 
-        def progress(done: int) -> None:
-            reporter.progress(done, None, f"of {self.samples} answers generated")
-
-        return OwnAnswers.of(measured, self.contexts(measured), self.samples, self.answers, progress, mesh)
+        contexts = self.contexts(measured)
+        return OwnAnswers.of(measured, contexts, self.samples, self.answers, reporter.progress, mesh)

@@ -7,11 +7,11 @@ from pathlib import Path
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import check_kv_heads, origin, parse_table, read
-from kvsurgery.profile.measured import Measured
 from kvsurgery.profile.methods import MAX_BUDGET
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 
-def import_budgets(path: str | Path, model: Measured) -> HeadProfile:
+def import_budgets(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read a table of layers x KV heads, tab-separated: the tokens of a prompt that each head keeps.
 
     Args:

@@ -9,16 +9,16 @@ from typing import Any
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import is_number, origin, parse_object, read, read_shares
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
-FILE = "full_attention_heads.tsv"
+GATES_FILE = "full_attention_heads.tsv"
 # how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
 SLACK = 0.01
 # facts worth keeping from DuoAttention's dump of its training arguments: the numbers, never its paths
 FACTS = ("num_steps", "lr", "reg_weight", "context_length_min", "context_length_max", "num_passkeys", "seed")
 
 
-def import_duo(path: str | Path, model: Measured) -> HeadProfile:
+def import_duo(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read DuoAttention's gates: a table of layers x KV heads, clipped to [0, 1].
 
     Args:
@@ -31,7 +31,7 @@ def import_duo(path: str | Path, model: Measured) -> HeadProfile:
     """
     path = Path(path)
     if os.path.isdir(path):
-        path /= FILE
+        path /= GATES_FILE
     scores, raw = read_shares(path, SLACK, "DuoAttention gate", model)
     options = _options(path.with_name("config.json"))
     training = {name: options[name] for name in FACTS if is_number(options.get(name))}

@@ -12,20 +12,20 @@ import numpy as np
 from blake3 import blake3
 
 from kvsurgery.errors import ProfileError
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 from kvsurgery.version import __version__
 
 # 128 layers x 128 heads x 1,000 trials of 20 characters come to a third of it
-LARGEST_FILE = 1 << 30
+LARGEST_SCORES_FILE = 1 << 30
 
 
 def read(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a file, `LARGEST_FILE` at most unless `most` is given.
+    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `most` is given.
 
     Raises:
         ProfileError: it cannot be read, or is too large for head scores.
     """
-    most = LARGEST_FILE if most is None else most
+    most = LARGEST_SCORES_FILE if most is None else most
     try:
         with open(path, "rb") as file:
             large = os.fstat(file.fileno()).st_size > most
@@ -75,7 +75,7 @@ def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], fl
     return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
 
 
-def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[np.ndarray, bytes]:
+def read_shares(path: Path, slack: float, what: str, model: ProfiledModel) -> tuple[np.ndarray, bytes]:
     """float64 [layers, kv_heads]: a file's tab-separated numbers from 0 to 1, clipped; and the file's bytes.
 
     Args:
@@ -102,7 +102,7 @@ def read_shares(path: Path, slack: float, what: str, model: Measured) -> tuple[n
     return scores, raw
 
 
-def check_kv_heads(path: Path, shape: Sequence[int], model: Measured) -> None:
+def check_kv_heads(path: Path, shape: Sequence[int], model: ProfiledModel) -> None:
     """Check that scores of a shape are one for every KV head of a model.
 
     Raises:

@@ -11,11 +11,11 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import origin, parse_object, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 
 def import_flexicache(
-    path: str | Path, model: Measured, entry: str | None = None, heads: str | None = None
+    path: str | Path, model: ProfiledModel, entry: str | None = None, heads: str | None = None
 ) -> HeadProfile:
     """Read FlexiCache's lists of heads: an unstable head has the score 1, every other KV head 0.
 
@@ -54,7 +54,7 @@ def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any,
     return content[name], name
 
 
-def _head(path: Path, pair: Any, model: Measured) -> tuple[int, int]:
+def _head(path: Path, pair: Any, model: ProfiledModel) -> tuple[int, int]:
     sizes = model.dimensions.layers, model.dimensions.kv_heads
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
         raise ProfileError(f"{path}: {str(pair)[:40]} is not a head; a head is [layer, KV head]")

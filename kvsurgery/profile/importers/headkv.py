@@ -11,25 +11,25 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import is_number, origin, parse_object, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
-METHODS = ("headkv-r", "headkv-er", "headkv-r2")
+HEADKV_METHODS = ("headkv-r", "headkv-er", "headkv-r2")
 
 
-def import_headkv(path: str | Path, model: Measured, method: str = "headkv-r") -> HeadProfile:
+def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-r") -> HeadProfile:
     """Read HeadKV (Fu et al. 2024) or Retrieval_Head (Wu et al. 2024) scores: the mean over trials per query head.
 
     Args:
         path: JSON of `{"layer-head": [score of each trial, ...]}`; the keys alone say which head a list belongs to.
         model: that was measured.
-        method: what the trials measured, one of `METHODS`; the file does not say.
+        method: what the trials measured, one of `HEADKV_METHODS`; the file does not say.
 
     Raises:
         ProfileError: the file is unreadable or not such JSON, heads are missing or unknown, or a list of trials is
             empty: its head was not measured, which is not a score of 0.
     """
-    if method not in METHODS:
-        raise ProfileError(f"unknown HeadKV method {method!r}; known: {', '.join(METHODS)}")
+    if method not in HEADKV_METHODS:
+        raise ProfileError(f"unknown HeadKV method {method!r}; known: {', '.join(HEADKV_METHODS)}")
     path = Path(path)
     raw = read(path)
     trials = parse_object(path, raw)

@@ -12,13 +12,13 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import check_kv_heads, origin, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 # published files have 2 KB; what is compressed in them may be a thousand times as large
-MOST = 1 << 20
+LARGEST_TENSOR_FILE = 1 << 20
 
 
-def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
+def import_kvzip(paths: Sequence[str | Path], model: ProfiledModel) -> HeadProfile:
     """Read KVzip's head scores: of each KV head the largest score over the files, as KVzip takes it.
 
     Args:
@@ -30,13 +30,13 @@ def import_kvzip(paths: Sequence[str | Path], model: Measured) -> HeadProfile:
         ProfileError: a file is unreadable, not such a tensor, or of another shape.
     """
     files = [Path(path) for path in paths]
-    raws = [read(path, MOST) for path in files]
+    raws = [read(path, LARGEST_TENSOR_FILE) for path in files]
     tables = [_table(path, raw, model) for path, raw in zip(files, raws, strict=True)]
     sources = [origin("KVzip", path, raw) for path, raw in zip(files, raws, strict=True)]
     return model.profile(np.max(tables, axis=0), "kvzip", sources[0] if len(sources) == 1 else {"files": sources})
 
 
-def _table(path: Path, raw: bytes, model: Measured) -> np.ndarray:
+def _table(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
     import torch
 
     try:

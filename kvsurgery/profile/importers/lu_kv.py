@@ -10,7 +10,7 @@ import numpy as np
 from kvsurgery.errors import ProfileError
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import check_kv_heads, origin, read
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 # rows of a curve: 1% to 99% of the cache removed
 PERCENTS = 99
@@ -18,7 +18,7 @@ PERCENTS = 99
 SLACK = 1e-3
 
 
-def import_lu_kv(path: str | Path, model: Measured, keep: int) -> HeadProfile:
+def import_lu_kv(path: str | Path, model: ProfiledModel, keep: int) -> HeadProfile:
     """Read one row of LU-KV's curves: the share of the tokens that each head keeps.
 
     Args:
@@ -44,7 +44,7 @@ def import_lu_kv(path: str | Path, model: Measured, keep: int) -> HeadProfile:
     return model.profile(kept, "lu-kv", {**origin("LU-KV", path, raw), "keep_percent": keep})
 
 
-def _curves(path: Path, raw: bytes, model: Measured) -> np.ndarray:
+def _curves(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
     """float64 [99, layers, KV heads]. The header is checked first: it may claim more than the file has."""
     file = io.BytesIO(raw)
     try:

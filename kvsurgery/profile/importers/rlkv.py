@@ -7,16 +7,16 @@ from pathlib import Path
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import origin, read_shares
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
-FILE = "adapter_weights.tsv"
+GATES_FILE = "adapter_weights.tsv"
 # published gates reach from -0.0106 to 1.008
 SLACK = 0.02
 # of the streaming heads that published gates were trained beside; no file says so
 SINK, RECENT = 128, 256
 
 
-def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
+def import_rlkv(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read RLKV's gates: a table of layers x KV heads, clipped to [0, 1].
 
     Args:
@@ -28,6 +28,6 @@ def import_rlkv(path: str | Path, model: Measured) -> HeadProfile:
     """
     path = Path(path)
     if os.path.isdir(path):
-        path /= FILE
+        path /= GATES_FILE
     scores, raw = read_shares(path, SLACK, "RLKV gate", model)
     return model.profile(scores, "rlkv", origin("RLKV", path, raw), sink=SINK, recent=RECENT)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.importers.files import origin, read_shares
-from kvsurgery.profile.measured import Measured
+from kvsurgery.profile.profiled_model import ProfiledModel
 
 
-def import_wg_kv(path: str | Path, model: Measured) -> HeadProfile:
+def import_wg_kv(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read WG-KV's `*_retain_ratio.tsv`: a table of layers x KV heads, the share of tokens that each head keeps.
 
     Args:

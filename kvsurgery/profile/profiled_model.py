@@ -1,4 +1,4 @@
-"""`Measured`: what a profile says about its model, read from the model's config."""
+"""`ProfiledModel`: what a profile says of its model, read from the model's config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsurgery.system.repo_id import checkpoint_folder
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProfiledModel:
     """The model that was measured.
 
     Attributes:
@@ -59,7 +59,7 @@ class Measured:
         )
 
     @classmethod
-    def read(cls, source: str, revision: str | None = None) -> Measured:
+    def read(cls, source: str, revision: str | None = None) -> ProfiledModel:
         """The model at a folder, a config.json or a Hub id, of which the config is downloaded.
 
         Raises:
