@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from kvsurgery.display.console import size
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL, TaskResult
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
-from kvsurgery.heads.kinds import FULL, HeadKind, kinds_of
+from kvsurgery.heads.kinds import FULL, kinds_of
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
 from kvsurgery.report.headlines import decode_ratios, longest
@@ -40,8 +41,7 @@ def checkpoint_rows(comparison: Comparison) -> list[TableRow]:
     """A row for each fact and each score; the original's column is the first."""
     entries = comparison.entries
     rows = [
-        TableRow("full KV heads", "they keep every token", [_all_heads(entries[0]), *map(_full_heads, entries)]),
-        TableRow("other KV heads", "", [Cell(), *map(_other_heads, entries)]),
+        *_heads(entries),
         TableRow("bits of the KV cache", "", [Cell("16"), *(Cell(_bits(entry)) for entry in entries)]),
         _kv_bytes(entries),
     ]
@@ -76,26 +76,18 @@ def _setting(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Sequen
     return TableRow(name, "", cells)
 
 
-def _counts(entry: Entry) -> dict[HeadKind, int]:
-    """Number of KV heads of each kind that a policy decides."""
-    return {kind: count for kind, count in kinds_of(entry.checkpoint["surgery"]["heads"]).items() if not kind.own}
-
-
-def _eligible(entry: Entry) -> int:
-    return sum(_counts(entry).values())
-
-
-def _all_heads(entry: Entry) -> Cell:
-    return Cell(f"{_eligible(entry):,} of {_eligible(entry):,}")
-
-
-def _full_heads(entry: Entry) -> Cell:
-    return Cell(f"{_counts(entry).get(FULL, 0):,} of {_eligible(entry):,}")
-
-
-def _other_heads(entry: Entry) -> Cell:
-    counts = [f"{count:,} {kind.name}" for kind, count in _counts(entry).items() if kind is not FULL]
-    return Cell(", ".join(counts) or NOTHING)
+def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
+    """Full and other KV heads, of those that a policy decides."""
+    kinds = [kinds_of(entry.checkpoint["surgery"]["heads"]) for entry in entries]
+    counts = [Counter({kind: count for kind, count in of_entry.items() if not kind.own}) for of_entry in kinds]
+    whole = f"{counts[0].total():,} of {counts[0].total():,}"
+    full = [f"{of_entry[FULL]:,} of {of_entry.total():,}" for of_entry in counts]
+    yield TableRow("full KV heads", "they keep every token", [Cell(text) for text in (whole, *full)])
+    others = [
+        ", ".join(f"{count:,} {kind.name}" for kind, count in of_entry.items() if kind is not FULL)
+        for of_entry in counts
+    ]
+    yield TableRow("other KV heads", "", [Cell(), *(Cell(text or NOTHING) for text in others)])
 
 
 def _bits(entry: Entry) -> str:
@@ -120,15 +112,15 @@ def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
 
 def _speeds(entries: Sequence[Entry]) -> Iterator[Cell]:
     """At the longest prompts that all benchmarks have in common, or each at its own."""
-    measured = [ratios for entry in entries if (ratios := decode_ratios(entry.bench))]
-    common = set.intersection(*(set(ratios) for ratios in measured)) if measured else set()
-    for entry in entries:
-        ratios = decode_ratios(entry.bench)
-        if ratios:
-            tokens, batch = place = longest(common or ratios)
-            yield Cell(f"{ratios[place]:.2f}×", (f"{tokens:,} tokens, batch {batch}",))
-        else:
+    measured = [decode_ratios(entry.bench) for entry in entries]
+    places = [set(ratios) for ratios in measured if ratios]
+    common = set.intersection(*places) if places else set()
+    for ratios in measured:
+        if not ratios:
             yield Cell()
+            continue
+        tokens, batch = place = longest(common or ratios)
+        yield Cell(f"{ratios[place]:.2f}×", (f"{tokens:,} tokens, batch {batch}",))
 
 
 def _scores(comparison: Comparison) -> Iterator[TableRow]:

@@ -14,14 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvsurgery.checkpoint.journal import JOURNAL, Journal
 from kvsurgery.conversion.output import Output
 from kvsurgery.errors import CheckpointError, OutputError
-from tests.helpers.shards import FILES, convert_llama, llama_checkpoint, tree
+from tests.helpers.shards import FILES, convert_llama, tree
 
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return llama_checkpoint(tmp_path / "source", shards=3)
 
 
 @pytest.fixture
@@ -182,16 +177,25 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     )
 
 
+def interrupt(source: Path, out: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert until the disk is full, when the file `name` gets written."""
+    with monkeypatch.context() as patch:
+        fail_at(patch, name)
+        with pytest.raises(OutputError, match="No space left on device; run the same command again"):
+            convert_llama(source, out)
+
+
+def undisturbed(source: Path) -> dict[str, bytes]:
+    """The files of a conversion that nothing interrupts."""
+    convert_llama(source, source.with_name("undisturbed"))
+    return tree(source.with_name("undisturbed"))
+
+
 @pytest.mark.parametrize(
     "where", ["kv_generation.py", "model-00002-of-00003.safetensors", "kvsurgery.json", "config.json"]
 )
-def test_failure_in_the_middle(
-    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, where)
-        with pytest.raises(OutputError, match="No space left on device; run the same command again"):
-            convert_llama(source, out)
+def test_failure_in_the_middle(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    interrupt(source, out, where, monkeypatch)
     names = tree(out)
     assert JOURNAL in names
     assert "config.json" not in names
@@ -200,8 +204,7 @@ def test_failure_in_the_middle(
         with pytest.raises((OSError, ValueError), match=r"config\.json"):
             auto.from_pretrained(out)
     convert_llama(source, out)
-    convert_llama(source, tmp_path / "undisturbed")
-    assert tree(out) == tree(tmp_path / "undisturbed")
+    assert tree(out) == undisturbed(source)
 
 
 def test_write_error_inside_a_shard(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +225,7 @@ def test_write_error_inside_a_shard(source: Path, out: Path, monkeypatch: pytest
 
 
 def test_finished_shards_are_kept(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, "model-00003-of-00003.safetensors")
-        with pytest.raises(OutputError):
-            convert_llama(source, out)
+    interrupt(source, out, "model-00003-of-00003.safetensors", monkeypatch)
     kept = [out / f"model-0000{shard}-of-00003.safetensors" for shard in (1, 2)]
     before = [path.stat().st_mtime_ns for path in kept]
     done: list[int] = []
@@ -235,27 +235,20 @@ def test_finished_shards_are_kept(source: Path, out: Path, monkeypatch: pytest.M
 
 
 def test_finished_shard_that_was_lost_is_written_again(
-    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, "model-00003-of-00003.safetensors")
-        with pytest.raises(OutputError):
-            convert_llama(source, out)
+    interrupt(source, out, "model-00003-of-00003.safetensors", monkeypatch)
     (out / "model-00001-of-00003.safetensors").unlink()
     os.truncate(out / "model-00002-of-00003.safetensors", 100)
     convert_llama(source, out)
-    convert_llama(source, tmp_path / "undisturbed")
-    assert tree(out) == tree(tmp_path / "undisturbed")
+    assert tree(out) == undisturbed(source)
 
 
 @pytest.mark.parametrize("what", ["source", "policy", "emitted"])
 def test_unfinished_conversion_of_something_else(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, "config.json")
-        with pytest.raises(OutputError):
-            convert_llama(source, out)
+    interrupt(source, out, "config.json", monkeypatch)
     before = tree(out)
     options = {
         "source": {},
@@ -277,16 +270,12 @@ def test_damaged_journal(source: Path, out: Path, content: bytes) -> None:
         convert_llama(source, out)
 
 
-def test_torn_line_of_the_journal(source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, "config.json")
-        with pytest.raises(OutputError):
-            convert_llama(source, out)
+def test_torn_line_of_the_journal(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(source, out, "config.json", monkeypatch)
     raw = (out / JOURNAL).read_bytes()
     (out / JOURNAL).write_bytes(raw[:-20])
     convert_llama(source, out)
-    convert_llama(source, tmp_path / "undisturbed")
-    assert tree(out) == tree(tmp_path / "undisturbed")
+    assert tree(out) == undisturbed(source)
 
 
 def test_two_conversions_at_once(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvsurgery.evaluate.tasks.needle import NeedleTask
 from kvsurgery.evaluate.tasks.passkey import PasskeyTask
 from kvsurgery.evaluate.tasks.perplexity import PerplexityTask
 from kvsurgery.profile.head_profile import HeadProfile
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.surgery import convert_folder
 from tests.helpers.tiny_recall import FOLDER, task
 
@@ -31,7 +31,7 @@ def write_language(folder: Path, facts: int = 2) -> None:
         right = " ".join(WORDS[token] for token in values)
         asked = {"needle": f"remember {WORDS[key]} {right} .", "question": f"recall {WORDS[key]}"}
         needles.append({**asked, "real_needle": right, "answer": right})
-    (folder / "needles.jsonl").write_text("".join(json.dumps(needle) + "\n" for needle in needles))
+    write_json_lines(folder / "needles.jsonl", needles)
 
 
 def tasks(folder: Path, lengths: tuple[int, ...] = (96, 160)) -> dict[str, Task]:

@@ -9,6 +9,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.infinitebench import TASKS, InfiniteBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import tokenizer
 
 ROW = {"id": 0, "context": "A long {text}. " * 9, "input": "What is it?", "answer": ["a text"], "options": []}
@@ -33,9 +34,7 @@ READER = Reader(SPELT, 4000, len(SPELT))
 
 
 def write(folder, task, *rows):
-    path = folder / f"{task}.jsonl"
-    path.write_text("".join(json.dumps({**ROW, **row}) + "\n" for row in rows))
-    return path
+    return write_json_lines(folder / f"{task}.jsonl", ({**ROW, **row} for row in rows))
 
 
 def samples(source, reader=READER, **options):

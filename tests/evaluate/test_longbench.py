@@ -13,6 +13,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.longbench import DATASETS, EXTENDED, LongBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 SHARED = Path(os.environ.get("KVSURGERY_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "longbench"
@@ -33,9 +34,7 @@ READER = Reader(SPELT, 4000, len(SPELT))
 
 
 def write(folder, *rows, name="hotpotqa.jsonl"):
-    path = folder / name
-    path.write_text("\n".join(json.dumps({**ROW, "dataset": name.split(".")[0], **row}) for row in rows))
-    return path
+    return write_json_lines(folder / name, ({**ROW, "dataset": name.split(".")[0], **row} for row in rows))
 
 
 def samples(source, reader=READER, **options):

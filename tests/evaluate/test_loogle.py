@@ -9,6 +9,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.loogle import TASKS, LoogleTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import tokenizer
 
 DOCUMENT = "Mary {Smith} moved to Oslo in 1950. " * 9
@@ -32,9 +33,7 @@ READER = Reader(SPELT, 4000, len(SPELT))
 
 
 def write(folder, task, *rows):
-    path = folder / f"{task}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_json_lines(folder / f"{task}.jsonl", rows)
 
 
 def samples(source, reader=READER, **options):

@@ -1,7 +1,5 @@
 """MM-NIAH's documents of text and images, through the processor of a tiny LLaVA."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -19,6 +17,7 @@ from kvsurgery.evaluate.tasks.mm_niah import TASKS, MMNIAHTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
 from tests.helpers.families import IMAGE, make
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.surgery import convert_folder, random_profile
 from tests.helpers.vocabularies import SPECIAL, tokenizer
 
@@ -85,8 +84,7 @@ def write(tmp_path):
 
     def to(task, *rows):
         (tmp_path / "annotations").mkdir(exist_ok=True)
-        content = "".join(json.dumps({**ROW, **row}) + "\n" for row in rows)
-        (tmp_path / "annotations" / f"{task}.jsonl").write_text(content)
+        write_json_lines(tmp_path / "annotations" / f"{task}.jsonl", ({**ROW, **row} for row in rows))
         return tmp_path
 
     return to

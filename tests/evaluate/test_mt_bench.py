@@ -1,6 +1,5 @@
 """MT-Bench's questions of two turns, and the file that a judge reads."""
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvsurgery.evaluate.tasks.mt_bench import MTBenchTask
 from kvsurgery.report import write_report
 from tests.evaluate.limits import check_limits
 from tests.evaluate.recall import MODEL
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import CHAT_TEMPLATE, TURN, tokenizer
 
 ROW = {
@@ -28,9 +28,7 @@ READER = Reader(SPELT, 4000, len(SPELT))
 
 
 def write(folder, *rows):
-    path = folder / "question.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_json_lines(folder / "question.jsonl", rows)
 
 
 def samples(source, reader=READER, **options):

@@ -1,7 +1,5 @@
 """RepoEval's unfinished files, and what completes them."""
 
-import json
-
 import pytest
 
 from kvsurgery.errors import KVSurgeryError, TextError
@@ -9,6 +7,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.repoeval import RepoEvalTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import TURN, tokenizer
 
 LINE, API = (f"{level}_level_completion_2k_context_codex.test.jsonl" for level in ("line", "api"))
@@ -27,9 +26,7 @@ READER = Reader(SPELT, 4000, len(SPELT))
 
 
 def write(folder, *rows, name=LINE):
-    path = folder / name
-    path.write_text("".join(json.dumps({**ROW, **row}) + "\n" for row in rows))
-    return path
+    return write_json_lines(folder / name, ({**ROW, **row} for row in rows))
 
 
 def samples(source, reader=READER, **options):

@@ -11,6 +11,7 @@ from kvsurgery.evaluate.sample import Reader
 from kvsurgery.evaluate.tasks.scbench import TASKS, SCBenchTask
 from kvsurgery.metrics.registry import METRICS
 from tests.evaluate.limits import check_limits
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 OPTIONS = ["parse", "read", "write", "open"]
@@ -43,10 +44,8 @@ def turns(name, count=2, **changes):
 
 
 def write(folder, task, *rows):
-    path = folder / f"scbench_{task}.jsonl"
     whole = ({"id": number, **ROW, **row} for number, row in enumerate(rows))
-    path.write_text("".join(json.dumps(row) + "\n" for row in whole))
-    return path
+    return write_json_lines(folder / f"scbench_{task}.jsonl", whole)
 
 
 def samples(source, reader=READER, **options):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
+from tests.helpers.json_lines import write_json_lines
 from tests.helpers.tiny_recall import task
 
 WORDS = task.vocabulary()
@@ -25,4 +25,4 @@ def write_sets(folder: Path, answered: tuple[str, ...]) -> None:
             asked = {"needle": f"remember {WORDS[key]} {right} .", "question": f"recall {WORDS[key]}", "kind": kind}
             said = right if name in answered else f"remember {WORDS[key]}"
             needles.append({**asked, "real_needle": said, "answer": said})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(needle) + "\n" for needle in needles))
+        write_json_lines(folder / f"{name}.jsonl", needles)

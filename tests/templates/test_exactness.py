@@ -1,5 +1,7 @@
 """A converted checkpoint computes what the definition says: on every family, in one go, in chunks, and padded."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,11 +19,10 @@ def logits(model, ids, **options):
         return model(ids, **options).logits
 
 
-def chunked(model, ids, size, mask=None, position_ids=None):
-    """Logits of an input that is fed through the cache in chunks, and the cache."""
-    cache, parts = None, []
-    for start in range(0, ids.shape[1], size):
-        stop = min(start + size, ids.shape[1])
+def chunked(model, ids, size, mask=None, position_ids=None, first=None):
+    """Logits of an input that is fed through the cache in chunks, the first of them of its own size, and the cache."""
+    cache, parts, length = None, [], ids.shape[1]
+    for start, stop in pairwise([0, *range(first or size, length, size), length]):
         options = (
             {} if mask is None else {"attention_mask": mask[:, :stop], "position_ids": position_ids[:, start:stop]}
         )

@@ -109,15 +109,7 @@ def test_the_last_tokens_of_later_chunks(shared, family):
 def test_budgeted_heads_choose_for_all_layers_alike(shared, family, hold):
     model = shared(family, rest="budgeted", budget=6, window=4, hold=hold).model
     ids = tokens(2, LENGTH)
-    found = []
-    for size in (1, 7, LENGTH):
-        past, parts = None, []
-        for start, stop in [(0, 15), *((start, start + size) for start in range(15, LENGTH, size))]:
-            with torch.no_grad():
-                output = model(ids[:, start:stop], past_key_values=past)
-            past = output.past_key_values
-            parts.append(output.logits)
-        found.append(torch.cat(parts, 1))
+    found = [chunked(model, ids, size, first=15)[0] for size in (1, 7, LENGTH)]
     assert all(largest(each - found[0], found[0]) <= 1e-4 for each in found[1:])
 
 
@@ -126,16 +118,9 @@ def test_quantized_heads_that_select_again_within_a_chunk(shared, family):
     """Layers that share a cache attend to what it had before later tokens of the chunk made heads select again."""
     quantized = {"kv_bits": 8, "kv_residual": 4, "kv_scheme": "per-token", "kv_group_size": 1, "kv_sink": 3}
     model = shared(family, rest="budgeted", budget=200, window=4, hold=12, **quantized).model
-    ids, found = tokens(1, 300), []
-    for size in (1, 60):
-        past, parts = None, []
-        for start, stop in [(0, 240), *((start, start + size) for start in range(240, 300, size))]:
-            with torch.no_grad():
-                output = model(ids[:, start:stop], past_key_values=past)
-            past = output.past_key_values
-            parts.append(output.logits)
-        found.append(torch.cat(parts, 1))
-    assert largest(found[1] - found[0], found[0]) <= 1e-4
+    ids = tokens(1, 300)
+    expected, found = (chunked(model, ids, size, first=240)[0] for size in (1, 60))
+    assert largest(found - expected, expected) <= 1e-4
 
 
 @families
