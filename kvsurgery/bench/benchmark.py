@@ -1,4 +1,4 @@
-"""A benchmark from a folder: what is measured where nothing is said, and what cannot be."""
+"""A benchmark of a folder: its default workload, and checks before it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def benchmark(
         workload: what is measured; by default `default_workload`.
         device: default is CUDA where there is one.
         dtype: of the weights and caches; "auto" is the checkpoint's.
-        command: what was typed, for the results.
+        command: the command that was typed, for the results.
         progress: as `measure` calls it.
 
     Raises:
@@ -100,7 +100,7 @@ def default_workload(folder: Path, device: str | None = None, new: int = Workloa
 
 
 def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
-    """Lengths of prompts up to what there is room for; beside a recompute budget also two that it is a part of."""
+    """Lengths of prompts that fit into the room, and with a recompute budget also twice and four times that budget."""
     within = {min(length, room) for length in DEFAULT_LENGTHS[device]}
     return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
 

@@ -1,4 +1,4 @@
-"""Who takes part: the converted model, and the original with each of the caches that transformers has for it."""
+"""The contenders: the converted model, and the original with each cache that transformers has for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Contender:
     """A model with one kind of cache.
 
     Attributes:
-        name: by which results have it.
+        name: in the results.
         model: in evaluation mode.
         make: an empty cache for a prompt of this many tokens, with room for the new ones.
         layout: `KVLayout` of the model's heads, as the converted model keeps them.
@@ -48,11 +48,11 @@ class Contender:
     shared: bool = False
 
     def reads_at_once(self, tokens: int) -> bool:
-        """Whether a prompt goes through the whole model; of others, `generate` gathers tokens first."""
+        """Whether a prompt goes through the whole model; of longer ones, `generate` gathers tokens first."""
         return self.reform is None or tokens <= self.reform.recompute_budget
 
     def predicted(self, batch: int, tokens: int, new: int) -> int | None:
-        """KV bytes of the converted model by its config's arithmetic; None of others."""
+        """KV bytes of the converted model, computed from its config; None for others."""
         if self.name != CONVERTED:
             return None
         if not self.reads_at_once(tokens):
@@ -60,7 +60,7 @@ class Contender:
         return self.layout.kv_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
 
     def unreadable(self, batch: int, tokens: int, new: int) -> str | None:
-        """Why such prompts cannot be read here; None if they can. What is quantized is not foretold."""
+        """Why such prompts cannot be read here; None if they can. Bytes of quantized caches are not predicted."""
         if self.shared and not self.reads_at_once(tokens):
             return GATHERED_ALONE
         positions = self.model.config.get_text_config().max_position_embeddings
@@ -172,7 +172,7 @@ def contenders(
 
 
 def usable(found: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
-    """Those that run here, and why the others do not."""
+    """The contenders that run here, and why the others do not."""
     there, left_out = [], {}
     for contender in found:
         ours = contender.name in (CONVERTED, ORIGINAL)
@@ -187,8 +187,8 @@ def usable(found: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]
 def step_weights(model: PreTrainedModel, batch: int) -> int:
     """Bytes of weights that a decode step reads.
 
-    All of the text model's and the output layer's; of an embedding that is not the output layer a row or so; of experts
-    as many as the tokens of a batch choose at most.
+    All weights of the text model and the output layer count, except for an input embedding that is not the output layer
+    too. Of the experts count as many as the tokens of a batch can choose.
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)

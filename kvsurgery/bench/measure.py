@@ -1,4 +1,4 @@
-"""Measuring: every contender reads the same prompts and goes on from them, all in turns."""
+"""Measuring: the contenders take turns to read the same prompts and continue them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ class Workload:
 
     Attributes:
         lengths: tokens of prompts.
-        batches: how many of them are read together.
-        new: decode steps after a prompt, the first `WARM` of which do not count. A CUDA graph is captured where there
-            are 36 and more.
-        chunk: tokens of a prompt that go through at a time, where it comes in chunks.
-        rounds: how often all of it is done, after one that warms up and shows the memory.
-        seed: of the prompts' tokens, which are random.
+        batches: numbers of prompts that are read together.
+        new: decode steps after a prompt, the first `WARM` of which do not count; 36 and more capture a CUDA graph.
+        chunk: tokens of a chunk, where a prompt is also read in chunks.
+        rounds: how often everything is timed, after a round that warms up and measures the memory.
+        seed: of the prompts' random tokens.
 
     Raises:
         KVSurgeryError: a number is out of range.
@@ -68,15 +67,15 @@ def measure(
     progress: Progress,
     processes: Processes = Processes(),
 ) -> tuple[Row, ...]:
-    """Rows of all contenders at every batch and length; of several processes times of the first, memory of the fullest.
+    """Rows of all contenders at every batch and length. Several processes: times of the first, memory of the fullest.
 
-    Contenders take turns within a round, and a round begins with another one each time, so that what else the machine
-    does hits all alike. A turn holds one cache at a time.
+    Contenders take turns within a round, and each round begins with another one, so that other load on the machine
+    affects all alike. A turn holds one cache at a time.
 
     Args:
         bandwidth: bytes a second that the device reads.
-        progress: is told the turns done, of how many, and what they are about.
-        processes: that share the models, and do all of it at once.
+        progress: called with the turns done, their total and a note.
+        processes: share the models and measure at the same time.
 
     Raises:
         KVSurgeryError: one of several processes is out of memory, where the others wait for it.
@@ -98,7 +97,7 @@ def measure(
 
 
 def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:
-    """Random token ids [batch, tokens]: what they are is all the same to time and memory."""
+    """Random token ids [batch, tokens]; time and memory do not depend on them."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.get_input_embeddings().num_embeddings
     return torch.randint(vocabulary, (batch, tokens), generator=generator).to(model.device)
@@ -132,7 +131,7 @@ class Turns:
 
     @torch.no_grad()
     def take(self, warm: bool) -> None:
-        """Do all of it once: for the memory, or warm, for the time. Whatever keeps it from working is noted."""
+        """Do all of it once: for the memory, or warm, for the time. What makes it fail is kept as `skipped`."""
         if self.skipped:
             return
         try:
@@ -195,7 +194,7 @@ class Turns:
         return cache, output.logits[:, -1:].argmax(-1)
 
     def _decode(self, cache: Any, token: torch.Tensor) -> list[float]:
-        """Seconds of each of the decode steps, all of which are greedy and none of which waits for the device."""
+        """Seconds of each decode step. Steps are greedy, and none waits for the device."""
         watch = Stopwatch(self.ids.device)
         for _ in range(self.work.new):
             token = self.contender.model(token, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
@@ -211,7 +210,7 @@ class Turns:
         return model.generate(self.ids, **options)[CACHE]  # ty: ignore[not-callable]  # it is GenerationMixin's
 
     def row(self, bandwidth: float) -> Row:
-        """What was found."""
+        """The row of the results."""
         row = Row(self.contender.name, self.tokens, self.batch, skipped=self.skipped)
         if row.skipped:
             return row
@@ -230,8 +229,8 @@ class Turns:
     def _step_bytes(self) -> float:
         """The least that a decode step reads, in the middle of the steps: weights, and all keys and values.
 
-        Of a converted model those that its cache allocates for this many tokens, of others the mean of what the cache
-        held before and after.
+        For a converted model these are the bytes that its cache allocates for this many tokens, for others the mean of
+        the bytes before and after.
         """
         half = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)
         states = statistics.fmean(self.held) if half is None else half

@@ -1,4 +1,4 @@
-"""The most that tensors hold at a time, and what there is room for."""
+"""The peak memory of tensors, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CGROUP_FILES = (
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at a time."""
+    """The peak of bytes in tensors that are created inside."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _forget(self) -> None:
-        """Leave out what is gone."""
+        """Drop the storages that are gone."""
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
 
     def _held(self) -> int:
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """The same of a CUDA device, by its allocator: beyond what it held when this was entered."""
+    """The same for a CUDA device, by its allocator: beyond the bytes on entry."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -80,7 +80,7 @@ class CudaBytes:
 
 
 def peak_of(device: torch.device) -> LiveBytes | CudaBytes:
-    """What finds the peak of the work inside."""
+    """A context that finds the peak of the work inside."""
     return CudaBytes(device) if device.type == "cuda" else LiveBytes()
 
 
@@ -100,7 +100,7 @@ def _machine_bytes() -> int:
 
 
 def _container_bytes() -> float:
-    """What a limit on the memory of this container leaves; cached files give way, as in MemAvailable."""
+    """Bytes that the memory limit of this container leaves; cached files count as free, as in MemAvailable."""
     for most, used in CGROUP_FILES:
         limit = CGROUP / most
         if limit.exists() and (size := limit.read_text().strip()) != "max":

@@ -17,13 +17,13 @@ PHASES = ("prefill", "chunked", "first_token", "decode")
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of a part of the work, and the memory that it takes.
+    """Time and memory of one phase.
 
     Attributes:
-        seconds: the median; of decoding, of one step, which is a token of every sequence.
+        seconds: the median; for decoding, of one step, a token of every sequence.
         low, high: first and third quartile.
         count: how often it was measured.
-        peak_bytes: the most that tensors held at a time, weights and the prompt's tokens aside.
+        peak_bytes: the peak of tensors, without weights and the tokens of the prompt.
     """
 
     seconds: float
@@ -41,14 +41,14 @@ class Row:
         contender: its name in `Bench.contenders`.
         tokens: of each prompt.
         batch: prompts that are read together.
-        prefill: the prompt's way into an empty cache, in one forward.
+        prefill: the prompt, in one forward into an empty cache.
         chunked: the same in chunks of `settings["chunk"]` tokens; None where the prompt is no longer than one.
-        first_token: `generate` with one new token, as a user waits for it.
-        decode: one step; None, as above, of what only `generate` reads, a prompt that REFORM gathers tokens of.
-        kv_bytes: that the cache has allocated for prompt and new tokens.
-        predicted: the same by the config's arithmetic, of the converted model; None of others.
-        floor: seconds that reading what a step needs takes at `Bench.bandwidth`: weights and keys and values.
-        skipped: why nothing was measured; None where something was.
+        first_token: `generate` with one new token.
+        decode: one step; None, as `prefill`, for prompts that REFORM gathers tokens from, which only `generate` reads.
+        kv_bytes: bytes that the cache has allocated for prompt and new tokens.
+        predicted: the same, computed from the config; None unless the model is the converted one.
+        floor: seconds to read weights, keys and values once at `Bench.bandwidth`.
+        skipped: why it was not measured, if it was not.
     """
 
     contender: str
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """How much of a decode step the floor is; 1 is as fast as memory."""
+        """The floor as a share of a decode step; 1 is as fast as memory."""
         return self.floor / self.decode.seconds if self.decode and self.floor else None
 
 
@@ -76,15 +76,15 @@ class Bench:
     Attributes:
         models: by name, "converted" and "original", where their weights were loaded from; the same folder where they
             share them.
-        command: what was typed, to run it again.
-        settings: the options of the run, defaults among them, and the original's `attention` ("sdpa").
+        command: the command that was typed.
+        settings: the options of the run, including defaults, and the original's `attention` ("sdpa").
         versions: of the packages that matter, and the device.
         checkpoint: `inspection.Facts.to_json()` of the converted checkpoint.
         weights: bytes of a model's parameters.
         bandwidth: bytes a second that the device reads, measured in the same run.
         contenders: names, the converted model's first and the original's second.
         left_out: contenders that do not run here, and why.
-        rows: by batch, then length, then contender; none is missing, a skipped one says why.
+        rows: by batch, then length, then contender, skipped ones too.
     """
 
     models: Mapping[str, str]
@@ -125,7 +125,7 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    """A row of the CSV file: every phase has columns of its own, seconds end in _s; what was not measured is empty."""
+    """A row of the CSV file: every phase has columns of its own, seconds end in _s; missing values are empty."""
     flat = {"contender": row.contender, "tokens": row.tokens, "batch": row.batch}
     for name in PHASES:
         phase = getattr(row, name)

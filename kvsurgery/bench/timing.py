@@ -16,8 +16,7 @@ REPEATS = 20
 class Stopwatch:
     """Marks in the course of some work.
 
-    On CUDA these are events in the stream: nobody waits for the device before `spans`, so that Python can be ahead of
-    it as it is without a stopwatch.
+    On CUDA these are events in the stream. Only `spans` waits for the device, so Python runs ahead of it as usual.
     """
 
     def __init__(self, device: torch.device):
@@ -28,7 +27,7 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
-        """Note that everything so far is done."""
+        """Mark the end of the work so far."""
         if self.device.type == "cuda":
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record(torch.cuda.current_stream(self.device))
@@ -36,7 +35,7 @@ class Stopwatch:
             self.marks.append(time.perf_counter())
 
     def spans(self) -> list[float]:
-        """Seconds from each mark to the next; the first is where the watch was made."""
+        """Seconds from each mark to the next, beginning at the creation of the watch."""
         pairs = itertools.pairwise(self.marks)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -51,7 +50,7 @@ def quartiles(seconds: list[float]) -> tuple[float, float, float]:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a reduction reads, which nothing else does with them: the median of some."""
+    """Bytes a second that a sum over a large tensor reads: the median of `REPEATS`."""
     states = torch.ones(READ[device.type] // 4, device=device)
     states.sum()
     watch = Stopwatch(device)

@@ -1,7 +1,7 @@
-"""The journal of an unfinished output folder: what it is going to be, and which tensors are finished.
+"""The journal of an unfinished output folder: its fingerprint, and the tensors that are finished.
 
-One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped. The others add
-tensors of one shard each; one without any says that the shard begins anew.
+One JSON object a line. The first line appears whole or not at all; a line that a crash tore is dropped. Each other line
+adds tensors of one shard; a line without tensors says that the shard starts over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART = ".part"
 
 
 def check_finished(folder: Path) -> None:
-    """Check that a folder is not one that a conversion was interrupted in.
+    """Check that no unfinished conversion is in a folder.
 
     Raises:
         CheckpointError: it is.
@@ -40,10 +40,10 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, fingerprint: Mapping[str, str]) -> Journal:
-        """Start a journal, or go on with the one of the same fingerprint.
+        """Start a journal, or continue the one with the same fingerprint.
 
         Raises:
-            OutputError: the folder is being filled by another process, or was to become something else.
+            OutputError: another process fills the folder, or the fingerprint is another.
         """
         path = folder / JOURNAL
         if not path.exists():
@@ -66,7 +66,7 @@ class Journal:
         return journal
 
     def record(self, shard: str, tensors: dict[str, str]) -> None:
-        """Note that tensors of a shard lie in the folder for good; without any, that none does."""
+        """Record that tensors of a shard are on disk; without tensors, that none is."""
         line = json.dumps({"shard": shard, "tensors": tensors}) + "\n"
         with self._lock:
             with os.fdopen(os.dup(self._descriptor), "ab") as file:
@@ -81,7 +81,7 @@ class Journal:
             self.finished.pop(shard, None)
 
     def close(self) -> None:
-        """Let another process go on with it."""
+        """Close the journal, so that another process can continue it."""
         os.close(self._descriptor)
 
 

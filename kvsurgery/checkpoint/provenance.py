@@ -1,7 +1,7 @@
-"""`kvsurgery.json`: where a converted checkpoint comes from, and all that is needed to verify and revert it.
+"""`kvsurgery.json`: the origin of a converted checkpoint, and everything needed to verify and revert it.
 
-No timestamps and no paths: the same input gives the same bytes. A checksum over all of it finds accidental changes that
-no other hash covers: to the original side files and to the lists of what is checked.
+No timestamps and no paths: the same input gives the same bytes. A checksum over the whole file finds
+accidental changes that no other hash covers: to the original side files, and to the lists of tensors and files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROVENANCE = "kvsurgery.json"
 FORMAT = "kvsurgery.provenance"
 VERSION = 1
 MAX_BYTES = 1 << 30
-# people edit cards and add pictures; a change there is no damage
+# people edit cards and add pictures; such a change is not damage
 UNHASHED = (".gif", ".jpeg", ".jpg", ".md", ".png", ".svg", ".webp")
 HASH = re.compile("[0-9a-f]{64}")
 
@@ -41,13 +41,13 @@ class Provenance:
         permutation: per layer, the source KV head at each place.
         profile: hash of the head profile, None without one.
         policy: hash of the policy.
-        options: the options it was decided with.
+        options: the options that decided it.
         headers: by shard, hash of its header.
         tensors: by tensor, hash of the source's bytes.
-        emitted: by file that conversion made, its hash; None for one that people may edit.
-        copied: the same by file that was copied, the index included.
-        originals: by file that was replaced or left out, the source's bytes.
-        left_out: files that `revert` does not give back, such as weights in other formats; folders end with a slash.
+        emitted: by emitted file, its hash; None for a file that people may edit.
+        copied: the same by copied file, including the index.
+        originals: by replaced or omitted file, the source's bytes.
+        left_out: files that `revert` does not restore, such as weights in other formats; folders end with a slash.
     """
 
     tool: str
@@ -123,7 +123,7 @@ class Provenance:
 
 
 def file_hash(name: str, digest: str) -> str | None:
-    """What provenance records of a file."""
+    """The hash that provenance records for a file; None for one that people may edit."""
     return None if name.lower().endswith(UNHASHED) else digest
 
 
@@ -165,7 +165,7 @@ def _is_order(order: Any) -> bool:
 
 
 def _is_safe(name: str) -> bool:
-    """Whether a name stays inside its folder and is none that a run in progress uses."""
+    """Whether a name stays inside its folder and is not one of a run in progress."""
     parts = name.split("/")
     return (
         all(part not in ("", ".", "..") for part in parts)

@@ -1,4 +1,4 @@
-"""What lies beside the weights: copied by deny-list, since a tokenizer's files can have any name."""
+"""Files beside the weights. All but a deny-list are copied, since a tokenizer's files can have any name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LEFT_OUT = (
     "*.tflite",
     "kvsurgery.json",
 )
-# left out, but their bytes are kept for `revert`
+# not copied, but their bytes are kept for `revert`
 KEPT = ("*.py", ".gitattributes")
 MAX_KEPT_BYTES = 4 << 20
 
@@ -64,9 +64,9 @@ class SideFiles:
     """The files of a checkpoint that hold no weights; names are relative, with slashes.
 
     Attributes:
-        copied: names of those that are copied as they are.
-        originals: bytes of those that conversion replaces or leaves out, and `revert` gives back.
-        left_out: names of those that are neither; folders end with a slash.
+        copied: names of files that are copied as they are.
+        originals: bytes of files that conversion replaces or leaves out, and `revert` restores.
+        left_out: names of all others; folders end with a slash.
     """
 
     copied: tuple[str, ...]
@@ -109,7 +109,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def walk(folder: Path, prefix: str = "") -> Iterator[str]:
-    """Names of the regular files, links followed, in a fixed order; a folder that is left out is one name."""
+    """Names of the regular files in a fixed order, following links; a folder that is left out is one name."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
         mode = path.lstat().st_mode
@@ -127,7 +127,7 @@ def walk(folder: Path, prefix: str = "") -> Iterator[str]:
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """A file piece by piece.
+    """The bytes of a file in pieces.
 
     Raises:
         CheckpointError: it cannot be read; a caller that writes can tell this from an error of its own.

@@ -112,7 +112,7 @@ def convert(
     kvsurgery convert ./llama3 --recipe duo.toml --sparsity 0.25 --out ./llama3-duo
     """
     from kvsurgery.cli import plan
-    from kvsurgery.cli.source import request_of, warn
+    from kvsurgery.cli.source import request_of
     from kvsurgery.display import console
     from kvsurgery.emit.card import UNCHECKED
     from kvsurgery.emit.config import auto_class
@@ -138,8 +138,7 @@ def convert(
         raise click.UsageError("--method reform takes a reform profile alone; to add scores, leave --method out")
     if dry_run or out is None:
         prepared = request.prepare(weights=False)
-        warn(prepared)
-        _note_idle(options, prepared)
+        _note(options, prepared)
         facts = plan.plan_facts(prepared, request.profile or request.reform)
         if as_json:
             click.echo(json.dumps(facts, indent=2))
@@ -151,13 +150,11 @@ def convert(
 
     if stream:
         with request.streamed() as (prepared, remote):
-            warn(prepared)
-            _note_idle(options, prepared)
+            _note(options, prepared)
             result = _convert(prepared, out, jobs, kv_check, remote)
     else:
         prepared = request.prepare()
-        warn(prepared)
-        _note_idle(options, prepared)
+        _note(options, prepared)
         result = _convert(prepared, out, jobs, kv_check)
     facts = plan.plan_facts(prepared, request.profile or request.reform)
     if as_json:
@@ -177,10 +174,12 @@ def convert(
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
-def _note_idle(options: dict[str, Any], prepared: PreparedConversion) -> None:
-    """Say which options make no difference beside the others; those that a fit may use or not are left to it."""
+def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
+    """Print what a fit does not take into account, and, without a fit, the options that make no difference."""
+    from kvsurgery.cli.source import warn
     from kvsurgery.display import console
 
+    warn(prepared)
     used = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
     idle = [flag(name) for name in names if options[name] is not None and name not in used]

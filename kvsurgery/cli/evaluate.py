@@ -12,7 +12,7 @@ import click
 
 from kvsurgery.cli.options import Grouped
 from kvsurgery.cli.running import quiet_transformers, typed_command
-from kvsurgery.cli.tasks import run_options, task_options, tasks_of
+from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.errors import KVSurgeryError
 
 if TYPE_CHECKING:
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 @click.command("eval", cls=Grouped)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="SRC", help="The original to compare with: a folder or a Hub id.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default="report",
-    show_default=True,
-    help="Output folder; an interrupted run continues there.",
-)
+@out_option("report")
 @task_options
 @click.option(
     "--tp", type=int, default=1, show_default=True, help="Number of processes that share the models: all of them, or 1."

@@ -15,12 +15,12 @@ from kvsurgery.cli.options import Several, Tokens, flag, in_group
 from kvsurgery.cli.recipe_options import in_flags
 from kvsurgery.setting import Setting, settings_of
 
-Kinds = Mapping[str, type[Any]]  # dataclasses by the names that a command knows them by
+Kinds = Mapping[str, type[Any]]  # dataclasses by the names of their owners
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A setting of one of several dataclasses: whose it is, the type and the default of the field, and what it says."""
+    """A setting of one of several dataclasses: its owner, the type and the default of its field."""
 
     owner: str
     hint: Any
@@ -29,7 +29,7 @@ class _Entry:
 
     @property
     def type(self) -> click.ParamType:
-        """What values the option takes."""
+        """The type of the option's values."""
         hint = self.hint
         if NoneType in get_args(hint):
             [hint] = [part for part in get_args(hint) if part is not NoneType]
@@ -52,10 +52,10 @@ class _Entry:
 
 
 def setting_options(kinds: Kinds, group: str) -> Callable[[Any], Any]:
-    """A decorator that adds an option for every setting, in groups by whose they are.
+    """A decorator that adds an option for every setting, grouped by owner.
 
     Args:
-        group: of settings that all have.
+        group: the group of settings that all owners have.
     """
 
     def decorate(command: Any) -> Any:
@@ -74,7 +74,7 @@ def given_settings(ctx: click.Context, kind: type[Any]) -> dict[str, Any]:
 
 
 def foreign_options(ctx: click.Context, kinds: Kinds, chosen: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Options that were typed, but are no settings of those that were chosen, and whose they are."""
+    """Options that were typed but belong to none of the chosen owners, each with its owners."""
     for option, entries in _entries(kinds).items():
         owners = [entry.owner for entry in entries]
         if _given(ctx, option) and not {*owners} & {*chosen}:
@@ -86,7 +86,7 @@ def _given(ctx: click.Context, option: str) -> bool:
 
 
 def _entries(kinds: Kinds) -> dict[str, list[_Entry]]:
-    """By option, the settings that it sets."""
+    """The settings that an option sets, by option."""
     result: dict[str, list[_Entry]] = {}
     for owner, kind in kinds.items():
         hints, values = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
@@ -96,7 +96,7 @@ def _entries(kinds: Kinds) -> dict[str, list[_Entry]]:
 
 
 def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
-    """The option. Where owners differ in what it says or in its default, their names come first."""
+    """The option. Where help or defaults differ by owner, each begins with its owners."""
     texts = _owners((entry.setting.help, entry) for entry in entries)
     [text, *others] = texts
     text = _each(texts) if others else f"{text[0].upper()}{text[1:]}"
@@ -117,7 +117,7 @@ def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
 
 
 def _owners(said: Iterable[tuple[str, _Entry]]) -> dict[str, list[str]]:
-    """By text, whose settings say so."""
+    """The owners of each text."""
     result: dict[str, list[str]] = {}
     for text, entry in said:
         result.setdefault(text, []).append(entry.owner)

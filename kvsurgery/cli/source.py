@@ -1,4 +1,4 @@
-"""What commands that convert say about where a checkpoint comes from."""
+"""The checkpoint that a command converts, and warnings about a choice by memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Request:
-    """What a command is asked to convert.
+    """The checkpoint, profiles and recipe that a command is given.
 
     Raises:
         UsageError: a folder has no revision.
@@ -28,7 +28,7 @@ def request_of(source: str | None, revision: str | None, recipe: Recipe) -> Requ
 
 
 def warn(prepared: PreparedConversion) -> None:
-    """Say what a choice by memory does not see to."""
+    """Print what a choice by memory does not take into account."""
     from kvsurgery.display import console
 
     fit, positions = prepared.fit, prepared.checkpoint.text_config.get("max_position_embeddings")

@@ -14,7 +14,7 @@ import click
 from kvsurgery.cli.options import HEADS, Grouped, flag, in_group
 from kvsurgery.cli.recipe_options import AXES, in_flags, profile_option, recipe_of, sweep_options
 from kvsurgery.cli.running import quiet_transformers, revision_option, typed_command
-from kvsurgery.cli.tasks import run_options, task_options, tasks_of
+from kvsurgery.cli.tasks import out_option, run_options, task_options, tasks_of
 from kvsurgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ MOST_COMPARED = 3  # tasks and metrics up to which the table has differences too
 @click.argument("source", metavar="[SRC]", required=False)
 @in_group(HEADS, profile_option)
 @revision_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default="sweep",
-    show_default=True,
-    help="Output folder; an interrupted run continues there.",
-)
+@out_option("sweep")
 @sweep_options
 @task_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

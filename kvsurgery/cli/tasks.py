@@ -1,7 +1,8 @@
-"""Options that say what models are asked and how, for all commands that evaluate."""
+"""The options of tasks, for all commands that evaluate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def task_options(command: Any) -> Any:
-    """Add the options that say what is asked, and how; settings are grouped by the tasks that they belong to."""
+    """Add the options of the tasks and of a run; settings are grouped by the tasks that they belong to."""
     names = tuple(task_classes())
     run = (
         click.option(
@@ -41,8 +42,19 @@ def task_options(command: Any) -> Any:
     return in_group(TASKS, *run)(setting_options(task_classes(), TASKS)(command))
 
 
+def out_option(default: str) -> Callable[[Any], Any]:
+    """The folder that an evaluation fills."""
+    return click.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        default=default,
+        show_default=True,
+        help="Output folder; an interrupted run continues there.",
+    )
+
+
 def tasks_of(ctx: click.Context) -> dict[str, Task]:
-    """The tasks that a command with these options asks for, by name, checked as far as that needs no model.
+    """The chosen tasks by name, checked as far as that needs no model.
 
     Raises:
         UsageError: an option belongs to tasks that are not asked for.
@@ -60,7 +72,7 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
 
 
 def run_options(ctx: click.Context, folder: Path) -> Options:
-    """How a command with these options evaluates a checkpoint."""
+    """The options of a run on a checkpoint."""
     from kvsurgery.evaluate.options import Options
 
     dtype = chosen_dtype(ctx.params["dtype"], folder, ctx.params["device"])

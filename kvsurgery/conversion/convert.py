@@ -1,4 +1,4 @@
-"""Converting: side files, shards, index, provenance, and config.json last, so that half an output never loads."""
+"""Converting: side files, shards, index, provenance, and config.json last, so that unfinished output never loads."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from kvsurgery.version import __version__
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         out: the converted checkpoint.
         size: bytes of its weights.
-        tensors, moved: how many tensors it has, and how many of them changed.
-        left_out: files of the source that it does not have and `revert` will not give back.
+        tensors, moved: how many tensors it has, and how many changed.
+        left_out: files of the source that are not copied, and that `revert` does not restore.
         seconds: wall time.
         resumed: bytes of weights that an interrupted run had written.
-        already_done: whether it lay there finished, and nothing was written.
+        already_done: whether it was there already, and nothing was written.
     """
 
     out: Path
@@ -99,7 +99,7 @@ def convert(
 def _move(
     output: Output, checkpoint: Checkpoint, plan: SurgeryPlan, jobs: int, progress: Callable[[int], None] | None
 ) -> dict[str, str]:
-    """Write all shards, slow ones side by side, so that no thread waits for the last tensor of a shard.
+    """Write all shards; slow ones at the same time, so that no thread waits for the last tensor of a shard.
 
     Returns:
         By tensor name, the BLAKE3 of the source's bytes.
@@ -144,7 +144,7 @@ def _move(
 
 
 def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, bytes], sides: SideFiles) -> Provenance:
-    """The provenance but for the hashes of tensors and copied files, which are known once they are read."""
+    """The provenance without hashes of tensors and copied files, which are known once these are read."""
     return Provenance(
         tool=__version__,
         source=checkpoint.name,
@@ -164,7 +164,7 @@ def _provenance(checkpoint: Checkpoint, plan: SurgeryPlan, files: Mapping[str, b
 
 
 def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> bool:
-    """Whether `out` is finished, and came from this very source and plan."""
+    """Whether `out` is the finished conversion of this source and plan."""
     try:
         names = set(os.listdir(out))
     except OSError:
@@ -185,7 +185,7 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
 
 
 def _fingerprint(checkpoint: Checkpoint, provenance: Provenance) -> dict[str, str]:
-    """All that decides the output, in parts that a message can name."""
+    """Everything that decides the output, in parts that a message can name."""
     sources = [(shard.name, *shard.state) for shard in checkpoint.shards]
     if checkpoint.revision is None:  # side files of a commit do not change
         states = {name: file_status(checkpoint.folder / name) for name in provenance.copied}

@@ -33,7 +33,7 @@ class Converted:
 
 
 def open_converted(folder: Path) -> Converted:
-    """Read provenance and headers of a converted checkpoint, and check that they agree.
+    """Read provenance and headers of a converted checkpoint, and check them against each other.
 
     Raises:
         CheckpointError: this is not a converted checkpoint, or its provenance is damaged.

@@ -34,7 +34,7 @@ class Target:
 
     Attributes:
         descriptor: of the open file.
-        finished: hashes of tensors that it has already.
+        finished: hashes of tensors that are written already.
         record: called with the name and the hash of every tensor that is written, from any thread.
     """
 
@@ -56,9 +56,9 @@ def move_bytes(
     """Move one shard's bytes.
 
     Args:
-        shard: what is read: original, or with `inverse` converted.
+        shard: the shard to read: original, or with `inverse` converted.
         moves: by tensor name, from the original to the converted checkpoint.
-        target: what is written, header included; None only hashes.
+        target: the file to write, including the header; None only hashes.
         expected: hashes that the tensors must have.
         jobs: threads; more than `MAX_JOBS` gain nothing.
         progress: called with bytes done, from any thread.
@@ -122,7 +122,7 @@ def move_bytes(
 
 
 def _neighbours(shard: Shard, finished: Mapping[str, str]) -> list[list[Tensor]]:
-    """What is left of a shard, in file order: neighbouring tensors together until they are worth reading at once."""
+    """The unfinished tensors of a shard in file order, in groups of neighbours of at most `read_at_once` bytes."""
     groups: list[list[Tensor]] = []
     for tensor in shard.tensors:
         if tensor.name in finished:

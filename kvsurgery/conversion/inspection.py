@@ -1,4 +1,4 @@
-"""What a checkpoint is, and whether surgery covers it or which surgery it had. From headers alone."""
+"""Describe a checkpoint from its headers: whether it can be converted, or how it was."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvsurgery.templates.kv_layout import KVLayout, text_config
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.vllm.forecast import forecast
 
-# what stands in the way of naming a family, though its dimensions are plain
+# keys of converted or quantized checkpoints, for which `Family.of` refuses a config
 NOT_STOCK = ("kv_surgery", "auto_map", "quantization_config")
 
 
 @dataclass(frozen=True)
 class Surgery:
-    """What was done to a converted checkpoint.
+    """How a checkpoint was converted.
 
     Attributes:
         full_heads: per layer, KV heads that keep every token; None where the model's own window applies, where
@@ -97,16 +97,16 @@ class Facts:
         sliding: dimensions of layers with a sliding window, None where they are the same.
         windows: per layer, the model's own sliding window in tokens, 0 for linear and None for full attention.
         shared: layers that share the KV cache of an earlier one.
-        chunked: whether a token sees its own chunk in place of a window.
+        chunked: whether a token sees its own chunk instead of a window.
         states: bytes of a sequence's states in layers with linear attention, in 16 bit; not in `kv_bytes`.
-        context: positions that the model was made for.
+        context: positions of the model.
         rope: its rotary embedding, as transformers 5 spells it.
         parameters: by dtype; empty where there are no safetensors weights.
         shards, size: weight files, and their bytes.
         tied: whether the output layer is the embedding.
-        problem: why it cannot be converted, None where it can be or was.
-        resembles: of an unknown family, which known one its tensors resemble most, and what differs.
-        surgery: what was done to a converted one.
+        problem: why it cannot be converted; None if it can be or was.
+        resembles: for an unknown family, the most similar known one and what differs.
+        surgery: how it was converted, if it was.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Facts:
 
 
 def inspect(source: str | Path, revision: str | None = None) -> Facts:
-    """Say what a checkpoint is, a folder or a Hub id, of which only headers are downloaded.
+    """Describe a checkpoint, a folder or a Hub id; for a Hub id, only headers are downloaded.
 
     Raises:
         CheckpointError: it is malformed, or neither a folder nor a Hub id.
@@ -150,10 +150,10 @@ def inspect(source: str | Path, revision: str | None = None) -> Facts:
 
 
 def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> Facts:
-    """Look at a checkpoint folder, or at the stand-in that `hub.headers` makes of a remote one.
+    """Describe a checkpoint folder, or the stand-in that `hub.headers` makes of a remote one.
 
     Raises:
-        CheckpointError: it is malformed, which is more than not being supported.
+        CheckpointError: it is malformed; one that is only unsupported is described.
     """
     config = read_config(folder)
     problem, checkpoint = None, None
@@ -203,7 +203,7 @@ def _problem(checkpoint: Checkpoint) -> str | None:
 
 
 def _unknown(config: Mapping[str, Any]) -> bool:
-    """Whether a family has no patch, and may get one: a latent for all heads (MLA) has no heads to convert."""
+    """Whether a family has no patch but could get one: with a latent for all heads (MLA) there are none to convert."""
     return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
@@ -226,7 +226,7 @@ def _replicated(config: Mapping[str, Any]) -> bool:
 
 
 def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config without what stands in the way of naming its family."""
+    """A config without the keys that hide its family."""
     return {key: value for key, value in config.items() if key not in NOT_STOCK}
 
 

@@ -1,4 +1,4 @@
-"""`Output`: a folder that is being filled. Every file appears whole or not at all, and a killed run can go on."""
+"""`Output`: a folder that is being filled. Files appear whole or not at all, and a killed run can be continued."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Output:
 
     @classmethod
     def open(cls, folder: Path, source: Path, size: int, fingerprint: Mapping[str, str]) -> Output:
-        """Check everything that can be checked before writing, then create the folder or go on with it.
+        """Check everything that can be checked before writing, then create the folder or continue it.
 
         Args:
-            folder: what is filled.
-            source: the folder that is read.
+            folder: the folder to fill.
+            source: the folder to read.
             size: bytes that will be written.
-            fingerprint: what decides the output; a run that was killed goes on only if it is the same.
+            fingerprint: what decides the output; only a killed run with the same one is continued.
 
         Raises:
             OutputError: the folder is not usable, the disk too small, or the fingerprint another.
@@ -89,9 +89,9 @@ class Output:
         jobs: int = JOBS,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, str]:
-        """Move a shard's bytes, or what is left of them; returns its tensors' hashes. Arguments as in `move_bytes`.
+        """Move the bytes of a shard that are still to do; returns its tensors' hashes. Arguments as in `move_bytes`.
 
-        Several threads may move a shard each.
+        Threads may call it at the same time for different shards.
         """
         path = self.folder / shard.name
         finished = dict(self._journal.finished.get(shard.name, {}))

@@ -20,7 +20,7 @@ from kvsurgery.errors import CheckpointError, PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
 from kvsurgery.policy.policy import Policy
 
-# other dtypes come with scales whose layout surgery would have to know
+# other dtypes come with scales, whose layout is not known here
 ATTENTION_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
@@ -59,12 +59,12 @@ class Move:
 
 @dataclass(frozen=True)
 class SurgeryPlan:
-    """The byte moves that a policy asks of one checkpoint.
+    """The byte moves that a policy needs in one checkpoint.
 
     Attributes:
         family: the model family.
         dimensions: attention dimensions.
-        policy: what decided the order of the heads.
+        policy: decided the order of the heads.
         profile: hash of the head profile, None without one.
         moves: by tensor name.
     """
@@ -95,7 +95,7 @@ def plan_surgery(checkpoint: Checkpoint, policy: Policy, profile: str | None = N
 
 
 def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence[int]]) -> dict[str, Move]:
-    """The move of every tensor when layer l's KV heads come to lie in the order `orders[l]`.
+    """The move of every tensor if the KV heads of layer l are put into the order `orders[l]`.
 
     Raises:
         UnsupportedModel, CheckpointError, PolicyError: as `plan_surgery`.
@@ -185,7 +185,7 @@ def unmoved(tensor: Tensor) -> Move:
 
 
 def _coalesce(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Join runs that are neighbours both where they come from and where they go."""
+    """Join runs that are neighbours in both source and destination."""
     joined = [runs[0]]
     for run in runs[1:]:
         last = joined[-1]

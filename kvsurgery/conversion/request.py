@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be converted, and how.
+    """A checkpoint to convert, its profiles and its recipe.
 
     Attributes:
         place, revision: a folder, or a Hub id and its branch, tag or commit.
-        recipe: how.
+        recipe: how to convert it.
         profile: decides the heads; None: every head stays full.
         reform: has the embedding heads by which long prompts are read.
         budgets: has the scores that budgets follow; None: those of the profile.

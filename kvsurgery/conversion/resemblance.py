@@ -1,4 +1,4 @@
-"""Which known family a checkpoint of an unknown one resembles, by the names and shapes of the tensors in its layers."""
+"""The known family that an unknown checkpoint resembles, by the names and shapes of the tensors in its layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Comparison:
 
     @property
     def sentence(self) -> str:
-        """What both have and where they differ."""
+        """The comparison in a sentence."""
         found = f"its layers resemble {self.family.name} most"
         if not (self.unknown or self.missing):
             return f"{found}: all {self.common} tensors have the same names"
@@ -48,10 +48,9 @@ class _Comparison:
 
 
 def resemblance(checkpoint: Checkpoint) -> str | None:
-    """The known family that a checkpoint resembles most and what differs, in a line; None where no family has any of
-    its tensors.
+    """The known family that a checkpoint resembles most and what differs, in a line; None if no family has any tensor.
 
-    Of several families with the same names, it is one whose shapes fit, and Llama before others.
+    Of several families with the same names, one whose shapes fit is preferred, and Llama to others.
     """
     layers = [tensor.name for tensor in checkpoint.tensors if LAYER.match(tensor.name)]
     names = sorted({NUMBER.sub(".*.", LAYER.sub("", name)) for name in layers})
@@ -83,7 +82,7 @@ def _has(family: Family, name: str) -> bool:
 
 
 def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
-    """Why the checkpoint's shapes are not those of the family; None where they are."""
+    """Why the checkpoint's shapes do not fit the family; None if they do."""
     try:
         plan_moves(checkpoint, family, heads_by_layer(family, checkpoint.config))
     except KVSurgeryError as error:

@@ -1,4 +1,4 @@
-"""Reverting: the original checkpoint back from a converted one, byte for byte, every byte checked on the way."""
+"""Reverting: restore the original of a converted checkpoint byte for byte, checking every byte."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvsurgery.errors import KVSurgeryError, Mismatch
 
 @dataclass(frozen=True)
 class RevertReport:
-    """What reverting gave back.
+    """The result of a reversion.
 
     Attributes:
-        out: the original checkpoint.
-        source: what it was called when it was converted.
+        out: the restored checkpoint.
+        source: its name when it was converted.
         size: bytes of its weights.
-        tensors, files: how many of them, apart from shards.
+        tensors, files: their numbers; shards are not counted as files.
         left_out: files that the original had and conversion did not keep.
         seconds: wall time.
-        already_done: whether it lay there finished, and nothing was written.
+        already_done: whether it was there already, and nothing was written.
     """
 
     out: Path
@@ -85,7 +85,7 @@ def revert(
 
 
 def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
-    """Whether `out` is the original; every byte is compared."""
+    """Whether `out` is the original, comparing every byte."""
     if (out / JOURNAL).exists() or not (out / CONFIG).exists():
         return False
     try:

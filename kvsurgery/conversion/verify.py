@@ -22,12 +22,12 @@ from kvsurgery.errors import Mismatch
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found right.
+    """The result of a verification.
 
     Attributes:
         provenance: where the checkpoint comes from.
         size: bytes of its weights.
-        tensors, files: how many had their recorded hash.
+        tensors, files: how many match their recorded hash.
         unrecorded: files that the conversion did not write.
         hashes: SHA-256 of every emitted `.py` file, by name.
         seconds: wall time.
@@ -49,9 +49,9 @@ def verify(
     jobs: int = JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
-    """Check a converted checkpoint against its provenance, and against its source where that is given.
+    """Check a converted checkpoint against its provenance, and against its source if that is given.
 
-    Files come before weights, and headers before tensors, so that most damage is found at once.
+    Files come before weights, and headers before tensors, so that most damage is found early.
 
     Raises:
         CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint.
@@ -90,7 +90,7 @@ def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], No
 def check_source(
     converted: Converted, source: Checkpoint, jobs: int = JOBS, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Check that a checkpoint is the one that was converted.
+    """Check that `source` is the checkpoint that was converted.
 
     Raises:
         Mismatch: the first file or tensor that is not.
@@ -108,7 +108,7 @@ def check_source(
 
 
 def _check_file(folder: Path, name: str, digest: str | None, fault: str) -> None:
-    """A file is there and, unless people may edit it, has the recorded hash."""
+    """Check that a file is there and has the recorded hash, unless people may edit it."""
     path = folder / name
     if digest is None:
         return

@@ -27,12 +27,12 @@ WHOLE = {CONFIG, INDEX, "generation_config.json", "README.md", "adapter_config.j
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint on the Hub as a folder without its weights.
+    """A checkpoint on the Hub as a folder without weights.
 
     Attributes:
-        folder: configs, index, card and provenance whole; each shard its header, then a hole up to the true size. What
-            reads the headers of a local checkpoint reads these. Offline, the cached snapshot itself.
-        commit: the commit it shows.
+        folder: configs, index, card and provenance complete; of each shard the header, then a hole up to the true size,
+            so that headers are read as those of a local checkpoint. Offline, the cached snapshot itself.
+        commit: its commit.
         files: the names of all files of that commit.
         shards: by name, the shards whose headers were fetched.
     """
@@ -44,7 +44,7 @@ class RemoteCheckpoint:
 
     @property
     def wanted(self) -> list[str]:
-        """The files that conversion has a use for."""
+        """The files that conversion uses."""
         shards = {path.name for path in self.folder.glob("*.safetensors")}
         return [name for name in self.files if name in shards or name == INDEX or _is_side_file(name)]
 
@@ -67,7 +67,7 @@ def fetch_config(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
 
 @contextmanager
 def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckpoint]:
-    """Fetch all of a checkpoint but its weights; the folder is gone afterwards.
+    """Fetch a checkpoint without its weights; the folder is removed afterwards.
 
     Errors raised inside the block name the repository in place of the temporary folder.
 
@@ -157,7 +157,7 @@ def _fetch_header(shard: RemoteFile, path: Path) -> None:
 
 
 def _is_side_file(name: str) -> bool:
-    """Whether conversion has a use for a file that holds no weights of the checkpoint."""
+    """Whether conversion uses a file that holds no weights of the checkpoint."""
     *folders, base = name.split("/")
     if any(matches(folder.lower(), LEFT_OUT_FOLDERS) for folder in folders):
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hub that are converted while they are fetched: room for one copy, memory for a window."""
+"""Checkpoints of the Hub that are converted while they are downloaded, with disk space for a single copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsurgery.hub.ranges import RemoteFile
 
 @dataclass(frozen=True)
 class RemoteShard(Shard):
-    """A shard whose header was fetched, and whose tensors are when they are read."""
+    """A shard whose header was fetched; its tensors are fetched when they are read."""
 
     file: RemoteFile
 
@@ -33,7 +33,7 @@ class RemoteShard(Shard):
         return self.file.size, self.file.etag
 
     def changed_after(self, moment: int) -> bool:
-        """Never: what a commit holds does not change."""
+        """Never: a commit does not change."""
         return False
 
     def stop(self) -> None:
@@ -66,12 +66,12 @@ class RemoteShard(Shard):
 
 @dataclass(frozen=True)
 class Streamed:
-    """A checkpoint on the Hub, whole but for its weights.
+    """A checkpoint on the Hub, complete except for its weights.
 
     Attributes:
-        folder: all files that conversion has a use for; each shard its header, then a hole.
-        commit: the commit it shows.
-        connections: how many are best used at a time.
+        folder: all files that conversion uses; of each shard the header, then a hole.
+        commit: its commit.
+        connections: the best number of connections.
     """
 
     folder: Path
@@ -83,12 +83,12 @@ class Streamed:
 
     @property
     def fetched(self) -> int:
-        """Bytes of shards that came so far, headers included."""
+        """Bytes of shards fetched so far, including headers."""
         return sum(file.fetched for file in self._files)
 
     @property
     def requests(self) -> int:
-        """How often some were asked for."""
+        """Number of requests so far."""
         return sum(file.requests for file in self._files)
 
     def fill(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -100,11 +100,10 @@ class Streamed:
 
 @contextmanager
 def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path], object]) -> Generator[Streamed]:
-    """Fetch all of a checkpoint but its weights, which are left to whoever reads them; the folder is gone afterwards.
+    """Fetch a checkpoint without its weights, which are fetched when they are read; the folder is removed afterwards.
 
-    Every answer has to be of the commit, and of the size and the checksum that the first one of its file named. The
-    bytes are not compared with that checksum, since no connection sees a whole file; those that `revert` gives back can
-    be.
+    Every answer has to be of the commit, and name the size and the checksum of the first answer for its file. The bytes
+    are not compared with the checksum, since no connection sees a whole file; those that `revert` restores can be.
 
     Args:
         repo_id, revision, check: as of `fetch_checkpoint`.
@@ -124,7 +123,7 @@ def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path]
 
 
 def _complete(repo_id: str, remote: RemoteCheckpoint) -> None:
-    """Make of a folder of headers what `fetch_checkpoint` makes, but for the weights."""
+    """Complete a folder of headers to that of `fetch_checkpoint`, except for the weights."""
     wanted, folder = remote.wanted, remote.folder.resolve()
     for path in folder.iterdir():
         if path.name not in wanted:

@@ -1,4 +1,4 @@
-"""A folder to the Hub: one atomic commit, then the Hub's checksums against the local files."""
+"""Upload a folder to the Hub in one atomic commit, and compare the Hub's checksums with the local files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def push(
         repo_id: created if it does not exist.
         private: create it private; an existing public one is refused.
         create_pr: open a pull request and leave main as it is.
-        beside: more files by their names in the repository, in place of those of the folder that are called so.
+        beside: more files by their names in the repository; they replace files of the folder with the same names.
 
     Returns:
         The URL of the repository, or of the pull request.
