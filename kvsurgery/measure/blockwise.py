@@ -77,7 +77,7 @@ def own(
     window: int | None,
     chunked: bool = False,
 ) -> torch.Tensor:
-    """What a layer does by itself: full attention, or that over its own window or chunk. Shapes as in `causal`."""
+    """The attention that a layer of the model has: full, or over its window or chunk. Shapes as in `causal`."""
     states = query, key, value, scoring
     return causal(*states) if window is None else streaming(*states, 0, window, chunked=chunked)
 

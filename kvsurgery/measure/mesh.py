@@ -108,7 +108,7 @@ class Mesh:
         return range(self.group, prompts, self.groups)
 
     def tokens(self, whole: torch.Tensor) -> torch.Tensor:
-        """This process's part [batch, tokens / sp] of what [batch, tokens] says of a prompt.
+        """This process's part, [batch, tokens / sp], of a tensor [batch, tokens].
 
         Where they do not divide, zeros come last, which no token before them attends to.
         """
