@@ -83,5 +83,5 @@ def own(
 
 
 def again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Call a function that is computed again for its gradient, and saves nothing until then but its inputs."""
+    """Call a function with gradient checkpointing: only its inputs are saved for the backward pass."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

@@ -54,7 +54,7 @@ RETRIEVAL_METHODS = {
     "headkv-r2": RetrievalMethod("reasoning", "QA-F1", qa_f1, "answer"),
 }
 RIGHT = 0.5  # an answer above counts
-ANSWER_FACTOR = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
+ANSWER_FACTOR = 2  # tokens to generate for one of the right answer; one that goes on after it still has an F1 of 2/3
 PROMPT_CHUNK = 1024  # tokens of a prompt in one forward
 
 
