@@ -37,8 +37,8 @@ def attention_profile(
 ) -> HeadProfile:
     """Mean attention mass of a KV head, in [0, 1], on the tokens of the passkey that is being recalled.
 
-    Taken at the tokens from which the passkey's are predicted, as the mean over them, over the query heads of a group
-    and over prompts. Layers with a window of their own score 0.
+    Averaged over the tokens that predict the passkey, the query heads of a group, and prompts. Layers with a window of
+    their own score 0.
 
     Args:
         prompts: called for the numbers 0 to count - 1, at place 0 of each.
@@ -70,7 +70,7 @@ def attention_mass(
 ) -> torch.Tensor:
     """float64 [layers, kv_heads], over the targets of one input; arguments as `PasskeyPrompt` has them.
 
-    Of the heads that attention has here; 0 of those that other processes of `mesh` have.
+    It is 0 for heads that other processes of `mesh` hold.
 
     Raises:
         ProfileError: there are no targets, or what they recall is not in the text.

@@ -77,11 +77,11 @@ def own(
     window: int | None,
     chunked: bool = False,
 ) -> torch.Tensor:
-    """What a layer does by itself: full attention, or that over its own window or chunk. Shapes as in `causal`."""
+    """The attention that a layer of the model has: full, or over its window or chunk. Shapes as in `causal`."""
     states = query, key, value, scoring
     return causal(*states) if window is None else streaming(*states, 0, window, chunked=chunked)
 
 
 def again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Call a function that is computed again for its gradient, and saves nothing until then but its inputs."""
+    """Call a function with gradient checkpointing: only its inputs are saved for the backward pass."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

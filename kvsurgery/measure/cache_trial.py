@@ -98,7 +98,7 @@ class CacheTrial:
         return torch.stack(found)
 
     def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
-        """The same, where streaming heads stream while the prompt is read as well, once for rows with the same ones."""
+        """As `divergence`, but streaming heads stream while the prompt is read too, once for each set of such heads."""
         windows = torch.tensor([isinstance(how, Window) for how in self.caches])
         streaming = changes.where(windows[changes], EXACT)
         prompts, prompt_of = streaming.unique(dim=0, return_inverse=True)
@@ -113,7 +113,7 @@ class CacheTrial:
 
     @torch.no_grad()
     def _read(self, changes: torch.Tensor | None) -> None:
-        """Read the prompt, and keep its keys and values; heads that `changes` [layers, kv_heads] make so stream."""
+        """Read the prompt and keep its keys and values; `changes` [layers, kv_heads] says which heads stream."""
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
             self.model(self.tokens, use_cache=False, logits_to_keep=1)
 
@@ -233,7 +233,7 @@ def _given(output: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _repeated(output: Any, rows: int, count: int) -> Any:
-    """A layer's output for one row, for several, of the first tokens."""
+    """A layer's output, cut to `count` tokens and repeated for `rows` rows."""
     if isinstance(output, torch.Tensor):
         return output[:, :count].expand(rows, *output[:, :count].shape[1:])
     first, *others = output

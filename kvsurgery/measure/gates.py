@@ -112,7 +112,7 @@ def add_gradient(
         sizes: sink and recent.
 
     Returns:
-        The loss, float32 []; where processes share the prompt's tokens, the part of it that is of this one's.
+        The loss, float32 []; where processes share the prompt's tokens, the part that this one's contribute.
     """
     tokens, targets = tokens.to(gates.device), targets.to(gates.device)
     if loss == "distill":
@@ -177,5 +177,5 @@ def rate(step: int, steps: int) -> float:
 
 
 def _wide(states: torch.Tensor) -> torch.Tensor:
-    """In float32, or in float64 where they are."""
+    """In float32, or float64 if they already are."""
     return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -108,14 +108,14 @@ class Mesh:
         return range(self.group, prompts, self.groups)
 
     def tokens(self, whole: torch.Tensor) -> torch.Tensor:
-        """This process's part [batch, tokens / sp] of what [batch, tokens] says of a prompt.
+        """This process's part, [batch, tokens / sp], of a tensor [batch, tokens].
 
         Where they do not divide, zeros come last, which no token before them attends to.
         """
         return F.pad(whole, (0, -whole.shape[1] % self.sp)).chunk(self.sp, 1)[self._part]
 
     def heads(self, count: int, held: int) -> slice:
-        """Which of a layer's `count` heads are the `held` ones that attention has here."""
+        """The slice of a layer's `count` heads that this process holds, `held` of them."""
         shared = held * self.sp < count  # by tensor parallelism too
         part = self._part + (self.processes.rank % self.tp * self.sp if shared else 0)
         return slice(part * held, (part + 1) * held)
@@ -140,7 +140,7 @@ class Mesh:
         return self.processes.add(whole.to(self.processes.device)).cpu().numpy()
 
     def over_sequences(self, attend: Attend) -> Attend:
-        """What `intercepted` calls where every process has a part of the tokens: `attend` sees all, of some heads."""
+        """`attend` for processes that each have a part of the tokens: it sees all tokens, of some heads."""
         if self.sp == 1:
             return attend
 
@@ -155,7 +155,7 @@ class Mesh:
         return function
 
     def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
-        """States of which this process holds a part along dimension 2, as its part along dimension 1."""
+        """Exchange this process's part of states along dimension 2 for its part along dimension 1."""
         from torch.distributed.tensor import DTensor, Shard
 
         whole = DTensor.from_local(states, self._sharing, [Shard(2)])

@@ -30,7 +30,6 @@ def choose_needles(
     headkv-r2 is defined over needles with a reason, so no set without one is tried for it.
 
     Args:
-        measured: the model and its tokenizer.
         haystack: the text around the needles.
         method: a key of `RETRIEVAL_METHODS`.
         trials: the grid that the scores will hide needles in; the trial is of its shortest length.

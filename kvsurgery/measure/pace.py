@@ -45,7 +45,7 @@ class TrainingPlan:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> TrainingPlan:
-        """That of a training to go on with, by the facts beside its state.
+        """The plan of a training to resume, from the facts beside its state.
 
         Raises:
             ProfileError: they have no lengths of prompts.

@@ -6,7 +6,7 @@ the other at its end: nothing but the context tells them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from kvsurgery.errors import ProfileError, TextError
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.prompts import Contexts, describe
+from kvsurgery.measure.prompts import Contexts
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.passkeys import ORDINALS, PasskeyWords
 from kvsurgery.text.tokens import ordinary_tokens
@@ -88,7 +88,7 @@ class Passkeys:
     def facts(self) -> dict[str, Any]:
         """For a profile's provenance."""
         drawn = {"prompts": "passkeys", "passkeys": len(self.words.asked), "passkey_tokens": self.size}
-        return {**drawn, **describe(self.contexts, self.haystack)}
+        return {**drawn, **asdict(self.contexts), **self.haystack.facts}
 
     def __call__(self, step: int, place: int) -> PasskeyPrompt:
         """The prompt at one place of a step's batch."""

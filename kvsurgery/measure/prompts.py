@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from transformers import PreTrainedTokenizerBase
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.lengths import LONGEST_PROMPT
+from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
 CONTEXTS = 8  # times the longest context: text to draw pieces from
 
@@ -28,7 +27,9 @@ class Contexts:
     seed: int = 0
 
     @classmethod
-    def of(cls, measured: MeasuredModel, shortest: int = 1000, longest: int | None = None, seed: int = 0) -> Contexts:
+    def of(
+        cls, measured: MeasuredModel, shortest: int = SHORTEST_PROMPT, longest: int | None = None, seed: int = 0
+    ) -> Contexts:
         """Lengths that a model has positions for; by default up to 32,000 tokens, or its maximum.
 
         Raises:
@@ -48,7 +49,7 @@ class Contexts:
         return cls(shortest, longest, seed)
 
     def read(self, source: str | None, tokenizer: PreTrainedTokenizerBase) -> Haystack:
-        """Text to fill them with, as `Haystack.read` takes it; of what has no end, enough to draw from."""
+        """Text to fill prompts with, as `Haystack.read` takes it: a file, or enough of what has no end."""
         file = source is not None and os.path.exists(source)
         return Haystack.read(source, tokenizer, self.longest * (1 if file else CONTEXTS), self.seed)
 
@@ -59,12 +60,6 @@ class Contexts:
     def rng(self, step: int, place: int) -> np.random.Generator:
         """What draws the prompt at one place of a step's batch."""
         return np.random.default_rng([self.seed, step, 1 + place])
-
-
-def describe(contexts: Contexts, haystack: Haystack) -> dict[str, Any]:
-    """What prompts are made of, for a profile's provenance."""
-    text = {"text": haystack.name, "text_hash": blake3(haystack.tokens.tobytes()).hexdigest()[:32]}
-    return {**asdict(contexts), **text}
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Passages:
     @property
     def facts(self) -> dict[str, Any]:
         """For a profile's provenance."""
-        return {"prompts": "passages", **describe(self.contexts, self.haystack)}
+        return {"prompts": "passages", **asdict(self.contexts), **self.haystack.facts}
 
     def __call__(self, step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens int64 [1, tokens] and targets bool [1, tokens]."""

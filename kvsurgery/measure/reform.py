@@ -82,7 +82,6 @@ def embedding_ranking(
     attention: the most that any question token pays, after RoPE and softmax, and none to what the cache does not keep.
 
     Args:
-        measured: the model.
         samples: by task, "pattern" and "multihop" or one of them.
         recurrence: how long contexts are read: its chunk, and what is kept from one to the next.
         data: where the samples are from, for the provenance.

@@ -65,10 +65,14 @@ class Riddle:
     answer: str
 
 
-def key_value_samples(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, *, count: int, length: int, seed: int
+def ranked_prompts(
+    task: str, tokenizer: PreTrainedTokenizerBase, haystack: Haystack, *, count: int, length: int, seed: int
 ) -> list[RankedPrompt]:
-    """Samples of task "pattern": sentences that pair ten random letters and digits with ten others; one is asked for.
+    """Samples of a task.
+
+    "pattern": sentences pair ten random letters and digits with ten others; one is asked for. "multihop": "A works at
+    the same desk as B.", "B lives in C."; where does that person live? Both facts are gold; facts of other kinds about
+    other people lie between them.
 
     Args:
         tokenizer: of the model that is measured; its chat template is used where it has one.
@@ -81,23 +85,10 @@ def key_value_samples(
         ProfileError: the facts do not fit, the text is too short, or the tokenizer cannot spell them.
         UnsupportedModel: the tokenizer or its chat template cannot be used.
     """
-    return [_sample(tokenizer, haystack, _pairs(rng), length, rng) for rng in _generators("pattern", count, seed)]
-
-
-def multihop_samples(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, *, count: int, length: int, seed: int
-) -> list[RankedPrompt]:
-    """Samples of task "multihop": "A works at the same desk as B.", "B lives in C."; where does that person live?
-
-    Both facts are gold. Other people's facts, of other kinds, lie between them. Arguments and errors are those of
-    `key_value_samples`.
-    """
-    return [_sample(tokenizer, haystack, _chains(rng), length, rng) for rng in _generators("multihop", count, seed)]
-
-
-def _generators(task: str, count: int, seed: int) -> list[np.random.Generator]:
-    """One for each sample, so that how many are made changes none of them."""
-    return [np.random.default_rng([RANKING_TASKS.index(task), seed, number]) for number in range(count)]
+    riddle = {"pattern": _pairs, "multihop": _chains}[task]
+    # a generator for each sample, so that their number changes none of them
+    rngs = [np.random.default_rng([RANKING_TASKS.index(task), seed, number]) for number in range(count)]
+    return [_sample(tokenizer, haystack, riddle(rng), length, rng) for rng in rngs]
 
 
 def _pairs(rng: np.random.Generator) -> Riddle:

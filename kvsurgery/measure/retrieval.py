@@ -54,7 +54,7 @@ RETRIEVAL_METHODS = {
     "headkv-r2": RetrievalMethod("reasoning", "QA-F1", qa_f1, "answer"),
 }
 RIGHT = 0.5  # an answer above counts
-ANSWER_FACTOR = 2  # tokens to generate for one of the right answer: who goes on after it still has an F1 of 2/3
+ANSWER_FACTOR = 2  # tokens to generate for one of the right answer; one that goes on after it still has an F1 of 2/3
 PROMPT_CHUNK = 1024  # tokens of a prompt in one forward
 
 
@@ -109,7 +109,6 @@ def retrieval_scores(
     """Scores per query head, mean over the trials with a right answer; a trial is a needle at a length and a depth.
 
     Args:
-        measured: the model and its tokenizer.
         haystack: the text, of which each trial takes a piece from anywhere; `max(lengths)` tokens are enough.
         needles: to hide; those of another kind than the method's are left out.
         trials: the grid that each needle is hidden in.
@@ -132,7 +131,7 @@ def retrieval_scores(
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
     heads = mesh.held(measured, measured.dimensions.query_heads)
     total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
-    progress(0, len(grid), "0 right")  # what came before says nothing of how long a trial takes
+    progress(0, len(grid), "0 right")  # preparation is no part of the estimate
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
@@ -159,8 +158,7 @@ def retrieval_scores(
         method,
         "query",
         provenance={
-            "text": haystack.name,
-            "text_hash": blake3(haystack.tokens.tobytes()).hexdigest()[:32],
+            **haystack.facts,
             "needles": len(needles),
             "needles_hash": _hash(needles),
             "needle_choice": choice and asdict(choice),

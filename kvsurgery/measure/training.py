@@ -139,7 +139,7 @@ def training_step(
         The loss of the gates as they were, with and without the penalty.
 
     Raises:
-        ProfileError: it is no number, or a prompt has nothing outside sink and recent.
+        ProfileError: the loss is not finite, or a prompt has nothing outside sink and recent.
     """
     gates.grad = torch.zeros_like(gates)
     data_loss = torch.zeros((), device=gates.device)

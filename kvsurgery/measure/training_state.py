@@ -55,7 +55,7 @@ class TrainingState:
         return len(self.history)
 
     def after(self, row: tuple[float, ...], gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> TrainingState:
-        """A step further, with its row of the history."""
+        """The state after another step, whose row joins the history."""
         moments = optimiser.state[gates]
         tensors = gates, moments["exp_avg"], moments["exp_avg_sq"]
         gates, mean, square = (each.detach().cpu().clone() for each in tensors)

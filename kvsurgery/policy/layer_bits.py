@@ -62,7 +62,7 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
 
 
 def least_loss(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], most: int) -> list[int]:
-    """Of each row a column, so that the sum of losses is least and that of costs at most `most`; on ties, earlier ones.
+    """The column of each row with the least sum of losses whose costs sum to at most `most`; on ties, earlier ones.
 
     Exact, by dynamic programming over totals of costs. The first columns together cost `most` at most.
     """

@@ -10,7 +10,7 @@ from kvsurgery.recipe import Recipe
 
 
 def measured_recipe(recipe: Recipe, losses: CacheLosses) -> Recipe:
-    """The recipe with what to rotate and whether to clip, as it lost least at its width; what it states itself stays.
+    """The recipe with the rotation and clipping that lost least at its width; what the recipe states stays.
 
     The result no longer names the measurement, and decides the same without it.
 

@@ -79,14 +79,10 @@ class Policy:
             }
             for layer in self.layers
         ]
-        content: list[Any] = [layers, self.selection and selection_section(self.selection)]
+        selection = self.layout.selection
+        content: list[Any] = [layers, selection and selection_section(selection)]
         content += [part for part in (quantization_section(self.layout), self.reform and asdict(self.reform)) if part]
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-    @property
-    def selection(self) -> Selection | None:
-        """How budgeted heads select; None: the others stream."""
-        return self.layout.selection
 
     @property
     def quantization(self) -> Quantization | None:
@@ -136,8 +132,8 @@ def decide(
     """
     if len(model.windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(model.windows)}")
-    eligible = model.eligible
-    for measured in (profile, budgets or profile):
+    eligible, followed = model.eligible, budgets or profile
+    for measured in (profile, followed):
         if (unmeasured := np.flatnonzero(eligible & ~measured.eligible)).size:
             raise PolicyError(
                 f"layer {unmeasured[0]} has full attention in this model and a sliding window in the profile's, "
@@ -150,10 +146,10 @@ def decide(
     mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
     if recipe.tp > 1 and not recipe.tp_uneven:
         mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
-    layers = _layers(mask, _budgets(mask, budgets or profile, model, recipe), recipe)
+    layers = _layers(mask, _budgets(mask, followed, model, recipe), recipe)
     layout = _layout(layers, model, profile.model, recipe, losses)
     options = {"method": profile.method, **_options(recipe, losses)}
-    if "query" not in (profile.granularity, (budgets or profile).granularity):
+    if "query" not in (profile.granularity, followed.granularity):
         options.pop("group_reduce", None)
     if budgets is None:
         options.pop("budgets_from", None)
@@ -194,13 +190,13 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
             "with `budgets_from`, the profile only chooses the full heads; say how many with `full_heads` or "
             "`sparsity`, or leave the profile out"
         )
-    rest = recipe.rest or usual_rest(profile, budgets)
+    rest, followed = recipe.rest or usual_rest(profile, budgets), budgets or profile
     values: dict[str, Any] = {"rest": rest}
     if rest == "budgeted":
-        values["beta"] = usual_beta(budgets or profile) if recipe.beta is None else recipe.beta
+        values["beta"] = usual_beta(followed) if recipe.beta is None else recipe.beta
     if rest == "streaming" and not recipe.chosen:
         values["sparsity"] = 0.75 if profile.model.group == 1 else 0.5
-    if profile.granularity == (budgets or profile).granularity == "kv":
+    if profile.granularity == followed.granularity == "kv":
         values["group_reduce"] = Recipe.group_reduce
     return replace(recipe, **values).trimmed()
 
@@ -240,11 +236,11 @@ def _layout(
     losses: CacheLosses | None,
 ) -> KVLayout:
     """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
-    return _quantized(KVLayout(with_unchanged(layers, model, dimensions), dimensions.head_dim), recipe, losses)
-
-
-def _quantized(layout: KVLayout, recipe: Recipe, losses: CacheLosses | None) -> KVLayout:
-    """The layout with the cache that a recipe asks for."""
+    every = tuple(
+        layer if changes else _unchanged(place, len(layer.blocks), model, dimensions)
+        for place, (layer, changes) in enumerate(zip(layers, model.eligible, strict=True))
+    )
+    layout = KVLayout(every, dimensions.head_dim)
     if recipe.kv_bits == AUTO:
         assert losses is not None  # as the recipe names their file
         return with_layer_bits(layout, recipe, losses)
@@ -309,19 +305,8 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
     return result
 
 
-def with_unchanged(
-    layers: Sequence[LayerLayout], model: ModelLayers, dimensions: ModelDimensions
-) -> tuple[LayerLayout, ...]:
-    """The layers, but for those that stay as they are: with linear attention, a window of the model's own, or the KV
-    cache of an earlier layer."""
-    return tuple(
-        layer if changes else _unchanged(place, len(layer.blocks), model, dimensions)
-        for place, (layer, changes) in enumerate(zip(layers, model.eligible, strict=True))
-    )
-
-
 def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
-    """A layer that stays as it is, its heads in this many blocks."""
+    """A layer with linear attention, a window of its own or the KV cache of an earlier one, in this many blocks."""
     window, own = model.windows[place], model.sliding or dimensions
     if place in model.sources:
         return LayerLayout((), 0, 1, source=model.sources[place])

@@ -75,8 +75,13 @@ class Candidate:
 
 
 class Prices:
-    """What heads cost and lose, of one model for one demand; scores float32 [layers, kv_heads] are those of layers with
-    full attention, of which this many heads a `run` are full. Without `losses`, the scores are all that is known."""
+    """What the heads of one model cost and lose for one demand.
+
+    Args:
+        scores: float32 [layers, kv_heads], of layers with full attention.
+        run: full heads come in multiples of it in every layer.
+        losses: measured losses; without them, the scores are all that is known.
+    """
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class CacheLosses(TensorFile):
         )
 
     def best(self, bits: int, rotate: str | None = None, clip: bool | None = None) -> WholeCacheLoss:
-        """The setting of a width with the least loss, of those that rotate and clip so where that is stated.
+        """The setting of a width with the least loss; `rotate` and `clip` restrict the choice.
 
         Raises:
             ProfileError: no such setting was measured.

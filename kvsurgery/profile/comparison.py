@@ -32,7 +32,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the full heads of one profile, those that the other keeps too; `chance` of a random choice."""
+        """Share of one profile's full heads that the other keeps full too; for a random choice, `chance`."""
         return self.shared / self.full if self.full else 1.0
 
     @property

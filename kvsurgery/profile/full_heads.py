@@ -41,7 +41,7 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]
 
 
 def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
-    """The best heads: this many times `size`, and a multiple of `size` in every layer: bool [layers, kv_heads]."""
+    """bool [layers, kv_heads]: the best `count * size` heads, a multiple of `size` in every layer."""
     chosen = np.zeros(scores[eligible].shape, dtype=bool)
     chosen.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
     mask = np.zeros(scores.shape, dtype=bool)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvsurgery.profile.comparison import Comparison
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_heads
+from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_per_layer
 from kvsurgery.profile.summary import kind_of_head
 
 # ten levels, each a tenth of the range: a character where there is no colour, else matplotlib's viridis
@@ -25,17 +25,13 @@ def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
     """Rows of layers, columns of heads, and beside each layer the KV heads that stay full at a few sparsities.
 
     Args:
-        profile: what to draw.
         width: columns of the terminal; heads that do not fit follow in a second block.
         colour: coloured cells, else characters.
     """
-    beside = {
-        f"{sparsity * 100:.0f}": [
-            str(count) if eligible else SLIDES
-            for count, eligible in zip(full_heads(profile, sparsity).sum(axis=1), profile.eligible, strict=True)
-        ]
-        for sparsity in SPARSITIES
-    }
+    beside = {}
+    for sparsity in SPARSITIES:
+        counts = full_per_layer(profile, sparsity)
+        beside[f"{sparsity * 100:.0f}"] = [SLIDES if count is None else str(count) for count in counts]
     scores = profile.head_scores
     top = ceiling(profile.method, scores)
     reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
@@ -48,13 +44,7 @@ def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
 
 
 def draw_comparison(comparison: Comparison, width: int, colour: bool) -> Text:
-    """Two maps side by side, A on the left, and beside each layer its mean absolute difference.
-
-    Args:
-        comparison: what to draw.
-        width: columns of the terminal; heads that do not fit follow in a second block.
-        colour: coloured cells, else characters.
-    """
+    """Two maps side by side, A on the left, and each layer's mean absolute difference; arguments as of `draw`."""
     kind = kind_of_head(comparison.granularity)
     text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
     beside = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}

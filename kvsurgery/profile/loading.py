@@ -14,7 +14,7 @@ from kvsurgery.system.repo_id import HubFile, is_address
 
 
 def local_file(source: str | Path, **names: str) -> tuple[Path, HubFile | None]:
-    """A local path; of a file of the Hub, its place in the Hub's cache, and which it is by commit.
+    """The path of a file, which is downloaded if it is on the Hub, and then also its address there by commit.
 
     Args:
         source: a path, `hf://owner/repo/path[@revision]`, or the URL of a page of the Hub.
@@ -54,13 +54,13 @@ def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None 
 
 
 def load_scores(source: str | Path) -> HeadProfile:
-    """The same as head scores; measured losses are scores too."""
+    """Read a profile of head scores, which a file of measured losses has too."""
     found = load(source)
     return found.head_profile if isinstance(found, CacheLosses) else found
 
 
 def load_losses(source: str | Path) -> CacheLosses:
-    """The same of measured losses alone."""
+    """Read a file of measured losses."""
     found = load(source, CacheLosses)
     assert isinstance(found, CacheLosses)  # as asked for
     return found

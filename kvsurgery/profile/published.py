@@ -38,7 +38,7 @@ class Published:
     note: str = ""
 
     def commands(self, model: str) -> tuple[str, ...]:
-        """What one types to import the scores for a model that is called so."""
+        """The commands that import the scores for a model of this name."""
         out = f"{self.format}.safetensors"
         if self.repository is None or self.path is None:
             return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", out]),)

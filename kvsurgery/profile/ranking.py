@@ -52,3 +52,9 @@ def full_heads(
     if not eligible.any():
         return np.zeros((profile.model.layers, profile.model.kv_heads), dtype=bool)
     return full_mask(kv_scores(profile, group_reduce), eligible, {"sparsity": sparsity})
+
+
+def full_per_layer(profile: HeadProfile, sparsity: float) -> list[int | None]:
+    """How many KV heads of each layer stay full at a sparsity; None for a layer that is not eligible."""
+    counts = full_heads(profile, sparsity).sum(axis=1).tolist()
+    return [count if eligible else None for count, eligible in zip(counts, profile.eligible, strict=True)]

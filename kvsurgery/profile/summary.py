@@ -10,7 +10,7 @@ import numpy as np
 from kvsurgery.profile.comparison import Comparison
 from kvsurgery.profile.head_profile import Granularity, HeadProfile
 from kvsurgery.profile.methods import SCORE_METHODS
-from kvsurgery.profile.ranking import SPARSITIES, full_heads
+from kvsurgery.profile.ranking import SPARSITIES, full_per_layer
 
 MOST_DIFFERENT = 5
 
@@ -40,14 +40,7 @@ def _score_facts(profile: HeadProfile) -> dict[str, Any]:
         "score_min": float(scores.min()),
         "score_max": float(scores.max()),
         "at_max": int((scores == scores.max()).sum()),
-        # null for a layer that is not eligible
-        "full_heads_per_layer": {
-            str(sparsity): [
-                int(count) if eligible else None
-                for count, eligible in zip(full_heads(profile, sparsity).sum(axis=1), profile.eligible, strict=True)
-            ]
-            for sparsity in SPARSITIES
-        },
+        "full_heads_per_layer": {str(sparsity): full_per_layer(profile, sparsity) for sparsity in SPARSITIES},
         "scores": scores.tolist(),
     }
 

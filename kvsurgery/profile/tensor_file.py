@@ -1,4 +1,4 @@
-"""Small safetensors files that equal content makes equal bytes of."""
+"""Small safetensors files: equal content gives equal bytes."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from blake3 import blake3
 
 from kvsurgery.errors import TextError
 from kvsurgery.system.files import reading_text
@@ -100,6 +101,11 @@ class Haystack:
         haystack = cls(tokens[~np.isin(tokens, special)], name)
         haystack.require(length)
         return haystack
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For a profile's provenance."""
+        return {"text": self.name, "text_hash": blake3(self.tokens.tobytes()).hexdigest()[:32]}
 
     def require(self, length: int) -> None:
         """Check that there are `length` tokens.

@@ -12,9 +12,9 @@ from kvsurgery.measure.reform_tasks import (
     PAIRS,
     TRAITS,
     RankedPrompt,
-    key_value_samples,
-    multihop_samples,
+    ranked_prompts,
 )
+from kvsurgery.profile.embedding_heads import RANKING_TASKS
 from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
@@ -23,7 +23,6 @@ from tests.helpers.vocabularies import tokenizer
 LETTERS = "The value corresponding to the id 0123456789 is ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz ,.?:\n"
 TEXT = "The ferry was late, and nobody knew why. An old man counted the lamps on the quay. "
 FACT = re.compile(r"The value corresponding to the id (\w{10}) is (\w{10})\.")
-TASKS = [key_value_samples, multihop_samples]
 TOKENIZERS = [("bytes", False), ("bytes", True), ("metaspace", False), ("metaspace", True)]
 
 
@@ -43,7 +42,7 @@ def spelt(vocabulary, sample, part):
 
 
 def test_the_gold_sentence_pairs_what_is_asked_for(vocabulary, haystack):
-    made = key_value_samples(vocabulary, haystack, count=4, length=1500, seed=0)
+    made = ranked_prompts("pattern", vocabulary, haystack, count=4, length=1500, seed=0)
     answers = []
     for sample in made:
         [gold] = sample.gold
@@ -57,7 +56,7 @@ def test_the_gold_sentence_pairs_what_is_asked_for(vocabulary, haystack):
 
 
 def test_both_facts_are_gold_and_the_question_names_neither_end(vocabulary, haystack):
-    for sample in multihop_samples(vocabulary, haystack, count=6, length=1500, seed=1):
+    for sample in ranked_prompts("multihop", vocabulary, haystack, count=6, length=1500, seed=1):
         context, question = (spelt(vocabulary, sample, part) for part in (sample.context, sample.question))
         told = [spelt(vocabulary, sample, part) for part in sample.gold]
         [(link, who)] = [
@@ -85,10 +84,10 @@ def _matches(pattern, fact):
     return re.fullmatch(_pattern(pattern), fact) is not None
 
 
-@pytest.mark.parametrize("make", TASKS)
+@pytest.mark.parametrize("task", RANKING_TASKS)
 class TestEveryTask:
-    def test_it_is_text_of_the_length_asked_for(self, make, vocabulary, haystack):
-        for sample in make(vocabulary, haystack, count=2, length=1500, seed=2):
+    def test_it_is_text_of_the_length_asked_for(self, task, vocabulary, haystack):
+        for sample in ranked_prompts(task, vocabulary, haystack, count=2, length=1500, seed=2):
             assert isinstance(sample, RankedPrompt)
             assert sample.tokens.shape == (1500,)
             inside = sample.tokens[sample.context.start : sample.context.stop]
@@ -100,9 +99,10 @@ class TestEveryTask:
             assert sample.tokens[0] == vocabulary.bos_token_id
             assert (sample.context.start > 1) == (vocabulary.chat_template is not None)
 
-    def test_a_seed_gives_the_same_and_fewer_are_the_first_of_more(self, make, vocabulary, haystack):
+    def test_a_seed_gives_the_same_and_fewer_are_the_first_of_more(self, task, vocabulary, haystack):
         many, few, other = (
-            make(vocabulary, haystack, count=count, length=1500, seed=seed) for count, seed in ((3, 0), (2, 0), (2, 1))
+            ranked_prompts(task, vocabulary, haystack, count=count, length=1500, seed=seed)
+            for count, seed in ((3, 0), (2, 0), (2, 1))
         )
         for one, two in zip(many, few, strict=False):
             np.testing.assert_array_equal(one.tokens, two.tokens)
@@ -110,31 +110,28 @@ class TestEveryTask:
         assert not np.array_equal(few[0].tokens, other[0].tokens)
         assert not np.array_equal(many[0].tokens, many[1].tokens)
 
-    def test_facts_that_do_not_fit(self, make, vocabulary, haystack):
+    def test_facts_that_do_not_fit(self, task, vocabulary, haystack):
         with pytest.raises(ProfileError, match=r"8 facts and a question take \d+ tokens of 100; give more context"):
-            make(vocabulary, haystack, count=1, length=100, seed=0)
+            ranked_prompts(task, vocabulary, haystack, count=1, length=100, seed=0)
 
-    def test_a_text_that_is_too_short(self, make, vocabulary):
+    def test_a_text_that_is_too_short(self, task, vocabulary):
         short = Haystack(np.array(vocabulary(TEXT)["input_ids"]), "ferry")
         with pytest.raises(TextError, match=r"ferry has \d+ tokens, \d+ are needed"):
-            make(vocabulary, short, count=1, length=1500, seed=0)
+            ranked_prompts(task, vocabulary, short, count=1, length=1500, seed=0)
 
-    def test_words_that_the_tokenizer_does_not_know(self, make, haystack):
+    def test_words_that_the_tokenizer_does_not_know(self, task, haystack):
         words = tokenizer("words", [TEXT])
         with pytest.raises(ProfileError, match=r"does not know all words of .*; this task needs one that spells any"):
-            make(words, haystack, count=1, length=1500, seed=0)
+            ranked_prompts(task, words, haystack, count=1, length=1500, seed=0)
 
 
 def test_tasks_differ_for_one_seed(vocabulary, haystack):
-    one, other = (make(vocabulary, haystack, count=1, length=1500, seed=0)[0] for make in TASKS)
+    one, other = (ranked_prompts(task, vocabulary, haystack, count=1, length=1500, seed=0)[0] for task in RANKING_TASKS)
     assert not np.array_equal(one.tokens[:100], other.tokens[:100])
 
 
 def test_a_random_model_is_ranked_on_both(vocabulary, haystack):
     model = stock("qwen2", vocab_size=400, num_hidden_layers=3, max_position_embeddings=2000)
-    samples = {
-        name: make(vocabulary, haystack, count=1, length=1500, seed=0)
-        for name, make in zip(("pattern", "multihop"), TASKS, strict=True)
-    }
+    samples = {task: ranked_prompts(task, vocabulary, haystack, count=1, length=1500, seed=0) for task in RANKING_TASKS}
     made = embedding_ranking(measured_model(model, vocabulary), samples)
     assert len(made.embedding_heads) == 4

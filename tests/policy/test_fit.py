@@ -100,7 +100,7 @@ def share(profile, windows, policy, demand):
                 quantized = how and how.streaming and layer.recent >= 2 * (how.residual + 128)
                 part = min(layer.sink + layer.recent, context) / context * (fidelity if quantized else 1)
             else:
-                window = min(policy.selection.window, prompt)
+                window = min(policy.layout.selection.window, prompt)
                 tokens = min(next(budgets), prompt - window) + window + demand.new_tokens
                 part = fidelity * log(1 + tokens) / log(1 + context)
             kept += of_heads[head] * part

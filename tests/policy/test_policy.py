@@ -306,7 +306,7 @@ class TestBudgets:
         assert [layer.budgets for layer in policy.layers] == [(150, 100), (75, 75)]
         assert (policy.full, policy.counts[STREAMING], policy.counts[BUDGETED]) == (0, 0, 4)
         assert policy.options["rest"] == "budgeted"
-        assert policy.options["window"] == policy.selection.window == 8
+        assert policy.options["window"] == policy.layout.selection.window == 8
 
     def test_full_heads_come_first_and_the_rest_shares_the_total(self):
         made = profile([[0.1, 0.9], [0.4, 0.4]])

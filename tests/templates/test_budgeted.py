@@ -56,7 +56,7 @@ def kept_positions(converted, ids):
         kept = {}
         for head, budget in zip(layer.order[layer.full :], layer.budgets or (), strict=False):
             importance = weight[0, head * group : (head + 1) * group, start:, :start].mean((0, 1))
-            if converted.policy.selection.pool == "max":
+            if converted.policy.layout.selection.pool == "max":
                 pooled = F.pad(importance, (1, 1), value=-torch.inf).unfold(0, 3, 1).amax(-1)
             else:
                 pooled = F.pad(importance, (1, 1)).unfold(0, 3, 1).mean(-1)

@@ -89,9 +89,7 @@ def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> N
     from kvsurgery.display import console
     from kvsurgery.profile.suggestion import FITS
 
-    def say(line: str) -> None:
-        console.stdout.print(line)
-
+    say = console.stdout.print
     for fit, title in FITS.items():
         those = [one for one in found if one.fit == fit]
         if fit == "no" and not everything:
@@ -104,7 +102,7 @@ def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> N
         say("\nNo published profile fits; measure one.")
 
 
-def _print_one(one: Suggestion, model: ModelIdentity, say: Callable[[str], None]) -> None:
+def _print_one(one: Suggestion, model: ModelIdentity, say: Callable[..., None]) -> None:
     """A profile, why it fits or does not, and how it is imported."""
     note = f" ({one.published.note})" if one.published.note else ""
     say(f"  {one.published.format}: {one.reason}{note}")

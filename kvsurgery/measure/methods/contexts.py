@@ -1,4 +1,4 @@
-"""What methods have in common whose prompts differ in length, and those that hide passkeys in them."""
+"""Methods whose prompts differ in length, and those that hide passkeys in them."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ class PasskeyMethod(ContextMethod):
         """
         from kvsurgery.measure.passkeys import Passkeys
 
-        drawn = {"count": self.count, "size": self.passkey_tokens}
-        return Passkeys.of(measured, self.contexts(measured), self.text, **drawn)
+        return Passkeys.of(measured, self.contexts(measured), self.text, count=self.count, size=self.passkey_tokens)
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""What methods have in common that train DuoAttention's gates: all but the prompts."""
+"""Methods that train DuoAttention's gates, each on prompts of its own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GateMethod(ContextMethod):
         prompts = planned.prompts(measured, mesh, reporter)
 
         if begun is None:
-            reporter.progress(0, options.steps)  # the time until here says nothing of the steps
+            reporter.progress(0, options.steps)  # preparation is no part of the estimate
         profile, history = train_gates(
             measured,
             prompts,

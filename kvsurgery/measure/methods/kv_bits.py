@@ -11,6 +11,7 @@ from kvsurgery.measure.methods.method import Measurement, Method, Reporter
 from kvsurgery.setting import setting
 
 if TYPE_CHECKING:
+    from kvsurgery.measure.cache_losses import TrialSizes
     from kvsurgery.measure.mesh import Mesh
     from kvsurgery.measure.model import MeasuredModel
 
@@ -35,18 +36,28 @@ class KVBits(Method):
         if self.text is None:
             raise ProfileError("`text` is missing: `method` kv-bits measures on real text")
 
+    @property
+    def sizes(self) -> TrialSizes:
+        """What is measured."""
+        from kvsurgery.measure.cache_losses import TrialSizes
+
+        return TrialSizes(passages=self.passages, context=self.context, sink=self.sink, recent=self.recent)
+
+    def check(self) -> None:
+        super().check()
+        self.sizes.check()
+
     def check_output(self, out: Path) -> None:
         from kvsurgery.profile.cache_losses import CacheLosses
 
         CacheLosses.check_output(out)
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
-        from kvsurgery.measure.cache_losses import TrialSizes, cache_losses
+        from kvsurgery.measure.cache_losses import cache_losses
         from kvsurgery.text.haystack import Haystack
         from kvsurgery.text.tokens import first_tokens
 
-        sizes = TrialSizes(passages=self.passages, context=self.context, sink=self.sink, recent=self.recent)
-        sizes.check()
+        sizes = self.sizes
         text = Haystack.read(self.text, measured.text, sizes.passages * sizes.length, self.seed)
         losses = cache_losses(
             measured,

@@ -36,7 +36,8 @@ class Reform(Method):
 
     def measure(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Measurement:
         from kvsurgery.measure.reform import PAPER, embedding_ranking
-        from kvsurgery.measure.reform_tasks import key_value_samples, multihop_samples
+        from kvsurgery.measure.reform_tasks import ranked_prompts
+        from kvsurgery.profile.embedding_heads import RANKING_TASKS
         from kvsurgery.text.haystack import Haystack, tokens_needed
 
         needed = tokens_needed(self.text, self.context)
@@ -44,10 +45,7 @@ class Reform(Method):
         drawn = {"count": self.samples, "length": self.context, "seed": self.seed}
         profile = embedding_ranking(
             measured,
-            {
-                "pattern": key_value_samples(measured.text, haystack, **drawn),
-                "multihop": multihop_samples(measured.text, haystack, **drawn),
-            },
+            {task: ranked_prompts(task, measured.text, haystack, **drawn) for task in RANKING_TASKS},
             recurrence=replace(PAPER, chunk=self.chunk),
             data={"text": haystack.name, "seed": self.seed},
             progress=reporter.progress,

@@ -14,10 +14,6 @@ from kvsurgery.profile.profiled_model import ProfiledModel
 def import_budgets(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read a table of layers x KV heads, tab-separated: the tokens of a prompt that each head keeps.
 
-    Args:
-        path: the TSV file.
-        model: whose heads these are.
-
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.
     """

@@ -80,8 +80,7 @@ def read_shares(path: Path, slack: float, what: str, model: ProfiledModel) -> tu
 
     Args:
         slack: how far outside of [0, 1] a number may be.
-        what: names what a number further outside cannot be: "DuoAttention gate".
-        model: that was measured.
+        what: what a number is, for messages: "DuoAttention gate".
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.

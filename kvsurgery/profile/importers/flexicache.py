@@ -21,7 +21,6 @@ def import_flexicache(
 
     Args:
         path: JSON of `{model: {name of a list: [[layer, KV head], ...]}}`.
-        model: that was measured.
         entry, heads: the model and the list in the file; None where it has one, or a model that is called like this.
 
     Raises:

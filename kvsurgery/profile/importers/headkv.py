@@ -21,7 +21,6 @@ def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-
 
     Args:
         path: JSON of `{"layer-head": [score of each trial, ...]}`; the keys alone say which head a list belongs to.
-        model: that was measured.
         method: what the trials measured, one of `HEADKV_METHODS`; the file does not say.
 
     Raises:

@@ -24,7 +24,6 @@ def import_kvzip(paths: Sequence[str | Path], model: ProfiledModel) -> HeadProfi
     Args:
         paths: `.pt` files of one model, each measured on a text of its own: a tensor of layers x KV heads, whatever
             axes of size 1 it has besides. They are loaded without unpickling code.
-        model: that was measured.
 
     Raises:
         ProfileError: a file is unreadable, not such a tensor, or of another shape.

@@ -24,7 +24,6 @@ def import_lu_kv(path: str | Path, model: ProfiledModel, keep: int) -> HeadProfi
     Args:
         path: `.npy`, floats [99, layers, KV heads]. Row p - 1 has the share that each head *loses* when p% of the cache
             are removed.
-        model: that was measured.
         keep: per cent of the whole cache that is kept, 1 to 99.
 
     Raises:

@@ -21,7 +21,6 @@ def import_rlkv(path: str | Path, model: ProfiledModel) -> HeadProfile:
 
     Args:
         path: the TSV file, or the folder that holds it as `adapter_weights.tsv`.
-        model: that was measured.
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.

@@ -12,10 +12,6 @@ from kvsurgery.profile.profiled_model import ProfiledModel
 def import_wg_kv(path: str | Path, model: ProfiledModel) -> HeadProfile:
     """Read WG-KV's `*_retain_ratio.tsv`: a table of layers x KV heads, the share of tokens that each head keeps.
 
-    Args:
-        path: the TSV file.
-        model: that was measured.
-
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.
     """
