@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
 
 from kvsurgery.display import console
+from kvsurgery.display.progress import silent
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.records import read_lines
 from kvsurgery.evaluate.results import Interval
@@ -76,7 +77,7 @@ def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original
         own = folder / group.heading
         options = Options(limit=group.limit, batch=8, dtype="float32")
         said = partial(console.stderr.print, f"{name}: {group.heading}")
-        with started_evaluation(own, original, {group.name: group.task}, options, "cpu", None, said) as evaluation:
+        with started_evaluation(own, original, {group.name: group.task}, options, "cpu", silent, said) as evaluation:
             evaluation.answer(name, checkpoint)
         found[group.heading] = {
             f"{record['task']}/{record['sample']}": next(iter(record["scores"].values()))

@@ -12,6 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvsurgery.conversion.inspection import inspect_checkpoint
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import Interrupted, KVSurgeryError, OutputError
 from kvsurgery.evaluate.answering import Respondent, free
 from kvsurgery.evaluate.checkpoint import copy_code, fingerprint, load, reader_of
@@ -31,7 +32,7 @@ from kvsurgery.evaluate.records import (
 )
 from kvsurgery.evaluate.results import CONVERTED, Results
 from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, taken
-from kvsurgery.evaluate.standing import Progress, Steps, standing
+from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial
 from kvsurgery.system.files import write_whole
@@ -65,7 +66,7 @@ class Evaluation:
         tasks: Mapping[str, Task],
         options: Options = Options(),
         processes: Processes = Processes(),
-        progress: Progress | None = None,
+        progress: Progress = silent,
         note: Callable[[str], None] = lambda line: None,
     ) -> Evaluation:
         """Make the samples, and begin or go on in a folder.
@@ -92,7 +93,7 @@ class Evaluation:
             samples = []
             for sample in taken(tasks, reader, options.limit):
                 samples.append(sample)
-                if progress is not None and processes.rank == 0:
+                if processes.rank == 0:
                     progress(len(samples), None, f"prompts of {sample.task}")
         described = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
         made = cls(Path(folder), tuple(samples), reader, options, described, processes)
@@ -101,7 +102,7 @@ class Evaluation:
                 made._begin()
         return made
 
-    def answer(self, name: str, checkpoint: str | Path, progress: Progress | None = None) -> None:
+    def answer(self, name: str, checkpoint: str | Path, progress: Progress = silent) -> None:
         """Let a model answer the samples that it has not answered yet.
 
         A sample beyond the model's context, or one that runs out of memory alone, is skipped; the reason is kept.
@@ -130,7 +131,7 @@ class Evaluation:
         count = sum(sample.key in done for sample in self.samples)
 
         def report(note: str) -> None:
-            if progress is not None and self.processes.rank == 0:
+            if self.processes.rank == 0:
                 progress(count, len(self.samples), f"{name}: {note}")
 
         report("loading")
@@ -238,7 +239,7 @@ def started_evaluation(
     tasks: Mapping[str, Task],
     options: Options,
     device: str | None,
-    progress: Progress | None,
+    progress: Progress,
     note: Callable[[str], None],
 ) -> Generator[Evaluation]:
     """`Evaluation.open` in the processes that were started, on a device; Ctrl-C becomes `Interrupted`."""
@@ -257,7 +258,7 @@ def evaluate(
     *,
     device: str | None = None,
     command: str = "",
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Callable[[str], None] = lambda line: None,
 ) -> Results:
     """Run tasks on one or two models, "original" and "converted", and write `results.json`.

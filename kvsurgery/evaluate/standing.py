@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 from typing import Any
 
-Progress = Callable[[int, int | None, str], None]  # samples done, how many there are if that is known, and a note
+from kvsurgery.display.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,16 @@ class Steps:
         models: how many there are.
     """
 
-    progress: Progress | None
+    progress: Progress
     samples: int
     models: int
 
     def of(self, place: int, name: str) -> Progress:
         """The progress of one model."""
 
-        def report(done: int, total: int | None, note: str) -> None:
-            if self.progress is not None:
-                # the note begins with the name of the answers
-                what = note.partition(": ")[2]
-                self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
+        def report(done: int, total: int | None, note: str = "") -> None:
+            what = note.partition(": ")[2]  # a note begins with the name of the answers
+            self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
 
         return report
 

@@ -13,13 +13,14 @@ from typing import Any
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.output import check_space
 from kvsurgery.conversion.prepared import PreparedConversion
+from kvsurgery.display.progress import Progress, silent
 from kvsurgery.errors import OutputError, PolicyError
 from kvsurgery.evaluate.held import LongestSample
 from kvsurgery.evaluate.options import Options
 from kvsurgery.evaluate.results import CONVERTED, ORIGINAL
 from kvsurgery.evaluate.runner import Evaluation, started_evaluation
 from kvsurgery.evaluate.sample import Task
-from kvsurgery.evaluate.standing import Progress, Steps
+from kvsurgery.evaluate.standing import Steps
 from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.policy.layer_bits import UNQUANTIZED
 from kvsurgery.profile.head_profile import HeadProfile
@@ -126,7 +127,7 @@ def sweep(
     *,
     device: str | None = None,
     command: str = "",
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Callable[[str], None] = lambda line: None,
 ) -> Sweep:
     """Evaluate the original, and a conversion for every combination of values; write `sweep.json` and `sweep.csv`.
@@ -160,7 +161,7 @@ def sweep(
         with processes.first():
             if any(map(evaluation.missing, distinct)):
                 check_space(evaluation.folder, some.prepared.checkpoint.size)
-        steps = Steps(progress if processes.rank == 0 else None, len(evaluation.samples), 1 + len(distinct))
+        steps = Steps(progress if processes.rank == 0 else silent, len(evaluation.samples), 1 + len(distinct))
         evaluation.answer(ORIGINAL, grid.source, steps.of(0, ORIGINAL))
         for number, setting in enumerate(distinct.values(), 1):
             varying = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}

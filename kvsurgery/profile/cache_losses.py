@@ -97,7 +97,7 @@ class CacheLosses(TensorFile):
                 raise ProfileError(f"unknown setting of a quantized cache: {setting}")
         sizes = self.sink, self.recent, self.context
         if any(type(size) is not int or size < 0 for size in sizes):
-            raise ProfileError(f"`sink`, `recent` and `context` are numbers of tokens, got {sizes}")
+            raise ProfileError(f'"sink", "recent" and "context" are numbers of tokens, got {sizes}')
         for one in self.combinations:
             counts = type(one.streaming) is int and 0 <= one.streaming <= self.model.layers * self.model.kv_heads
             if not (isinstance(one.name, str) and _is_loss(one.expected) and _is_loss(one.measured) and counts):

@@ -63,13 +63,13 @@ class Needle:
     def __post_init__(self) -> None:
         for key in KEYS:
             if not getattr(self, key).strip():
-                raise TextError(f"`{key}` is empty")
+                raise TextError(f'"{key}" is empty')
         places = self.needle.count(self.real_needle)
         if places != 1:
             found = "not a part" if not places else f"{places} times a part"
-            raise TextError(f"`real_needle` {short(self.real_needle)} is {found} of `needle`; it must be once")
+            raise TextError(f'"real_needle" {short(self.real_needle)} is {found} of "needle"; it must be once')
         if self.kind not in (None, *NEEDLE_KINDS):
-            raise TextError(f"`kind` is {' or '.join(NEEDLE_KINDS)}, got {short(self.kind)}")
+            raise TextError(f'"kind" is {" or ".join(NEEDLE_KINDS)}, got {short(self.kind)}')
 
 
 def read_needles(path: str | Path) -> tuple[Needle, ...]:
@@ -106,12 +106,12 @@ def _parse(line: str) -> Needle:
         raise TextError(f"not a JSON object with the keys {', '.join(KEYS)}")
     for key in KEYS:
         if key not in fields:
-            raise TextError(f"`{key}` is missing")
+            raise TextError(f'"{key}" is missing')
         if not isinstance(fields[key], str):
-            raise TextError(f"`{key}` must be text, got {short(fields[key])}")
+            raise TextError(f'"{key}" must be text, got {short(fields[key])}')
     cue = fields.get("cue", "")
     if not isinstance(cue, str):
-        raise TextError(f"`cue` must be text, got {short(cue)}")
+        raise TextError(f'"cue" must be text, got {short(cue)}')
     return Needle(**{key: fields[key].strip() for key in KEYS}, kind=fields.get("kind"), cue=cue.strip())
 
 
