@@ -6,7 +6,6 @@ head whose rows skip the columns that it dropped.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_received import attention_received
 from .kv_tiles import head_group
-from .kv_torch import Scoring
+from .kv_torch import AttentionPath, Scoring
 
 
 class BudgetedHeads:
@@ -59,7 +58,14 @@ class BudgetedHeads:
         return self.start
 
     def attend(
-        self, query, key, value, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: KVLayerCache,
+        path: AttentionPath,
+        tracked: bool,
+        scoring: Scoring,
     ) -> tuple[torch.Tensor, Read]:
         """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
         selected.
@@ -70,7 +76,6 @@ class BudgetedHeads:
 
         Args:
             query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
-            path: `kv_torch` or `kv_cuda`.
             tracked: whether gradients are wanted.
 
         Returns:
@@ -184,10 +189,10 @@ class BudgetedHeads:
         """The next column before which heads select again or fill a tile."""
         return EVERY
 
-    def renew(self, column: int, layer, kernels: bool = False) -> None:
+    def renew(self, column: int, layer: KVLayerCache, kernels: bool = False) -> None:
         """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
 
-    def take_back(self, length: int, layer) -> None:
+    def take_back(self, length: int, layer: KVLayerCache) -> None:
         """Undo this where columns from `length` on were the cause."""
 
 

@@ -83,13 +83,10 @@ class HandingLayer(CacheLayerMixin):
 
     is_sliding = False
     layout: LayerLayout
+    attend: Callable[..., torch.Tensor]  # of a layer that reads a long prompt (kv_encode.py)
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
         """Store only a part of the heads, which this process has: begin anew with heads like `states`."""
-        raise NotImplementedError
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path, scoring) -> torch.Tensor:
-        """Attention of a layer that reads a long prompt."""
         raise NotImplementedError
 
     def update(  # ty: ignore[incompatible-method-override]  # stock layers return tensors
@@ -101,8 +98,8 @@ class HandingLayer(CacheLayerMixin):
         handle = Handle(self, key_states, value_states.to(key_states.dtype), [])
         return handle, handle
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        # an integer, or the tensor of cache positions in transformers 4
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        # transformers 4 gives the tensor of cache positions
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.get_seq_length() + new, 0
 
@@ -389,12 +386,12 @@ class KVSurgeryCache(Cache):
 
     layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
 
-    def __init__(self, config, capacity: int = 0, quantization: Quantization | None = None):
+    def __init__(self, config: Any, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
         if quantization:
             layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
-        self.graph = None  # of decode steps, if whoever runs them has one
+        self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already
         sources = {layer.source for layer in layout.layers}
         layers = [

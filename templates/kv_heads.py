@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -10,6 +10,7 @@ from .kv_layout import EVERY, LayerLayout
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
+Skipped = int | torch.Tensor  # columns that every row skips, or that each one does, int64 [batch] on the device
 
 
 def block_elements(states: torch.Tensor) -> int:
@@ -38,7 +39,7 @@ class HeadGroup:
         self.most = EVERY  # tokens that a row ever has here
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
         self.skips = self.dropped  # the columns that each row skips
-        self.skipped: int | torch.Tensor = 0  # the same on the device, int64 [batch], or a number where rows agree
+        self.skipped: Skipped = 0  # the same, a number where rows agree
         self.packed = [0] * states.shape[0]  # of each row, tokens that are in tiles and not here
         self.settled = 0  # columns that tiles may take
 
@@ -86,7 +87,11 @@ class HeadGroup:
             return torch.full((1, 1), columns - self.skipped, device=self.keys.device)
         return columns - self.skipped[:, None]
 
-    def slot(self, position):
+    @overload
+    def slot(self, position: int) -> int: ...
+    @overload
+    def slot(self, position: torch.Tensor) -> torch.Tensor: ...
+    def slot(self, position: int | torch.Tensor) -> int | torch.Tensor:
         """The slot of a position: an integer, or a tensor of them."""
         if self.sink is None:
             return position
@@ -197,15 +202,24 @@ class SelectingHeads(Protocol):
     def nbytes(self) -> int: ...
     @property
     def due(self) -> int: ...
-    def attend(self, query, key, value, layer, path, tracked: bool, scoring) -> tuple[torch.Tensor, Callable]: ...
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Any,
+        path: Any,
+        tracked: bool,
+        scoring: Any,
+    ) -> tuple[torch.Tensor, Callable]: ...
     def take_rows(self, rows: "Rows") -> None: ...
     def oldest(self, settled: int) -> int: ...
     def widen(self, margin: int, seen: int, capacity: int) -> None: ...
     def reserve(self, columns: int) -> None: ...
     def watch(self, column: int, query: torch.Tensor) -> None: ...
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None: ...
-    def renew(self, column: int, layer, kernels: bool = False) -> None: ...
-    def take_back(self, length: int, layer) -> None: ...
+    def renew(self, column: int, layer: Any, kernels: bool = False) -> None: ...
+    def take_back(self, length: int, layer: Any) -> None: ...
 
 
 # by whether budgets hold: makes empty storage for heads like `states`, with a layer's layout and the prompt's columns

@@ -1,5 +1,6 @@
 """Prefill: causal attention of many queries per row, over heads of one kind."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Window(NamedTuple):
     recent: int
     # keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of the input
     # too; None: they are among the keys
-    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+    sinks: Sequence[torch.Tensor] | None = None
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
