@@ -35,6 +35,7 @@ class HeadGroup:
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
         self.sink, self.recent, self.margin = sink, recent, 0
         self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
+        self.in_buffers = False  # whether keys and values are views of the layer's buffers
         self.least = 0  # columns that every row skips
         self.most = EVERY  # tokens that a row ever has here
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
@@ -42,6 +43,18 @@ class HeadGroup:
         self.skipped: Skipped = 0  # the same, a number where rows agree
         self.packed = [0] * states.shape[0]  # of each row, tokens that are in tiles and not here
         self.settled = 0  # columns that tiles may take
+
+    def __copy__(self) -> "HeadGroup":
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict:
+        """Without views of the layer's buffers, as pickle would write a whole buffer for each; the layer makes them."""
+        if not self.in_buffers:
+            return self.__dict__
+        empty = self.keys.new_zeros(*self.keys.shape[:2], 0, self.keys.shape[3])
+        return {**self.__dict__, "keys": empty, "values": empty}
 
     @property
     def heads(self) -> int:
@@ -266,6 +279,7 @@ def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch
     parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
     for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
         group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
+        group.in_buffers = True
 
 
 def leading_padding(mask: torch.Tensor) -> torch.Tensor:

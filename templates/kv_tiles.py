@@ -328,6 +328,9 @@ class QuantizedGroup(HeadGroup):
         self.quantization, self.span = quantization, span
         self.tiles = empty_tiles(self.keys, 0, quantization).map(lambda part: part.unflatten(1, (heads, 0)))
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "tiles": self.tiles.map(lambda part: part[:, :, :0].clone())}
+
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.tiles.nbytes
