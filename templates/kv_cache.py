@@ -48,18 +48,6 @@ class HeadTable(NamedTuple):
     rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
     rotated_values: int = 0
 
-    def last(self, heads: int) -> "HeadTable":
-        """The table of the last `heads` heads, of which none has a ring of tiles."""
-        of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
-        parts = {name: getattr(self, name) for name in of_heads}
-        before = len(self.offsets) - heads
-        return self._replace(
-            counts=None,
-            rotated_keys=max(self.rotated_keys - before, 0),
-            rotated_values=max(self.rotated_values - before, 0),
-            **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
-        )
-
 
 class Handle(NamedTuple):
     """What `update` returns in place of keys and of values, for one forward.
@@ -125,7 +113,7 @@ class KVLayerCache(HandingLayer):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._bind()  # pickle copies views
+        self._bind()
         self._find_runs()
 
     def reset(self) -> None:

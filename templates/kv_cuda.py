@@ -66,14 +66,6 @@ def pack(layer: KVLayerCache) -> None:
         kv_store.flush_due(layer.quantized, layer.head_table(), layer.columns.settled)
 
 
-def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
-    """As `kv_torch.compact`."""
-    if layer.layout.quantized_budgets:
-        for group in layer.quantized[-kept.shape[1] :]:  # budgeted heads are the last ones, with a group each
-            group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
-    kv_store.compact(layer.head_table().last(kept.shape[1]), keys, values, kept)
-
-
 def causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
 ) -> torch.Tensor:

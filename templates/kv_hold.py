@@ -177,7 +177,7 @@ class HeldHeads(BudgetedHeads):
             assert kv_move is not None
             assert self.asked is not None
             assert self.scoring is not None
-            table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
+            table, most = self.head_table(layer), max(map(max, lengths))
             earlier = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
             kept = kv_reselect.select(
                 table, self.limits, self.asked, column, most, self.selection, self.scoring, earlier
@@ -228,7 +228,7 @@ class HeldHeads(BudgetedHeads):
         self._keep_aside(column, layer)
         if kernels:
             assert kv_store is not None
-            kv_store.flush_due(self.quantized, layer.head_table().last(len(self.groups)), column)
+            kv_store.flush_due(self.quantized, self.head_table(layer), column)
             return
         for group in due:
             group.pack()

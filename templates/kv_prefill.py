@@ -88,7 +88,6 @@ def _prefill_kernel(
     cap,
     G: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     PADDED: tl.constexpr,
@@ -99,6 +98,7 @@ def _prefill_kernel(
     LSE: tl.constexpr,
     CAP: tl.constexpr,
 ):
+    DP: tl.constexpr = _padded(D)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     # the query heads of a KV head are further queries: row m is query m // G of query head m % G
@@ -201,8 +201,7 @@ def prefill(
     assert first is None or first + keys.shape[2] == span.past + tokens
     assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
-    padded = _padded(head_dim)
-    row_bytes = padded * query.element_size()
+    row_bytes = _padded(head_dim) * query.element_size()
     most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     rows = 16 if tokens * group <= 16 else most
     states = {"q": query, "k": keys, "v": values, "sink_k": sink_keys, "sink_v": sink_values, "out": out}
@@ -225,7 +224,6 @@ def prefill(
             limit=span.limit or 0,
             G=group,
             D=head_dim,
-            DP=padded,
             M=rows,
             N=tile,
             PADDED=span.padding is not None,

@@ -101,7 +101,6 @@ class AttentionPath(Protocol):
         layout: LayerLayout,
         scoring: Scoring,
     ) -> torch.Tensor: ...
-    def compact(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None: ...
 
 
 def attend(
@@ -286,27 +285,6 @@ def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: 
     if scoring.sinks is not None:
         output = scoring.sunk(output, scores.logsumexp(3).view(query.shape[:3]))
     return output.to(query.dtype)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
-    """Store the columns that each budgeted head keeps of a prompt: what `BudgetedHeads.select` returns.
-
-    Args:
-        keys, values: [batch, heads, prompt, head_dim], by column.
-        layer: the `KVLayerCache` whose budgeted heads these are.
-    """
-    assert layer.budgeted is not None
-    for head, group in enumerate(layer.budgeted.groups):
-        # all rows at once where they skip alike, and thus keep as many
-        for rows, skip in group.spans():
-            index = kept[rows, head, : max(keys.shape[2] - skip, 0)]
-            own = (
-                states[rows, head].gather(1, index[..., None].expand(-1, -1, keys.shape[3]))
-                for states in (keys, values)
-            )
-            group.write(rows, 0, *(states[:, None] for states in own))
 
 
 def causal(
