@@ -13,8 +13,7 @@ their queries attend as its own did, to what was there when it attended.
 """
 
 import copy
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -23,10 +22,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from . import kv_torch
 from .kv_cache import HandingLayer, Handle, KVLayerCache
-from .kv_heads import HeadGroup, check_padding, leading_padding
+from .kv_heads import HeadGroup, Skipped, check_padding, leading_padding
 from .kv_layout import LayerLayout
 from .kv_tiles import QuantizedGroup, rotated
-from .kv_torch import Scoring
+from .kv_torch import AttentionPath, Scoring
 
 try:
     from . import kv_cuda
@@ -45,7 +44,15 @@ class AttentionModule(Protocol):
     kv_layout: LayerLayout
 
 
-def padding_mask(batch_size, *args, kv_length, attention_mask=None, q_length=None, cache_position=None, **kwargs):
+def padding_mask(
+    batch_size: int,
+    *args,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    q_length: int | None = None,
+    cache_position: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
     """Reduce a 2D padding mask [batch, tokens] to the left padding of each row, int64 [batch, 1, 1, 1], or None without
     any.
 
@@ -140,7 +147,7 @@ def _shares(module: AttentionModule) -> bool:
     return getattr(module, "is_kv_shared_layer", False)
 
 
-def _path(query: torch.Tensor, dropout: float) -> ModuleType:
+def _path(query: torch.Tensor, dropout: float) -> AttentionPath:
     """Where attention without gradients is computed: kernels on CUDA, but for dropout; plain torch otherwise."""
     if kv_cuda is None or not query.is_cuda or dropout:
         return kv_torch
@@ -154,7 +161,15 @@ def _tracked(layer: HandingLayer | None, *states: torch.Tensor | None) -> bool:
     return shared or any(part.requires_grad for part in states if part is not None)
 
 
-def _without_cache(query, key, value, padding, layout: LayerLayout, path: ModuleType, scoring: Scoring) -> torch.Tensor:
+def _without_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    padding: torch.Tensor | None,
+    layout: LayerLayout,
+    path: AttentionPath,
+    scoring: Scoring,
+) -> torch.Tensor:
     """All heads over their own input; nothing is selected, nothing is quantized."""
     skipped, outputs = 0 if padding is None else padding, []
     heads = [layout.heads - layout.streaming, layout.streaming]
@@ -168,7 +183,13 @@ def _without_cache(query, key, value, padding, layout: LayerLayout, path: Module
 
 
 def _with_cache(
-    query, key, value, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: KVLayerCache,
+    path: AttentionPath,
+    tracked: bool,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, Read]:
     """Store the input and attend from it, head group by head group."""
     layout = layer.layout
@@ -211,7 +232,9 @@ def _over_rotated(read: Read, layout: LayerLayout) -> Read:
     return lambda query, scoring: _rotated_back(read(_rotated_queries(query, layout), scoring), layout)
 
 
-def split_heads(query, key, value, heads: list[int]):
+def split_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: list[int]
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Queries, keys and values of this many KV heads each."""
     sizes = _sizes(heads, query.shape[1])  # `split` would only call `split_with_sizes`, at a cost in each decode step
     parts = (states.split_with_sizes(own, 1) for states, own in ((query, sizes), (key, heads), (value, heads)))
@@ -229,7 +252,15 @@ def by_heads(reads: list[tuple[int, Read]]) -> Read:
     return read
 
 
-def of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path: ModuleType, lasting: bool) -> Read:
+def of_group(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: HeadGroup,
+    layer: KVLayerCache,
+    past: int,
+    path: AttentionPath,
+    lasting: bool,
+) -> Read:
     """Store columns from `past` on of one group of heads, to attend from them.
 
     Until the group changes again, or beyond that with `lasting`, as autograd wants it: that keeps what it saw.
@@ -263,12 +294,14 @@ def of_group(key, value, group: HeadGroup, layer: KVLayerCache, past: int, path:
     return read
 
 
-def over_columns(key, value, skipped: int | torch.Tensor, path: ModuleType) -> Read:
+def over_columns(key: torch.Tensor, value: torch.Tensor, skipped: Skipped, path: AttentionPath) -> Read:
     """Queries over keys and values by column."""
     return lambda query, scoring: path.causal(query, key, value, skipped, scoring)
 
 
-def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType, lasting: bool) -> Read:
+def _over_tiles(
+    key: torch.Tensor, value: torch.Tensor, group: HeadGroup, past: int, path: AttentionPath, lasting: bool
+) -> Read:
     """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
 
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
@@ -282,7 +315,7 @@ def _over_tiles(key, value, group: HeadGroup, past: int, path: ModuleType, lasti
         tiles.tiles = tiles.tiles.map(torch.clone)
 
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        output, lse = path.causal(query, *states, skipped, scoring, with_lse=True)
+        output, lse = path.causal_with_lse(query, *states, skipped, scoring)
         output = output.float()  # rounded once, not at every block
         for block in tiles.blocks():
             for part, result in path.over_block(query, *block, scoring):

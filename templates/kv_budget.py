@@ -6,19 +6,23 @@ head whose rows skip the columns that it dropped.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
 from . import kv_torch
 from .kv_attention import Read, by_heads, of_group, over_columns, split_heads
-from .kv_cache import KVLayerCache
+from .kv_cache import HeadTable, KVLayerCache
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
 from .kv_received import attention_received
-from .kv_tiles import head_group
-from .kv_torch import Scoring
+from .kv_tiles import QuantizedGroup, head_group
+from .kv_torch import AttentionPath, Scoring
+
+try:
+    from . import kv_compact
+except ImportError:  # no triton: torch does everything
+    kv_compact = None
 
 
 class BudgetedHeads:
@@ -59,7 +63,14 @@ class BudgetedHeads:
         return self.start
 
     def attend(
-        self, query, key, value, layer: KVLayerCache, path: ModuleType, tracked: bool, scoring: Scoring
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: KVLayerCache,
+        path: AttentionPath,
+        tracked: bool,
+        scoring: Scoring,
     ) -> tuple[torch.Tensor, Read]:
         """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
         selected.
@@ -70,7 +81,6 @@ class BudgetedHeads:
 
         Args:
             query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
-            path: `kv_torch` or `kv_cuda`.
             tracked: whether gradients are wanted.
 
         Returns:
@@ -92,7 +102,7 @@ class BudgetedHeads:
             if past + cut == self.prompt:
                 kept = self.select(*whole, layer.columns.pads, scoring)
                 layer.follow_selection()
-                path.compact(*whole, kept, layer)
+                self.compact(*whole, kept, layer, kernels=path is not kv_torch)
         one, settled = [1] * len(self.groups), layer.columns.settled
         while cut < tokens:
             due = self.due
@@ -165,6 +175,37 @@ class BudgetedHeads:
         self.observed, self.selected = None, True
         return kept.sort().values
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compact(
+        self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache, kernels: bool = False
+    ) -> None:
+        """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
+        if kernels:
+            assert kv_compact is not None  # as there are kernels
+            for group in self.groups:
+                if isinstance(group, QuantizedGroup):
+                    group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
+            kv_compact.compact(self.head_table(layer), keys, values, kept)
+            return
+        for head, group in enumerate(self.groups):
+            for rows, skip in group.spans():  # all rows at once where they keep as many
+                index = kept[rows, head, : max(self.prompt - skip, 0), None].expand(-1, -1, keys.shape[3])
+                group.write(rows, 0, *(states[rows, head].gather(1, index)[:, None] for states in (keys, values)))
+
+    def head_table(self, layer: KVLayerCache) -> HeadTable:
+        """These heads alone, the last ones of a layer, as the kernels take them."""
+        table, heads = layer.head_table(), len(self.groups)
+        before = len(table.offsets) - heads
+        of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
+        parts = {name: getattr(table, name) for name in of_heads}
+        return table._replace(
+            counts=None,  # none of them has a ring of tiles
+            rotated_keys=max(table.rotated_keys - before, 0),
+            rotated_values=max(table.rotated_values - before, 0),
+            **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
+        )
+
     # what only budgets that hold need
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
@@ -184,10 +225,10 @@ class BudgetedHeads:
         """The next column before which heads select again or fill a tile."""
         return EVERY
 
-    def renew(self, column: int, layer, kernels: bool = False) -> None:
+    def renew(self, column: int, layer: KVLayerCache, kernels: bool = False) -> None:
         """Do so before a column that is due, by kernels where there are some. The device is not waited for."""
 
-    def take_back(self, length: int, layer) -> None:
+    def take_back(self, length: int, layer: KVLayerCache) -> None:
         """Undo this where columns from `length` on were the cause."""
 
 

@@ -48,18 +48,6 @@ class HeadTable(NamedTuple):
     rotated_keys: int = 0  # heads, the first ones, whose keys are stored rotated
     rotated_values: int = 0
 
-    def last(self, heads: int) -> "HeadTable":
-        """The table of the last `heads` heads, of which none has a ring of tiles."""
-        of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
-        parts = {name: getattr(self, name) for name in of_heads}
-        before = len(self.offsets) - heads
-        return self._replace(
-            counts=None,
-            rotated_keys=max(self.rotated_keys - before, 0),
-            rotated_values=max(self.rotated_values - before, 0),
-            **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
-        )
-
 
 class Handle(NamedTuple):
     """What `update` returns in place of keys and of values, for one forward.
@@ -83,13 +71,10 @@ class HandingLayer(CacheLayerMixin):
 
     is_sliding = False
     layout: LayerLayout
+    attend: Callable[..., torch.Tensor]  # of a layer that reads a long prompt (kv_encode.py)
 
     def hold(self, layout: LayerLayout, states: torch.Tensor) -> None:
         """Store only a part of the heads, which this process has: begin anew with heads like `states`."""
-        raise NotImplementedError
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path, scoring) -> torch.Tensor:
-        """Attention of a layer that reads a long prompt."""
         raise NotImplementedError
 
     def update(  # ty: ignore[incompatible-method-override]  # stock layers return tensors
@@ -101,8 +86,8 @@ class HandingLayer(CacheLayerMixin):
         handle = Handle(self, key_states, value_states.to(key_states.dtype), [])
         return handle, handle
 
-    def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        # an integer, or the tensor of cache positions in transformers 4
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        # transformers 4 gives the tensor of cache positions
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.get_seq_length() + new, 0
 
@@ -128,7 +113,7 @@ class KVLayerCache(HandingLayer):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._bind()  # pickle copies views
+        self._bind()
         self._find_runs()
 
     def reset(self) -> None:
@@ -389,12 +374,12 @@ class KVSurgeryCache(Cache):
 
     layers: list[Any]  # in the model's order: `attention`, and stock caches of linear attention
 
-    def __init__(self, config, capacity: int = 0, quantization: Quantization | None = None):
+    def __init__(self, config: Any, capacity: int = 0, quantization: Quantization | None = None):
         layout = KVLayout.from_config(config)
         if quantization:
             layout = layout.quantized(quantization)
         self.columns = Columns(capacity)
-        self.graph = None  # of decode steps, if whoever runs them has one
+        self.graph: Any = None  # of decode steps, if whoever runs them has one (kv_graph.py)
         self.repeated = 0  # tokens that the next input begins with, and that are here already
         sources = {layer.source for layer in layout.layers}
         layers = [

@@ -1,6 +1,7 @@
 """Attention on CUDA: what `kv_torch` has, through the Triton kernels, or flash attention and SDPA where they apply."""
 
 import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import kv_decode, kv_store
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup
+from .kv_heads import HeadGroup, Skipped
 from .kv_layout import LayerLayout
 from .kv_prefill import Span, Window, prefill, prefill_with_lse
 from .kv_tiles import rotated
@@ -31,7 +32,9 @@ def has_room(layer: KVLayerCache) -> bool:
     return layer.tiles is None or kv_decode.shared_memory(layer.device) >= kv_decode.TILES_SHARED
 
 
-def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+def decode(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
+) -> torch.Tensor:
     """Store one token per row and attend from it, heads of all kinds together: [batch, query_heads, 1, head_dim].
 
     Nothing here waits for the device. What changes from step to step is in tensors that stay, but for the launch that
@@ -48,7 +51,7 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     return kv_decode.decode(asking, table, columns, scoring)[:, :, None]
 
 
-def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
     table = layer.head_table()
     asking = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
@@ -63,19 +66,11 @@ def pack(layer: KVLayerCache) -> None:
         kv_store.flush_due(layer.quantized, layer.head_table(), layer.columns.settled)
 
 
-def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache) -> None:
-    """As `kv_torch.compact`."""
-    if layer.layout.quantized_budgets:
-        for group in layer.quantized[-kept.shape[1] :]:  # budgeted heads are the last ones, with a group each
-            group.packed = [group.packable(row, max(keys.shape[2] - skip, 0)) for row, skip in enumerate(group.skips)]
-    kv_store.compact(layer.head_table().last(kept.shape[1]), keys, values, kept)
-
-
-def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = False):
+def causal(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+) -> torch.Tensor:
     """As `kv_torch.causal`: flash attention if it is installed, SDPA where nothing is padded, the kernel otherwise."""
     past = keys.shape[2] - query.shape[2]
-    if with_lse:
-        return prefill_with_lse(query, keys, values, Span(past, _padding(skipped, query)), scoring)
     if torch.is_tensor(skipped) or skipped:
         return prefill(query, keys, values, Span(past, _padding(skipped, query)), scoring)
     if flash_attn_func is not None and query.dtype in (torch.float16, torch.bfloat16) and scoring.sinks is None:
@@ -90,6 +85,14 @@ def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = Fals
     )
 
 
+def causal_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kv_torch.causal_with_lse`."""
+    span = Span(keys.shape[2] - query.shape[2], _padding(skipped, query))
+    return prefill_with_lse(query, keys, values, span, scoring)
+
+
 def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor:
     """As `kv_torch.after_past`."""
     stop, skipped = past + query.shape[2], group.skipped
@@ -99,16 +102,25 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scorin
     return prefill(query, group.keys[:, :, :stop], group.values[:, :, :stop], span, scoring)
 
 
-def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
+def over_block(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: list[int] | None, scoring: Scoring
+) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]:
     """As `kv_torch.over_block`."""
     for row, count in enumerate(counts or [keys.shape[2]]):
-        part = slice(row, row + 1) if counts else slice(None)
+        rows = slice(row, row + 1) if counts else slice(None)
         if count:
-            block, span = (keys[part, :, :count], values[part, :, :count]), Span(count, first=None, limit=count)
-            yield part, prefill_with_lse(query[part], *block, span, scoring)
+            block, span = (keys[rows, :, :count], values[rows, :, :count]), Span(count, first=None, limit=count)
+            yield (rows,), prefill_with_lse(query[rows], *block, span, scoring)
 
 
-def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+def streaming_from_start(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    skipped: Skipped,
+    layout: LayerLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
     """As `kv_torch.streaming_from_start`."""
     if past := keys.shape[2] - query.shape[2]:
         sinks = first_positions(keys, values, skipped, layout.sink)
@@ -118,14 +130,23 @@ def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scor
     return prefill(query, keys, values, Span(0, _padding(skipped, query)), scoring, window)
 
 
-def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+def streaming(
+    query: torch.Tensor,
+    sinks: Sequence[torch.Tensor],
+    window: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    past: int,
+    skipped: Skipped,
+    layout: LayerLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
     """As `kv_torch.streaming`."""
     keys, values = (torch.cat(states, 2) for states in zip(window, own, strict=True))
     span = Span(past, _padding(skipped, query), first=past - window[0].shape[2])
     return prefill(query, keys, values, span, scoring, Window(layout.sink, layout.recent, sinks))
 
 
-def _padding(skipped: int | torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
+def _padding(skipped: Skipped, query: torch.Tensor) -> torch.Tensor | None:
     """Columns that each row skips, int [batch], or None where none does."""
     if torch.is_tensor(skipped):
         return skipped

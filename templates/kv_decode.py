@@ -208,7 +208,6 @@ def _decode_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
-    DP: tl.constexpr,
     N: tl.constexpr,
     LANES: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -254,6 +253,7 @@ def _decode_kernel(
         return
     unit = _share(pid, all_units, programs)
     stop = _share(pid + 1, all_units, programs)
+    DP: tl.constexpr = _padded(D)
     m, d, n = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
     in_head = (d < D)[None, :]
 
@@ -386,7 +386,6 @@ def _combine_kernel(
     rotated,
     G: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     PARTS: tl.constexpr,
     MATRIX_N: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -394,6 +393,7 @@ def _combine_kernel(
     row, member = tl.program_id(0), tl.program_id(1)
     units = tl.load(end_ptr + SEGMENTS * rows - 1).to(tl.int64)
     programs = tl.minimum(programs, units)
+    DP: tl.constexpr = _padded(D)
     d = tl.arange(0, DP)
     top = LOWEST
     total = 0.0
@@ -458,8 +458,7 @@ def decode(
     slots, tiles, heads = _slots(table), _tiles(table, torch.int16), len(table.offsets)
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
-    padded = slots["DP"]
-    walk = _walk(query, table, scoring, padded)
+    walk = _walk(query, table, scoring)
     segments, options, wide = walk.segments, walk.options, walk.wide
     programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.most)
     on_cuda = torch.version.hip is None
@@ -508,7 +507,6 @@ def decode(
             programs=programs,
             rotated=table.rotated_values,
             D=head_dim,
-            DP=padded,
             PARTS=16,
             num_warps=4,
             enable_fp_fusion=False,
@@ -528,10 +526,10 @@ class _Walk(NamedTuple):
     stages: int
 
 
-def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring, padded: int) -> _Walk:
+def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring) -> _Walk:
     """What fits the registers and the shared memory, by the compiled code."""
     batch, query_heads, head_dim = query.shape
-    heads, size = len(table.offsets), query.element_size()
+    heads, size, padded = len(table.offsets), query.element_size(), _padded(head_dim)
     tokens = min(max(TILE_BYTES // (padded * size), 16), 64)
     most = batch * (table.keys.shape[1] // tokens + heads)
     asking = triton.next_power_of_2(query_heads // heads)

@@ -6,8 +6,7 @@ before every chunk, so that no position exceeds budget + chunk; keys are stored 
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from .kv_cache import CACHE, HandingLayer
 from .kv_layout import KVLayout, LayerLayout
 from .kv_received import attention_received
 from .kv_reform import Reform
-from .kv_torch import Scoring
+from .kv_torch import AttentionPath, Scoring
 
 
 class Exit(Exception):
@@ -66,13 +65,12 @@ class EncodingLayer(HandingLayer):
         )
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: ModuleType, scoring: Scoring
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path: AttentionPath, scoring: Scoring
     ) -> torch.Tensor:
         """Attention of a chunk over what is kept and itself; then what is kept of both is chosen.
 
         Args:
             query: [1, query_heads, tokens, head_dim], after RoPE, as `keys` [1, kv_heads, tokens, head_dim] are.
-            path: where attention is computed, `kv_torch` or `kv_cuda`.
 
         Raises:
             Exit: nothing that follows is needed.
@@ -146,7 +144,7 @@ class ChunkEncoder:
         self.cache = Cache(layers=[self.layer(index, layer, self) for index, layer in enumerate(layout.layers)])
         self.past = 0  # positions that earlier chunks take
 
-    def read_chunk(self, **inputs: torch.Tensor):
+    def read_chunk(self, **inputs: torch.Tensor) -> Any:
         """What the model returns for the next tokens, as `Encoder.read` takes them; None if it was left by `Exit`."""
         [states] = inputs.values()
         positions = torch.arange(self.past + states.shape[1], device=states.device)[None]

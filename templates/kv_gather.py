@@ -6,6 +6,7 @@ order, and one pass of those through the whole model.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ class LongPrompts:
     def generate(
         self,
         inputs: torch.Tensor | None = None,
-        generation_config=None,
+        generation_config: Any = None,
         *args,
         query_length: int | None = None,
         query_start: int | None = None,
@@ -104,7 +105,7 @@ class LongPrompts:
         return_gathered: bool = False,
         progress: bool | Callable[[int, int], None] = False,
         **kwargs,
-    ):
+    ) -> Any:
         """`generate` of transformers. Sequences that it returns begin with the whole prompt.
 
         To logits processors, stopping criteria and an assistant, the gathered tokens are the prompt. An image's tokens
@@ -226,7 +227,7 @@ def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor
 
 
 def _gathered(
-    kwargs: dict, generation_config, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
+    kwargs: dict, generation_config: Any, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
 ) -> dict:
     """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt's."""
     width = max(map(len, places))
@@ -243,7 +244,7 @@ def _gathered(
     return kwargs
 
 
-def _after_prompt(output, prompt: torch.Tensor, width: int):
+def _after_prompt(output: Any, prompt: torch.Tensor, width: int) -> Any:
     """What `generate` returned for gathered prompts of `width` columns, with the whole ones in their place."""
     gathered = output if torch.is_tensor(output) else output.sequences
     whole = prompt.repeat_interleave(len(gathered) // len(prompt), 0)

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -18,7 +20,7 @@ class KVSurgeryModel:
 
     _auto_class = "AutoModel"  # save_pretrained then copies this code, in transformers 4 too
 
-    def __init__(self, config, *args, **kwargs):
+    def __init__(self, config: Any, *args, **kwargs):
         layout = KVLayout.from_config(config)
         for layer in layout.layers:
             selecting_heads(layer)  # before weights are loaded, whether their code is here
@@ -33,7 +35,7 @@ class KVSurgeryModel:
         if decoder is not self:
             decoder.register_forward_pre_hook(announce, with_kwargs=True)
 
-    def get_decoder(self):
+    def get_decoder(self) -> Any:
         decoder = super().get_decoder()
         return getattr(decoder, "model", decoder)  # transformers 5 returns Llama 4 with its output layer
 
@@ -44,7 +46,7 @@ class KVSurgeryModel:
         # whatever implementation is asked for, only this one knows the heads
         return NAME
 
-    def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         parts = attn_implementation
         if not isinstance(parts, dict):
             parts = dict.fromkeys(self.config.sub_configs, parts)
@@ -56,12 +58,14 @@ class KVSurgeryGeneration(KVSurgeryModel):
 
     _auto_class = "AutoModelForCausalLM"
 
-    def _prepare_generated_length(self, generation_config, *args, inputs_tensor, **kwargs):
+    def _prepare_generated_length(self, generation_config: Any, *args, inputs_tensor: torch.Tensor, **kwargs) -> Any:
         config = super()._prepare_generated_length(generation_config, *args, inputs_tensor=inputs_tensor, **kwargs)
         config.kv_prompt = inputs_tensor.shape[1]
         return config
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args):
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, mode: Any, batch_size: int, max_cache_length: int, *args
+    ) -> None:
         if generation_config.use_cache is False:
             return
         if generation_config.assistant_early_exit is not None:
@@ -91,7 +95,7 @@ class KVSurgeryGeneration(KVSurgeryModel):
             # drafts from the prompt may be longer than what is left to generate
             cache.reserve(max_cache_length + 1 + (generation_config.prompt_lookup_num_tokens or 0))
 
-    def _assisted_decoding(self, input_ids, *args, **kwargs):
+    def _assisted_decoding(self, input_ids: torch.Tensor, *args, **kwargs) -> Any:
         cache = kwargs.get(CACHE)
         if cache is None:  # stock code says what is missing
             return super()._assisted_decoding(input_ids, *args, **kwargs)
@@ -121,7 +125,7 @@ def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
                 given[name] = given[name][..., tokens:]
 
 
-def with_kv_cache(forward):
+def with_kv_cache(forward: Callable) -> Callable:
     """Wrap a stock model's `forward`: it makes a `KVSurgeryCache` where a cache is wanted, and checks the mask."""
     signature = inspect.signature(forward)
 
@@ -221,7 +225,7 @@ def require_transformers(major: int) -> None:
         )
 
 
-def requested_quantization(cache_config: dict, config) -> Quantization:
+def requested_quantization(cache_config: dict, config: Any) -> Quantization:
     """What `generate(cache_implementation="quantized", cache_config=...)` asks for, in the terms of transformers.
 
     `nbits`, `q_group_size`, `residual_length`, and `axis_key` and `axis_value` as the `backend` means them: its default
@@ -265,7 +269,7 @@ def requested_quantization(cache_config: dict, config) -> Quantization:
     )
 
 
-def check_cache(cache) -> None:
+def check_cache(cache: Any) -> None:
     """Raise TypeError for a cache of another class."""
     if not isinstance(cache, KVSurgeryCache):
         raise TypeError(
@@ -273,7 +277,7 @@ def check_cache(cache) -> None:
         )
 
 
-def check_causal(config, mm_token_type_ids: torch.Tensor | None) -> None:
+def check_causal(config: Any, mm_token_type_ids: torch.Tensor | None) -> None:
     """Raise ValueError where tokens of an image or a video would see later ones: types [rows, tokens] 1 and 2."""
     if mm_token_type_ids is None or getattr(config, "use_bidirectional_attention", None) != "vision":
         return

@@ -6,13 +6,15 @@ are. Where a step cannot be captured, it runs as it always does.
 """
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
-from .kv_cache import CACHE
+from .kv_cache import CACHE, KVSurgeryCache
 from .kv_layout import LINEAR, text_config
 
 try:
@@ -46,7 +48,7 @@ class DecodeGraph:
         self.registered: int | None = None
         self.attributes: list[dict] = []  # of the model's modules then
 
-    def step(self, forward, model: torch.nn.Module, given: dict, cache):
+    def step(self, forward: Callable, model: torch.nn.Module, given: dict, cache: KVSurgeryCache) -> Any:
         """What `forward` returns for one token per row, from the graph; None: it has to run itself.
 
         Args:
@@ -95,13 +97,18 @@ class DecodeGraph:
         return self.hooked
 
     @staticmethod
-    def _pack(cache) -> None:
+    def _pack(cache: KVSurgeryCache) -> None:
         assert kv_cuda is not None  # its kernels have run
         for layer in cache.layers:
             kv_cuda.pack(layer)
 
     def _capture(
-        self, forward, model, ids: torch.Tensor, positions: torch.Tensor, cache
+        self,
+        forward: Callable,
+        model: torch.nn.Module,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVSurgeryCache,
     ) -> torch.cuda.CUDAGraph | None:
         with torch.inference_mode(False):  # later steps may be outside of an inference mode
             self.ids, self.positions = ids.clone(), positions.clone()
@@ -154,7 +161,7 @@ def hooked(model: torch.nn.Module) -> bool:
     return False
 
 
-def waits_for_the_device(config) -> bool:
+def waits_for_the_device(config: Any) -> bool:
     """Whether a step of such a model needs the host: experts are chosen there, some kinds of RoPE, and positions that
     factors of queries follow (Llama 4)."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -177,7 +184,7 @@ def capturable(states: torch.Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def capture(work, device: torch.device):
+def capture(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of what `work` launches, and what it returns: tensors that every replay fills."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)  # torch's own is of the first device that it captured on

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -10,6 +10,7 @@ from .kv_layout import EVERY, LayerLayout
 
 # elements of keys that are quantized or dequantized together: what stays in a CPU's cache, and enough work for a GPU
 BLOCK, CUDA_BLOCK = 2**20, 2**24
+Skipped = int | torch.Tensor  # columns that every row skips, or that each one does, int64 [batch] on the device
 
 
 def block_elements(states: torch.Tensor) -> int:
@@ -34,13 +35,26 @@ class HeadGroup:
         """Empty storage for `heads` heads like `states` [batch, _, _, head_dim]; without a sink they are full heads."""
         self.sink, self.recent, self.margin = sink, recent, 0
         self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
+        self.in_buffers = False  # whether keys and values are views of the layer's buffers
         self.least = 0  # columns that every row skips
         self.most = EVERY  # tokens that a row ever has here
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
         self.skips = self.dropped  # the columns that each row skips
-        self.skipped: int | torch.Tensor = 0  # the same on the device, int64 [batch], or a number where rows agree
+        self.skipped: Skipped = 0  # the same, a number where rows agree
         self.packed = [0] * states.shape[0]  # of each row, tokens that are in tiles and not here
         self.settled = 0  # columns that tiles may take
+
+    def __copy__(self) -> "HeadGroup":
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict:
+        """Without views of the layer's buffers, as pickle would write a whole buffer for each; the layer makes them."""
+        if not self.in_buffers:
+            return self.__dict__
+        empty = self.keys.new_zeros(*self.keys.shape[:2], 0, self.keys.shape[3])
+        return {**self.__dict__, "keys": empty, "values": empty}
 
     @property
     def heads(self) -> int:
@@ -86,7 +100,11 @@ class HeadGroup:
             return torch.full((1, 1), columns - self.skipped, device=self.keys.device)
         return columns - self.skipped[:, None]
 
-    def slot(self, position):
+    @overload
+    def slot(self, position: int) -> int: ...
+    @overload
+    def slot(self, position: torch.Tensor) -> torch.Tensor: ...
+    def slot(self, position: int | torch.Tensor) -> int | torch.Tensor:
         """The slot of a position: an integer, or a tensor of them."""
         if self.sink is None:
             return position
@@ -197,15 +215,24 @@ class SelectingHeads(Protocol):
     def nbytes(self) -> int: ...
     @property
     def due(self) -> int: ...
-    def attend(self, query, key, value, layer, path, tracked: bool, scoring) -> tuple[torch.Tensor, Callable]: ...
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Any,
+        path: Any,
+        tracked: bool,
+        scoring: Any,
+    ) -> tuple[torch.Tensor, Callable]: ...
     def take_rows(self, rows: "Rows") -> None: ...
     def oldest(self, settled: int) -> int: ...
     def widen(self, margin: int, seen: int, capacity: int) -> None: ...
     def reserve(self, columns: int) -> None: ...
     def watch(self, column: int, query: torch.Tensor) -> None: ...
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None: ...
-    def renew(self, column: int, layer, kernels: bool = False) -> None: ...
-    def take_back(self, length: int, layer) -> None: ...
+    def renew(self, column: int, layer: Any, kernels: bool = False) -> None: ...
+    def take_back(self, length: int, layer: Any) -> None: ...
 
 
 # by whether budgets hold: makes empty storage for heads like `states`, with a layer's layout and the prompt's columns
@@ -252,6 +279,7 @@ def bind(groups: Sequence[HeadGroup], slots: Sequence[int], buffers: tuple[torch
     parts = (buffer.split([heads * count for heads, count in shapes], 1) for buffer in buffers)
     for group, shape, keys, values in zip(groups, shapes, *parts, strict=True):
         group.keys, group.values = keys.unflatten(1, shape), values.unflatten(1, shape)
+        group.in_buffers = True
 
 
 def leading_padding(mask: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ In quantized heads every token has scales of its own, so that a selection moves 
 token is quantized twice while it stays in tiles. Filling a tile between selections is undone in the same way.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_budget import BudgetedHeads, most_important, weighted
+from .kv_cache import KVLayerCache
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_received import attention_received
@@ -108,7 +110,7 @@ class HeldHeads(BudgetedHeads):
         parts = zip(scores.unbind(1), self.counts, strict=True)
         self.scores = torch.cat([F.pad(part, (0, count - part.shape[1])) for part, count in parts], 1)
 
-    def select(self, keys, values, pads, scoring: Scoring) -> torch.Tensor:
+    def select(self, keys: torch.Tensor, values: torch.Tensor, pads: Sequence[int], scoring: Scoring) -> torch.Tensor:
         self.scoring = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks.detach())
         for group in self.groups:
             group.settled = self.prompt - 1
@@ -145,7 +147,7 @@ class HeldHeads(BudgetedHeads):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def renew(self, column: int, layer, kernels: bool = False) -> None:
+    def renew(self, column: int, layer: KVLayerCache, kernels: bool = False) -> None:
         for group in self.groups:
             group.settled = column
         if column < self.next:
@@ -175,7 +177,7 @@ class HeldHeads(BudgetedHeads):
             assert kv_move is not None
             assert self.asked is not None
             assert self.scoring is not None
-            table, most = layer.head_table().last(len(self.groups)), max(map(max, lengths))
+            table, most = self.head_table(layer), max(map(max, lengths))
             earlier = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
             kept = kv_reselect.select(
                 table, self.limits, self.asked, column, most, self.selection, self.scoring, earlier
@@ -204,7 +206,7 @@ class HeldHeads(BudgetedHeads):
             self._write([*map(max, of_heads)], taken(keys, order), taken(values, order))
         self._drop(dropped, layer)
 
-    def _importance(self, keys, values, column: int, stops: torch.Tensor) -> torch.Tensor:
+    def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
         """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
 
         Heads have so many tokens: int64 [batch, heads, 1]. Values are given where heads select by them too.
@@ -218,7 +220,7 @@ class HeldHeads(BudgetedHeads):
         importance = weighted(received, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
 
-    def _pack(self, column: int, layer, kernels: bool) -> None:
+    def _pack(self, column: int, layer: KVLayerCache, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""
         due = [group for group in self.quantized if group.due()]
         if not due:
@@ -226,13 +228,13 @@ class HeldHeads(BudgetedHeads):
         self._keep_aside(column, layer)
         if kernels:
             assert kv_store is not None
-            kv_store.flush_due(self.quantized, layer.head_table().last(len(self.groups)), column)
+            kv_store.flush_due(self.quantized, self.head_table(layer), column)
             return
         for group in due:
             group.pack()
         self._drop([group.dropped for group in self.groups], layer)
 
-    def _keep_aside(self, column: int, layer) -> None:
+    def _keep_aside(self, column: int, layer: KVLayerCache) -> None:
         """Copy what the heads have, if the column before which they change may be taken back."""
         self._confirm(layer)
         if column > layer.columns.settled:
@@ -241,7 +243,7 @@ class HeldHeads(BudgetedHeads):
             known = column, self.oldest(column), self.start, self.next
             self.renewals.append(Renewal(*known, dropped, packed, stored, self._scores(max(self.counts))))
 
-    def _confirm(self, layer) -> None:
+    def _confirm(self, layer: KVLayerCache) -> None:
         """Forget the copies that no confirmed column needs."""
         self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
 
@@ -251,13 +253,13 @@ class HeldHeads(BudgetedHeads):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take_back(self, length: int, layer) -> None:
+    def take_back(self, length: int, layer: KVLayerCache) -> None:
         self._confirm(layer)
         while self.renewals and self.renewals[-1].column > length:
             self._restore(self.renewals.pop(), layer)
         self.renewals = []  # what is left is confirmed
 
-    def _restore(self, renewal: Renewal, layer) -> None:
+    def _restore(self, renewal: Renewal, layer: KVLayerCache) -> None:
         """Let heads have what they had."""
         for group, packed, copies in zip(self.groups, renewal.packed, renewal.stored, strict=True):
             group.packed = packed
@@ -285,13 +287,13 @@ class HeldHeads(BudgetedHeads):
         for head, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
             group.write(slice(None), 0, keys[:, head, None, :count], values[:, head, None, :count])
 
-    def _align(self, dropped: list[list[int]], layer) -> None:
+    def _align(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
         """Let groups know how many columns each row has dropped."""
         for group, of_rows in zip(self.groups, dropped, strict=True):
             group.dropped = of_rows
             group.align(layer.columns.pads)
 
-    def _drop(self, dropped: list[list[int]], layer) -> None:
+    def _drop(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
         """Let groups know how many columns each row has dropped, and the kernels, in the tensor that they know."""
         self._align(dropped, layer)
         known = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}

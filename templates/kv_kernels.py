@@ -68,7 +68,7 @@ def _accumulate(scores, v, top, total, acc):
 
 @triton.jit
 def _times_matrix(x, matrix_ptr, to_ptr, step, own_step, D: tl.constexpr, N: tl.constexpr):
-    """Store x [DP] times a matrix [D, D] in fp32, N elements at once: at d, the sum of x[e] * matrix[d * step + e *
+    """Store x [D] times a matrix [D, D] in fp32, N elements at once: at d, the sum of x[e] * matrix[d * step + e *
     own_step]."""
     e = tl.arange(0, x.shape[0])[:, None]
     for first in range(0, D, N):
@@ -87,9 +87,16 @@ def _matrix(table: HeadTable) -> dict:
     }
 
 
+@triton.constexpr_function
+def _power(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
+@triton.constexpr_function
 def _padded(head_dim: int) -> int:
     """Elements of a row of a tile: a power of two, and enough for the matrix units."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _score_factors(scoring: Scoring) -> dict:
@@ -117,7 +124,6 @@ def _slots(table: HeadTable) -> dict:
         **_strides(table.keys, "kv_batch", "kv_slot"),
         "heads": len(table.offsets),
         "D": table.keys.shape[2],
-        "DP": _padded(table.keys.shape[2]),
     }
 
 

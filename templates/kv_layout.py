@@ -5,6 +5,7 @@ Nothing here needs torch: the tool that wrote this checkpoint and the model that
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 # of the `kv_surgery` section that is written; what each version that can be read calls the cache's quantization
 VERSION = 2
@@ -19,6 +20,7 @@ TILE = 128  # tokens of a head that are quantized together
 SELECTS = ATTENTION, ACCUMULATED, VALUE_NORM = "attention", "accumulated", "value-norm"
 VALUE_SINKS = 4
 SCORE_BYTES = 4  # of an accumulated score, float32
+Tokens = Any  # a number of tokens, or an array of such numbers, thus products in place of `min` and `max`
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,7 @@ class Quantization:
         if self.clip is None:
             object.__setattr__(self, "clip", self.bits in (3, 2) or (self.bits, self.scheme) == (4, "per-token"))
 
-    # numbers of tokens are integers or arrays of them, thus products in place of `min` and `max`
-
-    def tiles(self, tokens):
+    def tiles(self, tokens: Tokens) -> Tokens:
         """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""
         rest = tokens - 1 - self.residual
         return rest * (rest > 0) // TILE
@@ -69,12 +69,12 @@ class Quantization:
         """Tiles that a window of this many tokens can reach into, however its newest tokens are taken back."""
         return -(-(recent - 1) // TILE)
 
-    def slots(self, capacity, sink: int, margin: int = 0):
+    def slots(self, capacity: Tokens, sink: int, margin: int = 0) -> Tokens:
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
         beyond = capacity - sink - self.residual - TILE - margin
         return capacity - beyond * (beyond > 0)
 
-    def head_bytes(self, tokens, head_dim: int, itemsize: int, margin: int = 0):
+    def head_bytes(self, tokens: Tokens, head_dim: int, itemsize: int, margin: int = 0) -> Tokens:
         """Bytes of a head that sees all of its `tokens`, of which `margin` may be taken back."""
         slots = self.slots(tokens, self.sink, margin)
         return self.tiles(tokens - self.sink) * self.tile_bytes(head_dim, itemsize) + slots * 2 * head_dim * itemsize
@@ -198,7 +198,7 @@ class LayerLayout:
     chunked: bool = False
     source: int | None = None
 
-    def in_window(self, i, j):
+    def in_window(self, i: Any, j: Any) -> Any:
         """Whether the window of streaming heads at position i has position j <= i: integers, or tensors of them."""
         return i // self.recent == j // self.recent if self.chunked else i - j < self.recent
 
@@ -313,18 +313,18 @@ class LayerLayout:
         return streaming + sum(how.head_bytes(count, head_dim, itemsize, beyond) for count, beyond in tokens)
 
 
-def setting(config, name: str):
+def setting(config: Any, name: str) -> Any:
     """What a transformers config, or the dict of a config.json, has under a name; None where that is nothing."""
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
-def text_config(config):
+def text_config(config: Any) -> Any:
     """The part of such a config that is of the model with the KV cache: `text_config` where others lie beside it."""
     part = setting(config, "text_config")
     return config if part is None or (isinstance(config, dict) and not isinstance(part, dict)) else part
 
 
-def layer_setting(config, layer: int, name: str):
+def layer_setting(config: Any, layer: int, name: str) -> Any:
     """What such a config has under a name for one layer; `per_layer_config` says where layers differ.
 
     Raises:
@@ -348,7 +348,7 @@ class KVLayout:
     head_dim: int
 
     @classmethod
-    def from_config(cls, config) -> "KVLayout":
+    def from_config(cls, config: Any) -> "KVLayout":
         """Read and check the layout of a config: a transformers config or the dict of a config.json.
 
         Raises:
@@ -544,7 +544,7 @@ def _quantization(entry: dict | None, version: int, head_dim: int) -> Quantizati
     return quantization
 
 
-def _count(value, least: int = 0) -> int:
+def _count(value: Any, least: int = 0) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"expected an integer of at least {least}, got {value!r}")
     return value

@@ -6,10 +6,11 @@ Moving is in place. A token only ever moves to an earlier position, so the first
 import torch
 
 from .kv_cache import HeadTable
-from .kv_kernels import TILE_TOKENS, _slots, _strides, _tiles, tl, triton
+from .kv_compact import PACK_REGISTERS
+from .kv_kernels import TILE_TOKENS, _padded, _power, _slots, _strides, _tiles, tl, triton
 from .kv_layout import EVERY, TILE
 from .kv_reselect import _own_scales, _tokens
-from .kv_store import PACK_REGISTERS, _pack, _pack_options
+from .kv_store import _pack, _pack_options
 
 MOVED = 32  # tokens at once
 
@@ -31,14 +32,13 @@ def _move_kernel(
     column,
     places,
     D: tl.constexpr,
-    DP: tl.constexpr,
     N: tl.constexpr,
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
     kept = kept_ptr + tl.program_id(0).to(tl.int64) * places
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
+    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     for begin in range(0, tokens, N):
         slot = begin + n
         source = tl.load(kept + slot, slot < tokens, 0)
@@ -61,7 +61,6 @@ def _copy(
     STEP: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    WP: tl.constexpr,
 ):
     """Let tokens from `begin` on in tiles have WIDTH elements of those at places `source` [N], or of one fresh tile.
 
@@ -69,7 +68,7 @@ def _copy(
         ptr: of tiles, STEP elements from each to the next; the first token of a tile has these elements at FIRST.
         fresh_ptr: such a tile, with what tokens have whose source is not among `packed` ones.
     """
-    n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, WP)[None, :]
+    n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, _power(WIDTH))[None, :]
     old, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
     at = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
     own = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
@@ -95,22 +94,19 @@ def _refill(
     still_packed,
     kv_slot,
     D: tl.constexpr,
-    DP: tl.constexpr,
     N: tl.constexpr,
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PACK_N: tl.constexpr,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    GP: tl.constexpr,
     RANGES: tl.constexpr,
 ):
     """Let a head have those tokens of its keys or values that it keeps, of which `still_packed` are in tiles."""
     WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
     W: tl.constexpr = D * WORD_BITS // 8
     CODES: tl.constexpr = TILE_TOKENS * D * BITS // 8
+    THIRDS: tl.constexpr = TILE_TOKENS * W
     SCALES: tl.constexpr = TILE_TOKENS * COLUMNS
-    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
+    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     # slots go round a ring, and tiles give and take: what slots get is put aside
     for begin in range(0, tokens - still_packed, N):
         aside = begin + n
@@ -118,7 +114,18 @@ def _refill(
         there = position < tokens
         source = tl.load(kept_ptr + position, there, 0)
         x = _tokens(
-            *(states_ptr, codes_ptr, scales_ptr, source, there, sink, ring, packed, kv_slot), *(D, DP, BITS, COLUMNS)
+            ptr=states_ptr,
+            codes_ptr=codes_ptr,
+            scales_ptr=scales_ptr,
+            position=source,
+            there=there,
+            sink=sink,
+            ring=ring,
+            packed=packed,
+            kv_slot=kv_slot,
+            D=D,
+            BITS=BITS,
+            COLUMNS=COLUMNS,
         )
         tl.store(aside_ptr + aside[:, None] * D + d, x, there[:, None] & (d < D))
     for start in range(0, still_packed, TILE_TOKENS):
@@ -128,17 +135,28 @@ def _refill(
             tl.store(place_ptr + t, tl.maximum(tl.load(of_tile + t) - sink, packed) % ring)
             tl.debug_barrier()
             _pack(
-                *(states_ptr + sink * kv_slot, fresh_codes_ptr, fresh_scales_ptr, place_ptr, ring, kv_slot),
-                *(D, DP, BITS, TILE_TOKENS, COLUMNS, PACK_N, WP, CP, GP, RANGES, True),
+                state_ptr=states_ptr + sink * kv_slot,
+                code_ptr=fresh_codes_ptr,
+                scale_ptr=fresh_scales_ptr,
+                first=place_ptr,
+                ring=ring,
+                step=kv_slot,
+                D=D,
+                BITS=BITS,
+                ROWS=TILE_TOKENS,
+                COLUMNS=COLUMNS,
+                N=PACK_N,
+                RANGES=RANGES,
+                LISTED=True,
             )
         tl.debug_barrier()
         for first in range(0, TILE_TOKENS, N):
             begin, source = start + first, tl.load(of_tile + first + n) - sink
-            _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, CODES, 0, W, WP)
+            _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, STEP=CODES, FIRST=0, WIDTH=W)
             if BITS == 3:
-                _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, CODES, TILE_TOKENS * W, W // 2, WP // 2)
-            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, 2 * SCALES, 0, COLUMNS, CP)
-            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, 2 * SCALES, SCALES, COLUMNS, CP)
+                _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, STEP=CODES, FIRST=THIRDS, WIDTH=W // 2)
+            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, STEP=2 * SCALES, FIRST=0, WIDTH=COLUMNS)
+            _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, STEP=2 * SCALES, FIRST=SCALES, WIDTH=COLUMNS)
     tl.debug_barrier()
     for begin in range(0, tokens - still_packed, N):
         aside = begin + n
@@ -188,14 +206,10 @@ def _move_codes_kernel(
     slots,
     residual,
     D: tl.constexpr,
-    DP: tl.constexpr,
     N: tl.constexpr,
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PACK_N: tl.constexpr,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    GP: tl.constexpr,
     RANGES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -211,29 +225,33 @@ def _move_codes_kernel(
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
     kept, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
-    given = (
-        place_ptr + program * TILE_TOKENS,
-        fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8),
-        fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS),
-        tokens,
-        sink,
-        ring,
-        packed,
-        still_packed,
-        kv_slot,
-    )
-    _refill(
-        *(k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales),
-        *(kept, aside),
-        *given,
-        *(D, DP, N, BITS, COLUMNS, PACK_N, WP, CP, GP, RANGES),
-    )
-    _refill(
-        *(v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales),
-        *(kept, aside + slots * D),
-        *given,
-        *(D, DP, N, BITS, COLUMNS, PACK_N, WP, CP, GP, RANGES),
-    )
+    place = place_ptr + program * TILE_TOKENS
+    fresh_codes = fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8)
+    fresh_scales = fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS)
+    for values in tl.static_range(2):
+        _refill(
+            states_ptr=(v_ptr if values else k_ptr) + states,
+            codes_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+            scales_ptr=(v_scales_ptr + batch * v_scales_batch if values else k_scales_ptr + batch * k_scales_batch)
+            + scales,
+            kept_ptr=kept,
+            aside_ptr=aside + slots * D if values else aside,
+            place_ptr=place,
+            fresh_codes_ptr=fresh_codes,
+            fresh_scales_ptr=fresh_scales,
+            tokens=tokens,
+            sink=sink,
+            ring=ring,
+            packed=packed,
+            still_packed=still_packed,
+            kv_slot=kv_slot,
+            D=D,
+            N=N,
+            BITS=BITS,
+            COLUMNS=COLUMNS,
+            PACK_N=PACK_N,
+            RANGES=RANGES,
+        )
     tl.store(own, still_packed)
 
 
@@ -273,7 +291,7 @@ def move(table: HeadTable, kept: torch.Tensor, column: int) -> None:
             slots=slots,
             residual=table.quantization.residual,
             PACK_N=packing["V_N"],
-            **{name: packing[name] for name in ("WP", "CP", "GP", "RANGES")},
+            RANGES=packing["RANGES"],
             num_warps=8,
             **({"maxnreg": PACK_REGISTERS} if torch.version.hip is None else {}),
         )

@@ -4,7 +4,7 @@ The instructions of a warp bound it, not the memory. So lanes sum what they have
 codes of bfloat16 stay as they are: a mantissa under the least exponent, an integer times 2 ** -133.
 """
 
-from .kv_kernels import LOWEST, TILE_TOKENS, _capped, tl, triton
+from .kv_kernels import LOWEST, TILE_TOKENS, _capped, _power, tl, triton
 
 # tokens beside each other of which four warps have one of each in a lane: the matrix units give a thread two
 LANE_TOKENS = tl.constexpr(32)
@@ -261,12 +261,6 @@ def _gathered(x, HEADS: tl.constexpr, M: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
     return _repeated(tl.sum(tl.reshape(x, [R // HEADS, HEADS, K]), 0), M)
-
-
-@triton.constexpr_function
-def _power(count: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (count - 1).bit_length()
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Prefill: causal attention of many queries per row, over heads of one kind."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Window(NamedTuple):
     recent: int
     # keys and values [batch, kv_heads, min(sink, positions) or more, head_dim] of positions 0, 1, ..., of the input
     # too; None: they are among the keys
-    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+    sinks: Sequence[torch.Tensor] | None = None
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "past", "first", "sink", "recent", "limit"])
@@ -87,7 +88,6 @@ def _prefill_kernel(
     cap,
     G: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     PADDED: tl.constexpr,
@@ -98,6 +98,7 @@ def _prefill_kernel(
     LSE: tl.constexpr,
     CAP: tl.constexpr,
 ):
+    DP: tl.constexpr = _padded(D)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     # the query heads of a KV head are further queries: row m is query m // G of query head m % G
@@ -200,8 +201,7 @@ def prefill(
     assert first is None or first + keys.shape[2] == span.past + tokens
     assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
-    padded = _padded(head_dim)
-    row_bytes = padded * query.element_size()
+    row_bytes = _padded(head_dim) * query.element_size()
     most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     rows = 16 if tokens * group <= 16 else most
     states = {"q": query, "k": keys, "v": values, "sink_k": sink_keys, "sink_v": sink_values, "out": out}
@@ -224,7 +224,6 @@ def prefill(
             limit=span.limit or 0,
             G=group,
             D=head_dim,
-            DP=padded,
             M=rows,
             N=tile,
             PADDED=span.padding is not None,

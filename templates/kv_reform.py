@@ -44,7 +44,7 @@ class Reform:
     query_length: int = 64
 
     @classmethod
-    def from_config(cls, config) -> "Reform | None":
+    def from_config(cls, config: Any) -> "Reform | None":
         """Read and check the section of a config, a transformers config or the dict of a config.json, if there is one.
 
         Raises:

@@ -12,6 +12,7 @@ from .kv_cache import HeadTable
 from .kv_kernels import (
     LOWEST,
     TILE_TOKENS,
+    _padded,
     _score_factors,
     _scores,
     _sink_score,
@@ -41,12 +42,11 @@ def _tokens(
     packed,
     kv_slot,
     D: tl.constexpr,
-    DP: tl.constexpr,
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Keys or values [N, DP] of a head at positions [N], where they are `there`; with BITS, `packed` ones are codes."""
-    d = tl.arange(0, DP)[None, :]
+    """Keys or values [N, D] of a head at positions [N], where they are `there`; with BITS, `packed` ones are codes."""
+    d = tl.arange(0, _padded(D))[None, :]
     inside, in_slots, slot = there[:, None] & (d < D), there, position
     if BITS is not None:
         place = position - sink
@@ -118,7 +118,6 @@ def _select_kernel(
     scale,
     cap,
     D: tl.constexpr,
-    DP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,7 +148,7 @@ def _select_kernel(
         of_values = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
     scratch = tl.program_id(0).to(tl.int64) * places
     received, pooled, kept = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
-    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)[None, :]
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
 
     # attention from the queries of the window, M rows at once: a group's heads one after the other
     for first in range(0, ROWS, M):
@@ -164,7 +163,7 @@ def _select_kernel(
             top, total = _sink_score(learned_ptr + query), total + 1
         for begin in range(0, length, N):
             slot = begin + n
-            k = _tokens(*of_keys, slot, slot < length, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS)
+            k = _tokens(*of_keys, slot, slot < length, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             scores = tl.where(slot[None, :] <= last[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
@@ -172,7 +171,7 @@ def _select_kernel(
         share = tl.where(first + m < ROWS, 1 / (total * ROWS), 0.0)
         for begin in range(0, stop, N):
             slot = begin + n
-            k = _tokens(*of_keys, slot, slot < stop, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS)
+            k = _tokens(*of_keys, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
             own = tl.sum(weights, 0)
             if first > 0:
@@ -183,7 +182,7 @@ def _select_kernel(
         tl.debug_barrier()
         for begin in range(0, stop, N):
             slot = begin + n
-            v = _tokens(*of_values, slot, slot < stop, sink, ring, packed, kv_slot, D, DP, BITS, COLUMNS).to(tl.float32)
+            v = _tokens(*of_values, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS).to(tl.float32)
             own = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
             tl.store(received + slot, own, slot < stop)
@@ -295,7 +294,7 @@ def select(
     rows = asked.shape[1] // heads * selection.window
     received = torch.empty(batch, heads, places, device=asked.device)
     pooled, kept = torch.empty(2, batch, heads, places, dtype=torch.int32, device=asked.device)
-    wide = slots["DP"] * asked.element_size() > 256
+    wide = _padded(slots["D"]) * asked.element_size() > 256
     with torch.cuda.device_of(asked):
         _select_kernel[(batch * heads,)](
             **slots,

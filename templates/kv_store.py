@@ -1,19 +1,17 @@
-"""Kernels that write to a cache: a token per row, whole tiles of codes, and what budgeted heads keep of a prompt."""
+"""Kernels that write to a cache: a token per row, and whole tiles of codes."""
 
 from collections.abc import Sequence
 
 import torch
 
 from .kv_cache import HeadTable
-from .kv_kernels import TILE_TOKENS, _matrix, _slots, _strides, _tiles, _times_matrix, tl, triton
+from .kv_kernels import TILE_TOKENS, _matrix, _padded, _power, _slots, _strides, _tiles, _times_matrix, tl, triton
 from .kv_layout import CLIPPED, TILE
 from .kv_tiles import QuantizedGroup
 
 PASS_BYTES = 32 * 1024  # of states in fp32 that a program quantizes at once
-MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
-PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself, and spill
 # of kernels that pack tiles
-PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "WP", "CP", "GP", "RANGES"
+PACK_OPTIONS = "BITS", "K_ROWS", "K_COLUMNS", "K_N", "V_COLUMNS", "V_N", "RANGES"
 
 
 @triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "heads", "rotated_keys", "rotated_values"])
@@ -45,7 +43,6 @@ def _append_kernel(
     rotated_values,
     G: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     MATRIX_N: tl.constexpr,
 ):
     batch, head, state = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.program_id(1)
@@ -61,7 +58,7 @@ def _append_kernel(
             member = head * G + state - 2
             came, to = q_ptr + batch * q_batch + member * q_head, asking_ptr + (batch * heads * G + member) * D
     if (position >= 0) | (state > 1):
-        d = tl.arange(0, DP)
+        d = tl.arange(0, _padded(D))
         x = tl.load(came + d, d < D, 0.0)
         if matrix_ptr is None:
             tl.store(to + d, x, d < D)
@@ -164,14 +161,10 @@ def _pack(
     ring,
     step,  # from place to place
     D: tl.constexpr,
-    DP: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     N: tl.constexpr,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    GP: tl.constexpr,
     RANGES: tl.constexpr,
     LISTED: tl.constexpr,
 ):
@@ -181,24 +174,25 @@ def _pack(
     W: tl.constexpr = D * WORD_BITS // 8
     GROUP: tl.constexpr = D // COLUMNS
     MOST: tl.constexpr = 2**BITS - 1
+    WP: tl.constexpr = _power(W)
     n, w = tl.arange(0, N), tl.arange(0, WP)
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
         if ROWS < TILE_TOKENS:  # of a channel, and N tokens are a group
-            d = tl.arange(0, DP)[None, :]
+            d = tl.arange(0, _padded(D))[None, :]
             x = tl.load(state_ptr + token[:, None] * step + d, d < D, 0.0).to(tl.float32)
             inside = (d < D) & (n >= 0)[:, None]
             scale, low = _range(x, inside, tl.min(x, 0), tl.max(x, 0), 0, MOST, RANGES, dtype)
             scale, low = scale[None, :], low[None, :]
             at, there = start // N * D + d, d < D
         else:
-            column, g = tl.arange(0, CP)[None, :, None], tl.arange(0, GP)[None, None, :]
+            column, g = tl.arange(0, _power(COLUMNS))[None, :, None], tl.arange(0, _power(GROUP))[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
             states = state_ptr + token[:, None, None] * step + column * GROUP + g
             x = tl.load(states, inside, 0.0).to(tl.float32)
             low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
             scale, low = _range(x, inside, tl.min(low, 2), tl.max(high, 2), 2, MOST, RANGES, dtype)
-            column = tl.arange(0, CP)[None, :]
+            column = tl.arange(0, _power(COLUMNS))[None, :]
             at, there = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
         tl.store(scale_ptr + at, scale.to(dtype), there)
         tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), there)
@@ -252,16 +246,12 @@ def _flush_kernel(
     heads,
     least,
     D: tl.constexpr,
-    DP: tl.constexpr,
     BITS: tl.constexpr,
     K_ROWS: tl.constexpr,
     K_COLUMNS: tl.constexpr,
     K_N: tl.constexpr,
     V_COLUMNS: tl.constexpr,
     V_N: tl.constexpr,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    GP: tl.constexpr,
     RANGES: tl.constexpr,
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -280,14 +270,22 @@ def _flush_kernel(
         codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
         k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
         v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
-        _pack(
-            *(k_ptr + states, k_codes_ptr + codes, k_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, RANGES, False),
-        )
-        _pack(
-            *(v_ptr + states, v_codes_ptr + codes, v_scales, packed, ring, kv_slot),
-            *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, RANGES, False),
-        )
+        for values in tl.static_range(2):
+            _pack(
+                state_ptr=(v_ptr if values else k_ptr) + states,
+                code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+                scale_ptr=v_scales if values else k_scales,
+                first=packed,
+                ring=ring,
+                step=kv_slot,
+                D=D,
+                BITS=BITS,
+                ROWS=TILE_TOKENS if values else K_ROWS,
+                COLUMNS=V_COLUMNS if values else K_COLUMNS,
+                N=V_N if values else K_N,
+                RANGES=RANGES,
+                LISTED=False,
+            )
         tl.store(own, packed + TILE_TOKENS)
 
 
@@ -328,142 +326,13 @@ def flush_due(groups: Sequence[QuantizedGroup], table: HeadTable, settled: int) 
             group.note_packed()
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
-def _compact_kernel(
-    k_ptr,  # [batch, slots of all heads, D]
-    v_ptr,
-    prompt_k_ptr,  # [batch, heads, columns, D]
-    prompt_v_ptr,
-    kept_ptr,  # [batch, heads, n]
-    offset_ptr,  # [heads]
-    sink_ptr,
-    ring_ptr,
-    skipped_ptr,  # [batch, heads]
-    k_codes_ptr,  # [batch, tiles, TILE, W]
-    k_scales_ptr,  # [batch, tiles, 2, K_ROWS, K_COLUMNS]
-    v_codes_ptr,
-    v_scales_ptr,
-    packed_ptr,  # [batch, heads]
-    first_ptr,  # [heads]
-    kv_batch,
-    kv_slot,
-    prompt_k_batch,
-    prompt_k_head,
-    prompt_k_column,
-    prompt_v_batch,
-    prompt_v_head,
-    prompt_v_column,
-    kept_batch,
-    kept_head,
-    skipped_batch,
-    skipped_head,
-    codes_batch,
-    k_scales_batch,
-    v_scales_batch,
-    packed_batch,
-    packed_head,
-    heads,
-    columns,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    BITS: tl.constexpr,
-    K_ROWS: tl.constexpr,
-    K_COLUMNS: tl.constexpr,
-    K_N: tl.constexpr,
-    V_COLUMNS: tl.constexpr,
-    V_N: tl.constexpr,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    GP: tl.constexpr,
-    RANGES: tl.constexpr,
-):
-    begin = tl.program_id(0) * TILE_TOKENS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    tokens = columns - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head).to(tl.int32)
-    if begin >= tokens:
-        return
-    kept = kept_ptr + batch * kept_batch + head * kept_head + begin
-    k_from = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
-    v_from = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
-    to = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
-    n, d = tl.arange(0, N), tl.arange(0, DP)[None, :]
-    for start in range(0, TILE_TOKENS, N):
-        position = begin + start + n
-        stays = (position < tokens) & ((position < sink) | (position >= tokens - ring))
-        column = tl.load(kept + start + n, stays, 0).to(tl.int64)[:, None]
-        slot = tl.where(position < sink, position, sink + (position - sink) % ring).to(tl.int64)[:, None]
-        there = stays[:, None] & (d < D)
-        k = tl.load(k_from + column * prompt_k_column + d, there)
-        v = tl.load(v_from + column * prompt_v_column + d, there)
-        tl.store(k_ptr + to + slot * kv_slot + d, k, there)
-        tl.store(v_ptr + to + slot * kv_slot + d, v, there)
-    if BITS is not None:
-        packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
-        if begin < packed:
-            tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
-            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
-            k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
-            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
-            _pack(
-                *(k_from, k_codes_ptr + codes, k_scales, kept + sink, ring, prompt_k_column),
-                *(D, DP, BITS, K_ROWS, K_COLUMNS, K_N, WP, CP, GP, RANGES, True),
-            )
-            _pack(
-                *(v_from, v_codes_ptr + codes, v_scales, kept + sink, ring, prompt_v_column),
-                *(D, DP, BITS, TILE_TOKENS, V_COLUMNS, V_N, WP, CP, GP, RANGES, True),
-            )
-
-
-def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
-    """Store some columns of a prompt as each head's first tokens: slots and tiles of all rows and heads, in place.
-
-    A program has `TILE` tokens of a head; every head gets as many programs as `kept` is long. `kv_torch.compact` is the
-    reference.
-
-    Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantization.tile_bytes`, over
-    the copy bandwidth; else a launch.
-
-    Args:
-        table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
-            keeps none. `packed` are its first tokens after the sinks, which go into tiles.
-        keys, values: [batch, heads, columns, head_dim], in other memory.
-        kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
-    """
-    assert keys.stride(3) == values.stride(3) == kept.stride(2) == 1
-    slots, warps = _slots(table), 4 if table.tiles is None else 8
-    with torch.cuda.device_of(keys):
-        _compact_kernel[(triton.cdiv(kept.shape[2], TILE), keys.shape[0] * keys.shape[1])](
-            **slots,
-            **_tiles(table, torch.uint8),
-            **_pack_options(table),
-            prompt_k_ptr=keys,
-            prompt_v_ptr=values,
-            kept_ptr=kept,
-            skipped_ptr=table.skipped,
-            **_strides(keys, "prompt_k_batch", "prompt_k_head", "prompt_k_column"),
-            **_strides(values, "prompt_v_batch", "prompt_v_head", "prompt_v_column"),
-            **_strides(kept, "kept_batch", "kept_head"),
-            **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            columns=keys.shape[2],
-            N=min(MOVE_BYTES * warps // (slots["DP"] * keys.element_size()), TILE),
-            num_warps=warps,
-            enable_fp_fusion=False,
-            **({"maxnreg": PACK_REGISTERS} if table.tiles is not None and torch.version.hip is None else {}),
-        )
-
-
 def _pack_options(table: HeadTable) -> dict[str, int | None]:
-    """How a kernel packs tiles: the groups that have scales, the tokens that it takes at once, and powers of two."""
+    """How a kernel packs tiles: the groups that have scales, and the tokens that it takes at once."""
     if table.quantization is None:
         return dict.fromkeys(PACK_OPTIONS)
     head_dim, quantization = table.keys.shape[2], table.quantization
     key_groups, (_, columns) = quantization.key_groups(head_dim), quantization.value_groups(head_dim)
-    padded_columns, group = triton.next_power_of_2(columns), triton.next_power_of_2(head_dim // columns)
-    tokens = min(max(PASS_BYTES // (4 * padded_columns * group), 1), TILE)
+    tokens = min(max(PASS_BYTES // (4 * _power(columns) * _power(head_dim // columns)), 1), TILE)
     key_tokens = TILE // key_groups[0] if quantization.scheme == "kivi" else tokens
-    width = triton.next_power_of_2(head_dim * quantization.word_bits // 8)
-    options = quantization.bits, *key_groups, key_tokens, columns, tokens, width, padded_columns, group
-    options += (CLIPPED if quantization.clip else 1,)
+    options = quantization.bits, *key_groups, key_tokens, columns, tokens, CLIPPED if quantization.clip else 1
     return dict(zip(PACK_OPTIONS, options, strict=True))

@@ -6,7 +6,7 @@ States may be rotated within a head first, which spreads channels that stand out
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
         """Bytes that are allocated."""
         return sum(part.nbytes for part in self)
 
-    def map(self, change) -> "Tiles":
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Tiles":
         """The same change of every part: other rows, or some of the tiles."""
         return Tiles(*map(change, self))
 
@@ -327,6 +327,9 @@ class QuantizedGroup(HeadGroup):
         super().__init__(states, heads, sink, quantization.residual + TILE)
         self.quantization, self.span = quantization, span
         self.tiles = empty_tiles(self.keys, 0, quantization).map(lambda part: part.unflatten(1, (heads, 0)))
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "tiles": self.tiles.map(lambda part: part[:, :, :0].clone())}
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import torch
 
+from .kv_cache import KVLayerCache
 from .kv_heads import on_device
 from .kv_layout import TILE, Quantization
 from .kv_tiles import QuantizedGroup, Tiles, quantize_groups, scale_codes, split_thirds, unpack
@@ -15,8 +16,11 @@ KEYS, VALUES = 0, 1
 class TokenCodes:
     """The tokens of quantized heads, as they are before a selection: those in tiles by codes of their own."""
 
-    def __init__(self, groups: Sequence[QuantizedGroup], layer):
+    def __init__(self, groups: Sequence[QuantizedGroup], layer: KVLayerCache):
         """Of the last groups of a layer, each of one head. They are told apart by where they begin in its buffers."""
+        assert layer.keys is not None  # as there are tiles
+        assert layer.values is not None
+        assert layer.tiles is not None
         self.groups, self.how, self.sink = groups, groups[0].quantization, groups[0].sink
         self.packed = [group.packed for group in groups]
         slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]

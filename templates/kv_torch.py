@@ -3,20 +3,22 @@
 Long inputs go through in blocks of queries, so that no mask is larger than one block.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from .kv_cache import KVLayerCache
-from .kv_heads import HeadGroup, on_device
+from .kv_heads import HeadGroup, Skipped, on_device
 from .kv_layout import TILE, LayerLayout
 from .kv_tiles import QuantizedGroup, key_products, rotated, weighted_values
 
 BLOCK = 256  # queries per block of a streaming group
 SCORES = 2**24  # elements of the largest mask, or of explicit scores, of a full group's block
 LOWEST = -1.0e30  # stands in for the log-sum-exp of nothing, so that differences are no NaN
+# which keys queries see, as a mask: of queries [1, m, 1] and keys [1, 1, n] by column or slot, bool [1 or batch, m, n]
+Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Scoring(NamedTuple):
@@ -54,6 +56,51 @@ class Scoring(NamedTuple):
         if self.sinks is None:
             return [self] * len(query_heads)
         return [self._replace(sinks=part) for part in self.sinks.split(query_heads)]
+
+
+class AttentionPath(Protocol):
+    """Where attention is computed: this module or `kv_cuda`, which have these functions."""
+
+    def has_room(self, layer: KVLayerCache) -> bool: ...
+    def decode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
+    ) -> torch.Tensor: ...
+    def decode_stored(self, query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor: ...
+    def causal(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+    ) -> torch.Tensor: ...
+    def causal_with_lse(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def after_past(self, query: torch.Tensor, group: HeadGroup, past: int, scoring: Scoring) -> torch.Tensor: ...
+    def over_block(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        counts: list[int] | None,
+        scoring: Scoring,
+    ) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]: ...
+    def streaming_from_start(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        skipped: Skipped,
+        layout: LayerLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor: ...
+    def streaming(
+        self,
+        query: torch.Tensor,
+        sinks: Sequence[torch.Tensor],
+        window: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        past: int,
+        skipped: Skipped,
+        layout: LayerLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor: ...
 
 
 def attend(
@@ -124,7 +171,9 @@ def merge(
     return first + second, lse
 
 
-def step(query, key, value, layer: KVLayerCache, scale: float | None) -> torch.Tensor:
+def step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scale: float | None
+) -> torch.Tensor:
     """Store one token per row of a layer that has `runs` and attend from it: [batch, 1, query_heads, head_dim].
 
     `decode` does the same for any layer. Here the host has little to do, of which a small model's step consists: the
@@ -158,7 +207,9 @@ def has_room(layer: KVLayerCache) -> bool:
     return not layer.layout.quantized_window
 
 
-def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+def decode(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
+) -> torch.Tensor:
     """Store one token per row and attend from it, head group by head group: [batch, query_heads, 1, head_dim]."""
     layout, column = layer.layout, layer.seen
     if layout.rotated_keys or layout.rotated_values:  # all that is stored is
@@ -177,13 +228,13 @@ def decode(query, key, value, layer: KVLayerCache, scoring: Scoring) -> torch.Te
     return _decode_groups(query, layer, scoring)
 
 
-def decode_stored(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
     layout = layer.layout
     return _decode_groups(rotated(query, layout.rotated_keys * query.shape[1] // layout.heads), layer, scoring)
 
 
-def _decode_groups(query, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
+def _decode_groups(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """Attention of the newest token of each row, whose query is as keys are stored, to all groups."""
     layout, share = layer.layout, query.shape[1] // layer.layout.heads
     sizes = [share * group.heads for group in layer.present]
@@ -236,44 +287,34 @@ def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: 
     return output.to(query.dtype)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def compact(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer) -> None:
-    """Store the columns that each budgeted head keeps of a prompt: what `BudgetedHeads.select` returns.
-
-    Args:
-        keys, values: [batch, heads, prompt, head_dim], by column.
-        layer: the `KVLayerCache` whose budgeted heads these are.
-    """
-    for head, group in enumerate(layer.budgeted.groups):
-        # all rows at once where they skip alike, and thus keep as many
-        for rows, skip in group.spans():
-            index = kept[rows, head, : max(keys.shape[2] - skip, 0)]
-            own = (
-                states[rows, head].gather(1, index[..., None].expand(-1, -1, keys.shape[3]))
-                for states in (keys, values)
-            )
-            group.write(rows, 0, *(states[:, None] for states in own))
-
-
-def causal(query, keys, values, skipped, scoring: Scoring, with_lse: bool = False):
+def causal(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+) -> torch.Tensor:
     """Queries of the last columns that keys are of: every earlier token of the row is visible.
 
     Args:
         query: [batch, query_heads, tokens, head_dim].
         keys, values: [batch, kv_heads, past + tokens, head_dim], by column.
-        skipped: columns that every row skips, as `HeadGroup` has it.
-        with_lse: return the log-sum-exp of the scores too.
     """
     past, padded = keys.shape[2] - query.shape[2], torch.is_tensor(skipped) or skipped
-    if past or padded or with_lse or scoring.explicit:
-        return blocks(query, keys, values, past, by_column(skipped), scoring, with_lse)
+    if past or padded or scoring.explicit:
+        return blocks(query, keys, values, past, by_column(skipped), scoring)
     return F.scaled_dot_product_attention(
         query, keys, values, dropout_p=scoring.dropout, is_causal=True, scale=scoring.scale, enable_gqa=True
     )
 
 
-def by_column(skipped):
+def causal_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same and the log-sum-exp of the scores, as `attend_with_lse` has it."""
+    past = keys.shape[2] - query.shape[2]
+    parts = _masked_blocks(query, keys, values, past, by_column(skipped), explicit=True)
+    outputs, sums = zip(*(attend_with_lse(*part, scoring) for part in parts), strict=True)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+def by_column(skipped: Skipped) -> Visible:
     """What queries see of keys that lie by column: all that is earlier in their row."""
     first = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
 
@@ -294,7 +335,9 @@ def after_past(query: torch.Tensor, group: HeadGroup, past: int, scoring: Scorin
     return blocks(query, group.keys[:, :, :stop], group.values[:, :, :stop], past, allowed, scoring)
 
 
-def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
+def over_block(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: list[int] | None, scoring: Scoring
+) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, torch.Tensor]]]:
     """Attention of queries over a block of earlier tokens, as `QuantizedGroup.blocks` has it, part by part.
 
     Yields:
@@ -308,7 +351,7 @@ def over_block(query, keys, values, counts: list[int] | None, scoring: Scoring):
 
 def near(
     keys: torch.Tensor, values: torch.Tensor, group: HeadGroup, past: int
-) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Skipped]:
     """What is not in tiles, by column, the arriving tokens last: keys and values, and the columns that rows skip of it.
 
     `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on. Sinks come right before
@@ -341,26 +384,33 @@ def query_blocks(query: torch.Tensor, keys: int, explicit: bool, kv_heads: int) 
     return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
-def blocks(query, keys, values, past: int, allowed, scoring: Scoring, with_lse: bool = False):
-    """Attend in blocks of queries; `allowed(queries [1, m, 1], keys [1, 1, n])` is a block's mask.
+def blocks(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, visible: Visible, scoring: Scoring
+) -> torch.Tensor:
+    """Attend in blocks of queries at columns from `past` on; no query sees a key beyond its own column."""
+    parts = _masked_blocks(query, keys, values, past, visible, scoring.explicit)
+    return torch.cat([attend(*part, scoring) for part in parts], 2)
 
-    A block is over the keys that stand before the end of its queries in columns: no query sees a later one.
-    """
-    tokens, outputs = query.shape[2], []
-    explicit = with_lse or scoring.explicit
-    for rows in query_blocks(query, past + tokens, explicit, keys.shape[1]):
+
+def _masked_blocks(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, visible: Visible, explicit: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A block of queries at a time, the keys and values up to its last column, and its mask."""
+    for rows in query_blocks(query, past + query.shape[2], explicit, keys.shape[1]):
         queries = torch.arange(past + rows.start, past + rows.stop, device=query.device)[None, :, None]
         columns = torch.arange(min(past + rows.stop, keys.shape[2]), device=query.device)[None, None]
-        part = (states[:, :, : past + rows.stop] for states in (keys, values))
-        if with_lse:
-            outputs.append(attend_with_lse(query[:, :, rows], *part, allowed(queries, columns), scoring))
-        else:
-            outputs.append((attend(query[:, :, rows], *part, allowed(queries, columns), scoring),))
-    joined = tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
-    return joined if with_lse else joined[0]
+        before = slice(past + rows.stop)
+        yield query[:, :, rows], keys[:, :, before], values[:, :, before], visible(queries, columns)
 
 
-def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+def streaming_from_start(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    skipped: Skipped,
+    layout: LayerLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
     """Queries of streaming heads at the last of the columns that keys are of, nothing before them."""
     tokens, past = keys.shape[2], keys.shape[2] - query.shape[2]
     if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
@@ -370,7 +420,7 @@ def streaming_from_start(query, keys, values, skipped, layout: LayerLayout, scor
     return streaming(query, sinks, before, own, past, skipped, layout, scoring)
 
 
-def first_positions(keys, values, skipped, count: int) -> tuple[torch.Tensor, ...]:
+def first_positions(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, count: int) -> tuple[torch.Tensor, ...]:
     """Copies of keys and values by column at the first `count` positions of each row, of which there may be fewer."""
     if not torch.is_tensor(skipped):
         skipped = torch.full((1,), skipped, device=keys.device)
@@ -381,7 +431,16 @@ def first_positions(keys, values, skipped, count: int) -> tuple[torch.Tensor, ..
     )
 
 
-def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout, scoring: Scoring) -> torch.Tensor:
+def streaming(
+    query: torch.Tensor,
+    sinks: Sequence[torch.Tensor],
+    window: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    past: int,
+    skipped: Skipped,
+    layout: LayerLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
     """Queries of streaming heads over sinks and window, in blocks; time and memory linear in the tokens.
 
     Args:
@@ -389,7 +448,6 @@ def streaming(query, sinks, window, own, past: int, skipped, layout: LayerLayout
         sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
         window: those of the last columns before `past`.
         own: those of the queries' own columns.
-        skipped: left padding of every row, as `HeadGroup` has it.
     """
     pad = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
     before, tokens = window[0].shape[2], query.shape[2]

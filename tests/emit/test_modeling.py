@@ -63,7 +63,7 @@ def test_no_module_imports_one_that_imports_it() -> None:
 def test_a_plain_checkpoint_has_no_code_of_budgets_and_long_prompts() -> None:
     plain, reform, budgets, holds = ({*code_files(family("llama"), needs)} for needs in NEEDS[:4])
     assert reform - plain == {"kv_received.py", "kv_encode.py", "kv_gather.py", "kv_reform.py"}
-    assert budgets - plain == {"kv_received.py", "kv_budget.py"}
+    assert budgets - plain == {"kv_received.py", "kv_budget.py", "kv_compact.py"}
     assert holds - budgets == {"kv_hold.py", "kv_move.py", "kv_reselect.py", "kv_token_codes.py"}
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvsurgery.templates import kv_budget, kv_cuda, kv_hold, kv_torch  # noqa: F401  # lets caches have budgeted heads
+from kvsurgery.templates import kv_budget, kv_hold  # noqa: F401  # lets caches have budgeted heads
 from kvsurgery.templates.kv_cache import HeadTable, KVLayerCache
 from kvsurgery.templates.kv_decode import decode
 from kvsurgery.templates.kv_heads import Columns, HeadGroup
@@ -362,7 +362,7 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
         ((1, len(case.budgets)),), 0, 1, False, case.budgets, Selection(8, 7, "max"), case.quantization
     )
     layers = []
-    for path in (kv_torch, kv_cuda):
+    for kernels in (False, True):
         columns = Columns(case.prompt + case.new)
         columns.begin(mask, batch, case.prompt, 0)
         layer = KVLayerCache(layout, columns)
@@ -373,7 +373,7 @@ def check_compact(case: Compact, dtype: torch.dtype, device: str) -> None:
         own = keys[:, 1:], values[:, 1:]
         layer.budgeted.observe(0, query[:, group:])
         kept = layer.budgeted.select(*own, columns.pads, Scoring(case.head_dim**-0.5))
-        path.compact(*own, kept, layer)
+        layer.budgeted.compact(*own, kept, layer, kernels)
         layers.append(layer)
     expected, found = ([*table, *(table.tiles or ())] for table in (layer.head_table() for layer in layers))
     for part, other in zip(found, expected, strict=True):
@@ -450,7 +450,7 @@ def check_renew(case: Renew, dtype: torch.dtype, device: str) -> None:
         asked, held = query[:, case.group :], layer.budgeted
         held.observe(0, asked[:, :, :prompt])
         own = [part[:, 1:, :prompt] for part in states]
-        kv_torch.compact(*own, held.select(*own, columns.pads, scoring), layer)
+        held.compact(*own, held.select(*own, columns.pads, scoring), layer)
         for number, group in enumerate(held.groups, 1):
             group.settled = case.column - 1
             group.store(prompt, *(part[:, number, None, prompt:] for part in states))

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_cuda, kv_graph, kv_hold
+from kvsurgery.templates import kv_attention, kv_budget, kv_cuda, kv_graph, kv_hold
 from tests.helpers.emitted import LOSSLESS, emitted
 from tests.helpers.families import largest, tokens
 from tests.helpers.kernel_reference import append_reference, decode_reference, flush_reference
@@ -86,7 +86,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             kv_hold.HeldHeads, "renew", lambda heads, column, layer, kernels: renew(heads, column, layer)
         )
-        for name in ("causal", "streaming_from_start", "compact"):
+        compact = kv_budget.BudgetedHeads.compact
+        monkeypatch.setattr(kv_budget.BudgetedHeads, "compact", lambda *args, kernels: compact(*args))
+        for name in ("causal", "streaming_from_start"):
             monkeypatch.setattr(kv_cuda, name, getattr(kv_attention.kv_torch, name))
         return tapes
 

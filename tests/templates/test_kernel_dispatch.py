@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: make test-kernels", allow_module_level=True)
 
-from kvsurgery.templates import kv_attention, kv_cuda, kv_torch
+from kvsurgery.templates import kv_attention, kv_compact, kv_cuda, kv_torch
 from kvsurgery.templates.kv_layout import ACCUMULATED, VALUE_NORM
 from kvsurgery.templates.kv_torch import Scoring
 from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, emitted_class, in_parts
@@ -223,8 +223,8 @@ def test_a_prompt_is_compacted_in_one_launch_a_layer(padded: bool, quantization:
         mask[1, :250] = mask[2, :299] = 0
     expected = in_parts(model, ids, mask, sizes, prompt)
     kernels()
-    compact = kv_cuda.kv_store.compact
-    monkeypatch.setattr(kv_cuda.kv_store, "compact", lambda *args: launched.append(1) or compact(*args))
+    compact = kv_compact.compact
+    monkeypatch.setattr(kv_compact, "compact", lambda *args: launched.append(1) or compact(*args))
     found = in_parts(model, ids, mask, sizes, prompt)
     assert len(launched) == 2
     assert largest((found - expected) * mask[:, :, None], expected) <= 1e-5

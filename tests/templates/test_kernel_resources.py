@@ -27,7 +27,7 @@ from triton.backends.nvidia import compiler  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvsurgery.templates import kv_decode, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
+from kvsurgery.templates import kv_compact, kv_decode, kv_move, kv_packed, kv_reselect, kv_store  # noqa: E402
 from kvsurgery.templates.kv_cache import HeadTable  # noqa: E402
 from kvsurgery.templates.kv_layout import Quantization, Selection  # noqa: E402
 from kvsurgery.templates.kv_prefill import Span, Window, prefill, prefill_with_lse  # noqa: E402
@@ -235,7 +235,7 @@ def test_compact(compiled: dict, quantization, dtype: torch.dtype, head_dim: int
     if quantization:
         tiles = empty_tiles(states, 64, quantization)
         table = table._replace(tiles=tiles, first_tiles=each, packed=row, quantization=quantization)
-    kv_store.compact(table, keys, keys, kept)
+    kv_compact.compact(table, keys, keys, kept)
     check(compiled["_compact_kernel"], tmp_path, 1 if quantization else 8)
 
 
@@ -377,7 +377,7 @@ def test_arguments_of_one_compile(compiled: dict) -> None:
     for each in (table, packed):
         kv_store.append(each, row, query[0], query, query)
         kv_decode.decode(query[0], each, row, scoring, programs=1)
-        kv_store.compact(each, prompt, prompt, row[None])
+        kv_compact.compact(each, prompt, prompt, row[None])
     many = states[0].expand(kv_decode.ALONE + 1, -1, -1)  # more rows than are launched without a plan
     of_many = table._replace(keys=many, values=many, skipped=row.expand(len(many), 1))
     kv_decode.decode(query[0].expand(len(many), -1, -1), of_many, row, scoring, programs=1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvsurgery.templates.kv_heads import HeadGroup, allocate, check_padding
+from tests.helpers.cache_operations import stock_and_emitted
 from tests.helpers.families import largest, tokens
 from tests.templates.test_exactness import left_padded, logits
 
@@ -225,6 +226,31 @@ def test_cache_can_be_copied_reset_and_used_for_other_rows(llama, copied):
     cache.reset()
     assert cache.get_seq_length() == cache.allocated_bytes() == 0
     assert largest(llama(ids, past_key_values=cache).logits[:, 20:] - expected, expected) <= 1e-5
+
+
+PICKLED = {
+    "streaming": [{"blocks": [[2, 2]], "sink": 2, "recent": 9}],
+    "budgeted": [{"blocks": [[1, 3]], "budgets": [5, 9, 0]}],
+    "quantized": [{"blocks": [[2, 2]], "sink": 2, "recent": 9}],
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED)
+def test_a_pickled_cache_has_every_buffer_once(kind):
+    section = {"layers": PICKLED[kind] * 2, "selection": {"window": 4, "kernel_size": 3, "pool": "max"}}
+    if kind == "quantized":
+        section["quantization"] = {"bits": 4, "scheme": "kivi", "group_size": None, "residual": 0, "streaming": False}
+        section["quantization"] |= {"sink": 4, "rotate": "values", "clip": False}
+    _, model = stock_and_emitted("gemma2", 9, **section)
+    ids = tokens(2, 700)
+    cache = model(ids[:, :690]).past_key_values
+    written = pickle.dumps(cache)
+    assert cache.allocated_bytes() < len(written) < cache.allocated_bytes() + 40_000
+    loaded = pickle.loads(written)
+    assert loaded.allocated_bytes() == cache.allocated_bytes()
+    for column in range(690, 700):
+        one, other = (model(ids[:, column : column + 1], past_key_values=each).logits for each in (cache, loaded))
+        assert one.equal(other)
 
 
 def test_a_copy_made_in_inference_mode_goes_on(llama):

@@ -1,0 +1,141 @@
+"""A kernel that stores what budgeted heads keep of a prompt."""
+
+import torch
+
+from .kv_cache import HeadTable
+from .kv_kernels import TILE_TOKENS, _padded, _slots, _strides, _tiles, tl, triton
+from .kv_layout import TILE
+from .kv_store import _pack, _pack_options
+
+MOVE_BYTES = 2 * 1024  # of keys that a warp moves at once
+PACK_REGISTERS = 255  # of a thread that packs; ptxas may stop at 128 by itself, and spill
+
+
+@triton.jit(do_not_specialize=["heads", "columns", "skipped_batch", "skipped_head", "packed_batch", "packed_head"])
+def _compact_kernel(
+    k_ptr,  # [batch, slots of all heads, D]
+    v_ptr,
+    prompt_k_ptr,  # [batch, heads, columns, D]
+    prompt_v_ptr,
+    kept_ptr,  # [batch, heads, n]
+    offset_ptr,  # [heads]
+    sink_ptr,
+    ring_ptr,
+    skipped_ptr,  # [batch, heads]
+    k_codes_ptr,  # [batch, tiles, TILE, W]
+    k_scales_ptr,  # [batch, tiles, 2, K_ROWS, K_COLUMNS]
+    v_codes_ptr,
+    v_scales_ptr,
+    packed_ptr,  # [batch, heads]
+    first_ptr,  # [heads]
+    kv_batch,
+    kv_slot,
+    prompt_k_batch,
+    prompt_k_head,
+    prompt_k_column,
+    prompt_v_batch,
+    prompt_v_head,
+    prompt_v_column,
+    kept_batch,
+    kept_head,
+    skipped_batch,
+    skipped_head,
+    codes_batch,
+    k_scales_batch,
+    v_scales_batch,
+    packed_batch,
+    packed_head,
+    heads,
+    columns,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    K_COLUMNS: tl.constexpr,
+    K_N: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
+    V_N: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    begin = tl.program_id(0) * TILE_TOKENS
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    tokens = columns - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head).to(tl.int32)
+    if begin >= tokens:
+        return
+    kept = kept_ptr + batch * kept_batch + head * kept_head + begin
+    k_from = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
+    v_from = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
+    to = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
+    n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
+    for start in range(0, TILE_TOKENS, N):
+        position = begin + start + n
+        stays = (position < tokens) & ((position < sink) | (position >= tokens - ring))
+        column = tl.load(kept + start + n, stays, 0).to(tl.int64)[:, None]
+        slot = tl.where(position < sink, position, sink + (position - sink) % ring).to(tl.int64)[:, None]
+        there = stays[:, None] & (d < D)
+        k = tl.load(k_from + column * prompt_k_column + d, there)
+        v = tl.load(v_from + column * prompt_v_column + d, there)
+        tl.store(k_ptr + to + slot * kv_slot + d, k, there)
+        tl.store(v_ptr + to + slot * kv_slot + d, v, there)
+    if BITS is not None:
+        packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
+        if begin < packed:
+            tile = (tl.load(first_ptr + head) + tl.program_id(0)).to(tl.int64)
+            codes = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8)
+            k_scales = k_scales_ptr + batch * k_scales_batch + tile * (2 * K_ROWS * K_COLUMNS)
+            v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
+            for values in tl.static_range(2):
+                _pack(
+                    state_ptr=v_from if values else k_from,
+                    code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
+                    scale_ptr=v_scales if values else k_scales,
+                    first=kept + sink,
+                    ring=ring,
+                    step=prompt_v_column if values else prompt_k_column,
+                    D=D,
+                    BITS=BITS,
+                    ROWS=TILE_TOKENS if values else K_ROWS,
+                    COLUMNS=V_COLUMNS if values else K_COLUMNS,
+                    N=V_N if values else K_N,
+                    RANGES=RANGES,
+                    LISTED=True,
+                )
+
+
+def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
+    """Store some columns of a prompt as each head's first tokens: slots and tiles of all rows and heads, in place.
+
+    A program has `TILE` tokens of a head; every head gets as many programs as `kept` is long. `BudgetedHeads.compact`
+    has the reference.
+
+    Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantization.tile_bytes`, over
+    the copy bandwidth; else a launch.
+
+    Args:
+        table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
+            keeps none. `packed` are its first tokens after the sinks, which go into tiles.
+        keys, values: [batch, heads, columns, head_dim], in other memory.
+        kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
+    """
+    assert keys.stride(3) == values.stride(3) == kept.stride(2) == 1
+    warps = 4 if table.tiles is None else 8
+    with torch.cuda.device_of(keys):
+        _compact_kernel[(triton.cdiv(kept.shape[2], TILE), keys.shape[0] * keys.shape[1])](
+            **_slots(table),
+            **_tiles(table, torch.uint8),
+            **_pack_options(table),
+            prompt_k_ptr=keys,
+            prompt_v_ptr=values,
+            kept_ptr=kept,
+            skipped_ptr=table.skipped,
+            **_strides(keys, "prompt_k_batch", "prompt_k_head", "prompt_k_column"),
+            **_strides(values, "prompt_v_batch", "prompt_v_head", "prompt_v_column"),
+            **_strides(kept, "kept_batch", "kept_head"),
+            **_strides(table.skipped, "skipped_batch", "skipped_head"),
+            columns=keys.shape[2],
+            N=min(MOVE_BYTES * warps // (_padded(keys.shape[3]) * keys.element_size()), TILE),
+            num_warps=warps,
+            enable_fp_fusion=False,
+            **({"maxnreg": PACK_REGISTERS} if table.tiles is not None and torch.version.hip is None else {}),
+        )
