@@ -41,4 +41,18 @@ def test_differences_are_paired_by_sample() -> None:
 def test_the_page_has_the_table() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "real-model-tasks.json").read_text())
     assert all(len(scores) >= 100 for result in found["results"].values() for scores in result.values())
-    assert "\n".join(benchmark.table(found)) in (ROOT / "docs" / "results.md").read_text()
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(benchmark.table(found)) in page
+    original, gates, *others = found["results"].values()
+    less = [
+        benchmark.difference(each["RULER, 1,024 tokens"], original["RULER, 1,024 tokens"])[1]
+        for each in found["results"].values()
+    ]
+    said = [f"{-100 * each.mean:.0f}" for each in less]
+    assert f"gates lose {said[1]} points, and their interval includes 0" in page
+    assert less[1].high >= 0
+    assert len({*said[2:]}) == 1
+    assert f"the first layers and random heads lose {said[2]}" in page
+    for each in (gates, *others):
+        more = benchmark.difference(each["cloze, 512 tokens"], original["cloze, 512 tokens"])[1]
+        assert more.low <= 0 <= more.high
