@@ -19,6 +19,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton import constexpr_function  # Triton before 3.4 has none
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
@@ -87,13 +88,13 @@ def _matrix(table: HeadTable) -> dict:
     }
 
 
-@triton.constexpr_function
+@constexpr_function
 def _power(count: int) -> int:
     """The least power of two that is no less."""
     return 1 << (count - 1).bit_length()
 
 
-@triton.constexpr_function
+@constexpr_function
 def _padded(head_dim: int) -> int:
     """Elements of a row of a tile: a power of two, and enough for the matrix units."""
     return max(16, 1 << (head_dim - 1).bit_length())

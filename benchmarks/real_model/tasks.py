@@ -82,6 +82,7 @@ def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original
         found[group.heading] = {
             f"{record['task']}/{record['sample']}": next(iter(record["scores"].values()))
             for record in read_lines(own / f"answers-{name}.jsonl")
+            if "scores" in record
         }
         said(f"{np.mean([*found[group.heading].values()]):.0%}")
     return found

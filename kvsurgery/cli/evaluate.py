@@ -40,12 +40,12 @@ def evaluate(
     OUT holds the prompts (samples.jsonl), the answers of each model, results.json and a report page. To continue an
     interrupted run, give the same command again. The code in DIR is executed: verify it first.
 
-    The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know.
-    babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or from the
-    Hub; repoeval and mm_niah read files. scbench asks several questions on the cache that their context has left.
-    mm_niah asks models that read images. mt_bench has no score: the answers of each model are written for a judge.
-    Processes started by torchrun share the samples. With --tp they share the model, which must have been converted for
-    that many processes.
+    The tasks needle, passkey, perplexity, cloze and ruler are generated, in words that the tokenizer must know. The
+    tasks babilong, infinitebench, longbench, longbench_v2, loogle and scbench read the published data, from files or
+    from the Hub; repoeval and mm_niah read files. scbench asks several questions on the cache that their context has
+    left. mm_niah asks models that read images. mt_bench has no score: the answers of each model are written for a
+    judge. Processes started by torchrun share the samples. With --tp they share the model, which must have been
+    converted for that many processes.
 
     \b
     kvsurgery eval ./llama3-duo --source ./llama3 --tasks needle,perplexity --text book.txt --lengths 4K,16K,64K

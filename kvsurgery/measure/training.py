@@ -63,7 +63,7 @@ def train_gates(
         measured: the model; its weights stay as they are.
         prompts: called for every step and every place in its batch; what it gives depends on these two alone.
         data: what the prompts are, for the provenance and to know a training again.
-        method: of the profile, a key of `METHODS`.
+        method: of the profile, a key of `SCORE_METHODS`.
         kept: where the state is kept; None: nowhere.
         progress: of the steps, with the loss of each and the share of gates under 0.5 after it.
         mesh: the processes that share the prompts of a step.

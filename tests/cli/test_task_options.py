@@ -61,10 +61,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[click.C
 def test_help_offers_a_new_tasks_settings(command: click.Command) -> None:
     text = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
     assert f"Any of {', '.join(sorted(tasks.task_classes()))}." in text
-    assert "Any of babilong, counting, " in text
+    assert "Any of babilong, cloze, counting, " in text
     assert "counting: --counting-most INTEGER RANGE The number to count to. [default: 7]" in text
-    assert "counting, needle, passkey, perplexity, ruler: --lengths LIST Tokens of prompts." in text
-    assert "[default: (counting: one; needle, passkey, perplexity: five up to 32000; ruler: 4096)]" in text
+    assert "cloze, counting, needle, passkey, perplexity, ruler: --lengths LIST Tokens of prompts." in text
+    assert "[default: (cloze, needle, passkey, perplexity: five up to 32000; counting: one; ruler: 4096)]" in text
 
 
 @pytest.mark.parametrize(

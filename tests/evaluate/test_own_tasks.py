@@ -235,5 +235,5 @@ def test_an_empty_text_is_refused(tmp_path):
 
 def test_a_text_that_repeats_no_word_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("the baker carried a lantern " * 400)
-    with pytest.raises(TextError, match=r"no sentence of text.txt ends with a word that stands in the 60 tokens"):
+    with pytest.raises(TextError, match=r"no sentence of text.txt ends with a word that stands in the 59 tokens"):
         list(ClozeTask((60,), text=str(tmp_path / "text.txt")).samples(reader(SPELLINGS["bytes", False])))

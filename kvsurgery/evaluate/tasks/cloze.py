@@ -60,7 +60,7 @@ class ClozeTask:
         needed = tokens_needed(self.text, max(lengths) + SPARE)
         haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
         for number, length in islice(product(range(self.passages), lengths), limit):
-            passage, word = _passage(reader, haystack, max(lengths), min(lengths), number)
+            passage, word = _passage(reader, haystack, max(lengths), min(lengths) - len(start), number)
             yield Sample(
                 task="cloze",
                 name=f"{length}/{number}",
