@@ -19,7 +19,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-    from triton import constexpr_function  # Triton before 3.4 has none
+    from triton import constexpr_function  # older versions have none
 except ImportError as error:  # transformers demands whatever is imported outside of a try
     raise ImportError("the CUDA kernels of this checkpoint need triton") from error
 
