@@ -360,7 +360,7 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
 
 
 def _at(known: dict[int, float], chunk: int) -> float:
-    """A chunk's seconds: measured, or on the line between its neighbours."""
+    """A chunk's seconds: measured, or on the line between its neighbors."""
     there = sorted(known)
     return float(np.interp(chunk, there, [known[place] for place in there]))
 

@@ -35,16 +35,16 @@ def points(found: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     return {name: sorted(own) for name, own in shown.items()}
 
 
-def draw(panels: Mapping[str, Mapping[str, Any]], colours: figures.Colours) -> Figure:
+def draw(panels: Mapping[str, Mapping[str, Any]], colors: figures.Colors) -> Figure:
     """A panel for each title and its results."""
-    figure, row = figures.panels(colours, [*panels], (4 * len(panels), 5))
+    figure, row = figures.panels(colors, [*panels], (4 * len(panels), 5))
     names = dict.fromkeys(name for found in panels.values() for name in points(found))
-    styles = dict(figures.looks([*names], colours))
+    styles = dict(figures.looks([*names], colors))
     for axes, found in zip(row, panels.values(), strict=True):
         axes.set_yscale("log")
         for name, own in points(found).items():
             axes.plot(*zip(*own, strict=True), label=name, **styles[name])
-    figures.legend(figure, row[0], colours)
+    figures.legend(figure, row[0], colors)
     return figure
 
 

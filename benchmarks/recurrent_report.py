@@ -149,13 +149,13 @@ def plot(results: list[Row], path: Path) -> None:
         "MiB that tensors hold at most": lambda row: row["peak_bytes"] / 2**20,
     }
     names = list(dict.fromkeys(row["method"] for row in results))
-    colours = map(colormaps["tab20"], range(20))
+    colors = map(colormaps["tab20"], range(20))
     styles: dict[str, dict[str, Any]] = {}
     for name in names:
         if name.startswith(RANDOM):
             styles[name] = {"color": "0.75", "linestyle": ":", "marker": "."}
         else:
-            styles[name] = {"color": next(colours), "marker": "o", "markersize": 3}
+            styles[name] = {"color": next(colors), "marker": "o", "markersize": 3}
     styles[OURS] |= {"color": "black", "linewidth": 2.5, "zorder": 3}
     grid = figure.subplots(1, len(panels))
     for axes, (title, value) in zip(grid, panels.items(), strict=True):

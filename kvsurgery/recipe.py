@@ -127,7 +127,7 @@ class Recipe:
         beta: how budgets follow the scores, as `allocate_budgets` takes it; larger is more even. Default: 1.2, and
             None for shares and budgets, which are kept in their proportions.
         window: observation window, the last tokens of the prompt whose attention selects what is kept.
-        kernel_size, pool: how many neighbours this attention is pooled over, and by what.
+        kernel_size, pool: how many neighbors this attention is pooled over, and by what.
         hold: recent tokens after which a budgeted head selects again, so that its budget holds for whatever follows the
             prompt. Default: it keeps all that follows.
         select: by what it selects, as `kv_layout.Selection` has it; `accumulated` goes with `hold`.

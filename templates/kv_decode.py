@@ -15,6 +15,7 @@ from .kv_kernels import (
     _accumulate,
     _matrix,
     _padded,
+    _power,
     _score_factors,
     _scores,
     _sink_score,
@@ -532,7 +533,7 @@ def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring) -> _Walk:
     heads, size, padded = len(table.offsets), query.element_size(), _padded(head_dim)
     tokens = min(max(TILE_BYTES // (padded * size), 16), 64)
     most = batch * (table.keys.shape[1] // tokens + heads)
-    asking = triton.next_power_of_2(query_heads // heads)
+    asking = _power(query_heads // heads)
     segments, members, options = 1, max(16, asking), dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
         segments, (members, options) = 2, _packed_options(head_dim, asking, table.quantization)

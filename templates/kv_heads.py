@@ -265,7 +265,7 @@ def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.T
     old = [(group.keys, group.values) for group in groups]
     batch, _, _, head_dim = old[0][0].shape
     rows = sum(keys.shape[1] * count for (keys, _), count in zip(old, slots, strict=True))
-    # zeros, not uninitialised memory: a masked slot has weight 0, and 0 x NaN would be NaN
+    # zeros, not uninitialized memory: a masked slot has weight 0, and 0 x NaN would be NaN
     buffers = old[0][0].new_zeros(batch, rows, head_dim), old[0][0].new_zeros(batch, rows, head_dim)
     bind(groups, slots, buffers)
     for group, (keys, values) in zip(groups, old, strict=True):

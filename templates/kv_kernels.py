@@ -97,7 +97,7 @@ def _power(count: int) -> int:
 @constexpr_function
 def _padded(head_dim: int) -> int:
     """Elements of a row of a tile: a power of two, and enough for the matrix units."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, _power(head_dim))
 
 
 def _score_factors(scoring: Scoring) -> dict:

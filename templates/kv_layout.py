@@ -136,7 +136,7 @@ class Quantization:
 @dataclass(frozen=True)
 class Selection:
     """How budgeted heads choose what they keep of a prompt (SnapKV, Li et al. 2024): by the attention of its last
-    `window` tokens, pooled over `kernel_size` neighbours by their maximum (`max`) or mean (`avg`). The window is kept
+    `window` tokens, pooled over `kernel_size` neighbors by their maximum (`max`) or mean (`avg`). The window is kept
     on top of the budget.
 
     With `hold`, budgets hold after the prompt too: whenever `hold` tokens have come since the last selection, heads

@@ -26,7 +26,7 @@ class Reform:
             `streaming`, the first `keep` and the latest.
         window: last queries of a chunk, which choose.
         keep: first and last tokens that are always kept, of the cache and of the prompt.
-        pool: neighbours over which a token's similarity to the question is max-pooled.
+        pool: neighbors over which a token's similarity to the question is max-pooled.
         recompute_budget: tokens that go through the whole model, those always kept and the question included.
         query_marker: token ids that open a user's turn; the question is what follows the last one, if that is short.
         query_length: length of the question where it is not.

@@ -307,7 +307,7 @@ def causal(
 def causal_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same and the log-sum-exp of the scores, as `attend_with_lse` has it."""
+    """As `causal`, with the log-sum-exp of the scores beside it, as from `attend_with_lse`."""
     past = keys.shape[2] - query.shape[2]
     parts = _masked_blocks(query, keys, values, past, by_column(skipped), explicit=True)
     outputs, sums = zip(*(attend_with_lse(*part, scoring) for part in parts), strict=True)

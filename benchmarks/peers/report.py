@@ -79,7 +79,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     series = list(dict.fromkeys(contender.series for contender, _ in found if contender != STOCK))
     converted = {contender.series for contender, _ in found if contender.kind == "converted"}
     palette = [*map(colormaps["tab10"], range(10)), *map(colormaps["Dark2"], range(8))]
-    colours = dict(zip(series, palette, strict=False))
+    colors = dict(zip(series, palette, strict=False))
     figure = new_figure(14, 4.5)
     grid = figure.subplots(1, len(PANELS))
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
@@ -90,7 +90,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
                 if contender.series == each and {name, "kv_bytes"} <= row.keys()
             ]
             style = {"linewidth": 2.2, "marker": "o"} if each in converted else {"linestyle": "--", "marker": "x"}
-            axes.plot(*zip(*sorted(points), strict=True), label=each, color=colours[each], **style)
+            axes.plot(*zip(*sorted(points), strict=True), label=each, color=colors[each], **style)
         if name in report["contenders"].get(STOCK.name, {}):
             axes.axhline(report["contenders"][STOCK.name][name], color="0.6", linestyle=":", label="stock")
         axes.set_xscale("log", base=2)

@@ -5,7 +5,7 @@
 
 Facts are single words that stand between the sentences of a text; the beginning of one of them is the end of a
 prompt. A text is read once, and each question follows a copy of what was read. Every text goes through all methods in
-turns, in bfloat16; methods that keep a small cache while every layer reads are slow, so they read fewer texts. Methods
+turns; methods that keep a small cache while every layer reads are slow, so they read fewer texts. Methods
 answer from as many tokens, whatever the length. Seconds are of CPU time on one thread, to the first word of an answer,
 reading included. A run continues from its JSON file, also with a larger --recurrent-texts.
 """
@@ -26,7 +26,7 @@ import torch
 from models import stock
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
-from trials import Prompt, chained_prompts, prompts
+from trials import Prompt, chained_prompts, listing_prompts, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
@@ -45,7 +45,9 @@ from kvsurgery.text.tokens import token_ids
 LENGTHS = (4000, 8000, 16000, 32000, 64000)
 SETTINGS = Reform((), chunk=512, encode_budget=1024, window=64, keep=64, pool=33, recompute_budget=1024)
 FACTS = 4  # of a text
-ROOM = 64  # tokens, for a question and its answer
+ROOM, LIST = 128, 48  # tokens, for a question and its answer, and for an answer that lists words
+ASKED = {"single": prompts, "two-hops": chained_prompts, "list": listing_prompts}
+DTYPES = ("bfloat16", "float32")
 CATALYST = "\n\nThe secret word of the"  # how all questions begin
 
 
@@ -78,16 +80,22 @@ def answer(reading: Reading, question: torch.Tensor, count: int) -> tuple[list[i
 
 @torch.inference_mode()
 def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str, list[float]]:
-    """By question: whether every token of the answer is right, and seconds."""
+    """By question whether the answer is right, or by word of a list whether it is there; and seconds by question."""
     begin = time.process_time()
     reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
     read, found = time.process_time() - begin, {"right": [], "seconds": []}
     for question in prompt.questions:
-        asked, expected = question.tokens[: -question.answer], question.tokens[-question.answer :]
-        given, seconds = answer(duplicate(reading, model), torch.tensor([asked]), len(expected))
-        found["right"].append(given == expected)
+        asked, expected = np.split(question.tokens, [len(question.tokens) - question.answer])
+        count = LIST if question.listed else len(expected)
+        given, seconds = answer(duplicate(reading, model), torch.from_numpy(asked)[None], count)
+        found["right"] += [holds(given, word) for word in question.listed] or [given == expected.tolist()]
         found["seconds"].append(read + seconds)
     return found
+
+
+def holds(tokens: list[int], word: list[int]) -> bool:
+    """Whether a word's tokens are among these, one after another."""
+    return any(tokens[start : start + len(word)] == word for start in range(len(tokens)))
 
 
 def recalled(samples: list[dict[str, Any]], name: str, than: str | None = None) -> Interval:
@@ -152,9 +160,12 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True, help="its embedding heads")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
-    parser.add_argument("--two-hops", action="store_true", help="ask questions that two facts answer together")
+    parser.add_argument(
+        "--questions", choices=ASKED, default="single", help="about a fact each, two facts together, or all of a text"
+    )
     parser.add_argument("--texts", type=int, default=25, help="texts of each length")
     parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="float32: for CPUs that lack bfloat16")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not measured again")
     parser.add_argument("--plot", type=Path, help="draw them as a PNG")
     arguments = parser.parse_args()
@@ -162,7 +173,8 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
-    tokenizer, plain = AutoTokenizer.from_pretrained(arguments.model), stock(arguments.model, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    plain = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
     settings = replace(SETTINGS, heads=heads)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert isinstance(plain, LlamaForCausalLM)
@@ -171,18 +183,20 @@ def main() -> None:
         "text": arguments.text.name,
         "texts": arguments.texts,
         "settings": json.loads(json.dumps(asdict(settings))),
-        **({"hops": 2} if arguments.two_hops else {}),
+        "questions": arguments.questions,
+        "dtype": arguments.dtype,
     }
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
-    if {name: found.get(name) for name in (*facts, "hops")} != {"hops": None} | facts:
+    before = {"questions": "single", "dtype": DTYPES[0]}  # of files that do not say so
+    if before | {name: found[name] for name in facts if name in found} != facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
     results, few = found.setdefault("results", {}), choosing(settings)
-    make = chained_prompts if arguments.two_hops else prompts
     every = few + recurrent(settings, token_ids(tokenizer, CATALYST))
     for length in arguments.lengths:
         own = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
-        for number, prompt in enumerate(make(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
+        made = ASKED[arguments.questions](tokenizer, haystack, length, FACTS, arguments.texts, 0)
+        for number, prompt in enumerate(made):
             here = every if number < arguments.recurrent_texts else few
             if length + ROOM > model.config.max_position_embeddings:
                 here = [method for method in here if not isinstance(method, Full)]

@@ -67,23 +67,23 @@ def table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def draw(found: Mapping[str, Any], colours: figures.Colours) -> Figure:
+def draw(found: Mapping[str, Any], colors: figures.Colors) -> Figure:
     """Divergence and recall against the bytes held."""
     every = [row for row in rows(found) if row.name != ORIGINAL]
     [original] = (row for row in rows(found) if row.name == ORIGINAL)
     titles = "divergence of the next token, nats", "facts recalled"
-    figure, (of_loss, of_recall) = figures.panels(colours, titles, (9, 5.4))
+    figure, (of_loss, of_recall) = figures.panels(colors, titles, (9, 5.4))
     of_loss.set_yscale("log")
     of_recall.yaxis.set_major_formatter("{x:.0%}")
-    of_recall.axhline(original.scores.recall.mean, color=colours["original"], linestyle=":", label=ORIGINAL)
+    of_recall.axhline(original.scores.recall.mean, color=colors["original"], linestyle=":", label=ORIGINAL)
     names = dict.fromkeys(row["series"] for row in found["results"].values())
     drawn = [name for name in names if any(row.series == name for row in every)]
-    for name, look in figures.looks(drawn, colours):
+    for name, look in figures.looks(drawn, colors):
         own = sorted((row for row in every if row.series == name), key=lambda row: row.share)
         shares = [row.share for row in own]
         of_loss.plot(shares, [row.scores.kl.mean for row in own], label=name, **look)
         of_recall.plot(shares, [row.scores.recall.mean for row in own], label=name, **look)
-    figures.legend(figure, of_recall, colours)
+    figures.legend(figure, of_recall, colors)
     return figure
 
 

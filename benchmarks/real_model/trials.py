@@ -27,10 +27,15 @@ SAME = " The {} has the same secret word as the {}."
 
 @dataclass(frozen=True)
 class Question:
-    """What follows a text, and which of its last tokens are the answer."""
+    """What follows a text, and which of its last tokens are the answer.
+
+    Attributes:
+        listed: instead of an answer, the words that a generated one has to hold, as tokens.
+    """
 
     tokens: list[int]
     answer: int
+    listed: tuple[list[int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,24 @@ def chained_prompts(
         text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
         chained = [(cue, word) for cue, (_, word) in zip(asked_for, told, strict=True)]
         made.append(Prompt(text, questions(tokenizer, chained), np.zeros(0, np.int64), places))
+    return made
+
+
+def listing_prompts(
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, facts: int, count: int, seed: int
+) -> list[Prompt]:
+    """The texts of `prompts`, each with one question about all of its facts: it names their places, and begins the list
+    of their words."""
+    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    for _ in range(count):
+        told = needles_of(rng, needles, facts)
+        sentences = stated(tokenizer, told)
+        text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
+        *subjects, last = (_subject(cue) for cue, _ in told)
+        question = f"\n\nThe secret words of the {', the '.join(subjects)} and the {last}, one after another:"
+        words = tuple(token_ids(tokenizer, f" {word}") for _, word in told)
+        asked = Question(token_ids(tokenizer, f"{question}\n\n{told[0][0]}"), 0, words)
+        made.append(Prompt(text, (asked,), np.zeros(0, np.int64), places))
     return made
 
 

@@ -82,7 +82,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def initialise(model: LlamaForCausalLM) -> None:
+def initialize(model: LlamaForCausalLM) -> None:
     """Random weights, with the positional prior in layer 0.
 
     Every embedding shares one constant direction, as large as what tells the tokens apart. Queries and keys of KV heads
@@ -103,7 +103,7 @@ def initialise(model: LlamaForCausalLM) -> None:
     attention = model.model.layers[0].self_attn
     assert isinstance(attention, LlamaAttention)
     dim, group = CONFIG["head_dim"], CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
-    fast = torch.arange(3)  # the fastest rotations tell neighbouring tokens apart
+    fast = torch.arange(3)  # the fastest rotations tell neighboring tokens apart
     angle = CONFIG["rope_theta"] ** (-2 * fast / dim)
     amplitude = math.sqrt(PRIOR * math.sqrt(dim) / len(fast)) / seen
     for head, offset in enumerate((1, 2, 4)):
@@ -146,11 +146,11 @@ def train(model: LlamaForCausalLM, seed: int) -> None:
     rng = np.random.default_rng(seed)
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
-    optimisers = [
+    optimizers = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimiser, rate) for optimiser in optimisers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     lengths = [(length, batch) for length, batch, steps in STAGES for _ in range(steps)]
     start, history = time.monotonic(), []
     for step, (length, size) in enumerate(lengths):
@@ -162,10 +162,10 @@ def train(model: LlamaForCausalLM, seed: int) -> None:
             recall, filler, right = losses(model, batch)
         (recall + FILLER_WEIGHT * filler).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser, schedule in zip(optimisers, schedules, strict=True):
-            optimiser.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
             schedule.step()
-            optimiser.zero_grad()
+            optimizer.zero_grad()
         history.append((recall.item(), filler.item(), right))
         if (step + 1) % 25 == 0:
             loss, text, share = np.mean(history[-25:], axis=0)
@@ -207,7 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    initialise(model)
+    initialize(model)
     train(model, options.seed)
     save(model, options.out)
     model.eval()

@@ -85,7 +85,7 @@ class Tensor:
 class Shard:
     """One safetensors file: its raw header (with the 8 bytes of its size) and its tensors in file order.
 
-    `read_at_once` is how many bytes of neighbouring tensors are best read in one go, and `slow` says that no finished
+    `read_at_once` is how many bytes of neighboring tensors are best read in one go, and `slow` says that no finished
     tensor should be read twice.
     """
 

@@ -65,7 +65,7 @@ class Provenance:
     originals: Mapping[str, bytes]
     left_out: tuple[str, ...]
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """The file's bytes; equal provenance gives equal bytes."""
         originals = {name: base64.b64encode(content).decode() for name, content in self.originals.items()}
         content = {"format": FORMAT, "version": VERSION, **vars(self), "originals": originals}
@@ -117,7 +117,7 @@ class Provenance:
         content["left_out"] = tuple(content["left_out"])
         content["originals"] = {name: _decode(name, text) for name, text in content["originals"].items()}
         result = cls(**content)
-        if checksum != json.loads(result.serialise())["checksum"]:
+        if checksum != json.loads(result.serialize())["checksum"]:
             raise ValueError("its checksum is wrong, so it was changed after the conversion")
         return result
 

@@ -139,7 +139,7 @@ FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
             int,
             "Number of trailing prompt tokens whose attention selects what a budgeted head keeps.",
         ),
-        "kernel_size": (int, "Number of neighbouring tokens over which this attention is pooled."),
+        "kernel_size": (int, "Number of neighboring tokens over which this attention is pooled."),
         "pool": (click.Choice(["max", "avg"]), "How this attention is pooled."),
         "hold": (
             Tokens(),
@@ -206,7 +206,7 @@ REFORM: dict[str, tuple[Any, str]] = {
     "compressor": (click.Choice(["h2o", "tova", "streaming"]), "How these tokens are selected.  [default: h2o]"),
     "window": (int, "Number of last queries of a chunk whose attention selects tokens.  [default: 128]"),
     "keep": (int, "Number of first and of last tokens that are always kept.  [default: 256]"),
-    "pool": (int, "Number of neighbouring tokens over which similarity to the question is pooled.  [default: 129]"),
+    "pool": (int, "Number of neighboring tokens over which similarity to the question is pooled.  [default: 129]"),
     "recompute_budget": (Tokens(), "Tokens that are gathered for the whole model.  [default: (16K, or what fits)]"),
     "query_length": (int, "Tokens of the question if nothing marks it in the prompt.  [default: 64]"),
 }

@@ -73,7 +73,7 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
 
 
 def _config_folder(source: str | Path, revision: str | None) -> Path:
-    """The folder of a checkpoint's config, which is downloaded for a Hub id. A path is never one."""
+    """The folder of a checkpoint's config, which is downloaded for a Hub id. A `Path` is never a Hub id."""
     folder = source if isinstance(source, Path) else checkpoint_folder(source)
     if folder is not None:
         return folder

@@ -91,7 +91,7 @@ def convert(
         if checkpoint.index is not None:
             output.write(INDEX, checkpoint.index)
             copied[INDEX] = blake3(checkpoint.index).hexdigest()
-        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialise())
+        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialize())
         output.write(CONFIG, files[CONFIG])
     return replace(report, resumed=output.resumed, seconds=time.monotonic() - begin)
 
@@ -172,7 +172,7 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
     if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
         return False
     found = Provenance.read(out)
-    if replace(found, tensors={}, copied=dict.fromkeys(found.copied)).serialise() != provenance.serialise():
+    if replace(found, tensors={}, copied=dict.fromkeys(found.copied)).serialize() != provenance.serialize():
         raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
     finished = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:

@@ -74,7 +74,7 @@ def move_bytes(
     digests = dict(target.finished) if target else {}
     written = target.descriptor if target else None
     failures: list[BaseException] = []
-    pending = iter(_neighbours(shard, digests))
+    pending = iter(_neighbors(shard, digests))
 
     def work() -> None:
         buffers = np.empty((2, WINDOW), np.uint8)
@@ -121,8 +121,8 @@ def move_bytes(
     return {tensor.name: digests[tensor.name] for tensor in shard.tensors}
 
 
-def _neighbours(shard: Shard, finished: Mapping[str, str]) -> list[list[Tensor]]:
-    """The unfinished tensors of a shard in file order, in groups of neighbours of at most `read_at_once` bytes."""
+def _neighbors(shard: Shard, finished: Mapping[str, str]) -> list[list[Tensor]]:
+    """The unfinished tensors of a shard in file order, in groups of neighbors of at most `read_at_once` bytes."""
     groups: list[list[Tensor]] = []
     for tensor in shard.tensors:
         if tensor.name in finished:

@@ -185,7 +185,7 @@ def unmoved(tensor: Tensor) -> Move:
 
 
 def _coalesce(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Join runs that are neighbours in both source and destination."""
+    """Join runs that are neighbors in both source and destination."""
     joined = [runs[0]]
     for run in runs[1:]:
         last = joined[-1]

@@ -103,5 +103,5 @@ def _copy(output: Output, converted: Converted, name: str) -> None:
 
 def _fingerprint(converted: Converted) -> dict[str, str]:
     states = [(shard.name, shard.path.stat().st_size, shard.path.stat().st_mtime_ns) for shard in converted.shards]
-    content = converted.provenance.serialise() + json.dumps(states).encode()
+    content = converted.provenance.serialize() + json.dumps(states).encode()
     return {"converted checkpoint": blake3(content).hexdigest()}

@@ -34,8 +34,8 @@ stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def coloured() -> bool:
-    """Whether stdout shows colours."""
+def colored() -> bool:
+    """Whether stdout shows colors."""
     return stdout.is_terminal and stdout.color_system is not None and not stdout.no_color
 
 
@@ -110,7 +110,7 @@ def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Gen
 
 
 def draws_bars() -> bool:
-    """Whether stderr can redraw a line: it is a terminal, whatever the environment says of colours."""
+    """Whether stderr can redraw a line: it is a terminal, whatever the environment says of colors."""
     return stderr.file.isatty() and not stderr.is_dumb_terminal
 
 

@@ -51,14 +51,14 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         raise OutputError(f"cannot write {path}: {error}") from error
 
 
-def inline_svg(figure: Figure, name: str, alt: str, colours: Mapping[str, str]) -> str:
-    """The figure as an SVG element of a page, whose style sheet decides font and colours.
+def inline_svg(figure: Figure, name: str, alt: str, colors: Mapping[str, str]) -> str:
+    """The figure as an SVG element of a page, whose style sheet decides font and colors.
 
     Args:
         figure: what to show; text stays text.
         name: what its ids begin with, since those of a page must differ.
         alt: what it shows, for those who cannot see it.
-        colours: CSS variables by the colours, as #rrggbb, that they take the place of.
+        colors: CSS variables by the colors, as #rrggbb, that they take the place of.
     """
     import matplotlib
 
@@ -78,8 +78,8 @@ def inline_svg(figure: Figure, name: str, alt: str, colours: Mapping[str, str]) 
                 value = f"{name}-{value}"
             value = re.sub("(^|url\\()#(?=[a-z])", rf"\1#{name}-", value)
             if key == "style":
-                for colour, variable in colours.items():
-                    value = value.replace(colour, f"var({variable})")
+                for color, variable in colors.items():
+                    value = value.replace(color, f"var({variable})")
             element.set(key, value)
     for size in ("width", "height", "version"):
         del root.attrib[size]

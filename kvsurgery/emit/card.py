@@ -16,7 +16,6 @@ from kvsurgery.heads.lengths import length_name, lengths_of
 from kvsurgery.heads.section import quantization_section
 from kvsurgery.policy.policy import Policy
 from kvsurgery.profile.head_profile import HeadProfile
-from kvsurgery.system.resources import TEMPLATES
 from kvsurgery.templates.kv_layout import KVLayout, setting, text_config
 from kvsurgery.version import __version__
 from kvsurgery.vllm.forecast import Forecast, forecast
@@ -89,11 +88,9 @@ def model_card(
         original: the source's README.md, for its license and language.
         replicated: whether every process of tensor parallelism has all heads, as `Family` says.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from kvsurgery.emit.rendering import template_environment
 
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
+    environment = template_environment()
     environment.filters |= {"bits": describe_bits, "size": size, "thousands": "{:,}".format}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None
     auto = auto_class(config)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from kvsurgery.checkpoint.family import Family
+from kvsurgery.emit.rendering import template_environment
 from kvsurgery.policy.policy import Policy
 from kvsurgery.system.resources import TEMPLATES
 from kvsurgery.version import __version__
@@ -39,16 +38,11 @@ class Needs:
 
 def modeling_code(family: Family, needs: Needs) -> str:
     """The source of a family's modeling file."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
     model, *_, generator = family.classes.values()
-    return environment.get_template("modeling_kvsurgery.py.jinja").render(
-        vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], needs=needs
+    return (
+        template_environment()
+        .get_template("modeling_kvsurgery.py.jinja")
+        .render(vars(family.modeling), model=model, generator=generator, auto_class=[*family.classes][-1], needs=needs)
     )
 
 

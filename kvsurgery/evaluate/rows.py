@@ -28,7 +28,7 @@ Columns = Mapping[str, type]  # str, int or list (of texts) by name
 
 
 def table_beside(module: str) -> dict[str, Any]:
-    """The TOML file beside a module and of its name, which says what a benchmark's tasks ask and how they are measured.
+    """Read the TOML file of the same name beside a module: what a benchmark's tasks ask, and how they are measured.
 
     Args:
         module: its `__file__`.

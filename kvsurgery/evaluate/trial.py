@@ -84,7 +84,7 @@ class Trial:
         return choice
 
     def _right(self, respondent: Respondent, asked: Mapping[str, list[Sample]], name: str) -> int:
-        """How many trials of a set are right, over all processes; those that share a model answer each one together."""
+        """How many trials of a set are right, over all processes. Those that share a model answer each one together."""
         samples = asked[name]
         dealt = Processes() if self.options.tp > 1 else self.processes
         mine = samples[dealt.rank :: dealt.world]

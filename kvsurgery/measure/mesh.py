@@ -18,7 +18,7 @@ from kvsurgery.system.processes import Processes
 
 @dataclass(frozen=True)
 class Mesh:
-    """Processes, numbered by prompts, then by the tokens of one, then by heads: those that share heads are neighbours.
+    """Processes, numbered by prompts, then by the tokens of one, then by heads: those that share heads are neighbors.
 
     Attributes:
         processes: all of them.

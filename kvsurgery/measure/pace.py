@@ -15,6 +15,7 @@ from kvsurgery.errors import ProfileError
 from kvsurgery.measure.gate_options import GateOptions
 from kvsurgery.measure.gates import add_gradient, initial_gates
 from kvsurgery.measure.mesh import Mesh
+from kvsurgery.measure.methods.contexts import PASSKEYS
 from kvsurgery.measure.model import MeasuredModel, decoder_of
 from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 
@@ -22,7 +23,7 @@ from kvsurgery.text.lengths import LONGEST_PROMPT, SHORTEST_PROMPT
 MOST_STEPS, WANTED_STEPS, LEAST_STEPS = GateOptions.steps, 400, 100
 LEAST_CONTEXT = 768  # tokens; prompts are not shortened any further
 TIMED_TOKENS = 512  # tokens of the prompt that is timed
-PASSKEY_ROOM, ENOUGH_PASSKEYS = 100, 10  # tokens that one takes with the words around it, and how many are enough
+PASSKEY_ROOM = 100  # tokens that a passkey takes with the words around it
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TrainingPlan:
         """
         try:
             data = facts["data"]
-            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", ENOUGH_PASSKEYS))
+            return cls(facts["steps"], data["shortest"], data["longest"], data.get("passkeys", PASSKEYS))
         except KeyError as missing:
             raise ProfileError(f"the training to resume does not say its {missing}; give another file") from None
 
@@ -83,7 +84,7 @@ def paced(
             f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, and "
             f"gates take {LEAST_STEPS} or more; give {enough} min"
         )
-    passkeys = given.passkeys or min(max(shortest // PASSKEY_ROOM, 1), ENOUGH_PASSKEYS)
+    passkeys = given.passkeys or min(max(shortest // PASSKEY_ROOM, 1), PASSKEYS)
     return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)
 
 

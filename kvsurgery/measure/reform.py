@@ -2,7 +2,7 @@
 
 A sample is a context, a question after it, and the gold tokens of the context that answer it. Every head's q, k and v
 score every token of the context: the cosine similarity of its state, before RoPE, to that of each question token, the
-largest of them, then the mean over neighbouring tokens. A head is the better, the earlier it puts the gold tokens.
+largest of them, then the mean over neighboring tokens. A head is the better, the earlier it puts the gold tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsurgery.profile.head_profile import REFORM, HeadProfile
 from kvsurgery.templates.kv_reform import Reform
 from kvsurgery.version import __version__
 
-NEIGHBOURS = 20  # tokens over which scores are averaged
+NEIGHBORS = 20  # tokens over which scores are averaged
 PAPER = Reform((), chunk=2048, encode_budget=768)  # 256 heavy hitters besides the first and the last tokens
 
 
@@ -74,7 +74,7 @@ def embedding_ranking(
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
 ) -> HeadProfile:
-    """Rank the states of all heads by the mean normalised rank (MNR) of the gold tokens, and pick four.
+    """Rank the states of all heads by the mean normalized rank (MNR) of the gold tokens, and pick four.
 
     A context of more than a chunk is read in chunks beside a compressed cache, as REFORM reads its input, and twice:
     first for the states of the question, which comes last, then to compare each chunk's with them. So no more than the
@@ -125,7 +125,7 @@ def embedding_ranking(
         "budget": recurrence.encode_budget,
         "keep": recurrence.keep,
         "window": recurrence.window,
-        "neighbours": NEIGHBOURS,
+        "neighbors": NEIGHBORS,
         "samples": {task: len(of_task) for task, of_task in samples.items()},
         "tokens": [min(lengths), max(lengths)],
         "tool": f"kvsurgery {__version__}",
@@ -157,7 +157,7 @@ def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[Ranke
 def sample_ranks(
     measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform, kv_heads: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Mean normalised rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
+    """Mean normalized rank of one sample's gold tokens, by every head; arguments as of `embedding_ranking`.
 
     Args:
         kv_heads: that a layer has here, where processes share them; default all.
@@ -183,7 +183,7 @@ def sample_ranks(
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
         raise ProfileError(f"states of {measured.name} are not finite; measure it in another dtype")
     return {
-        kind: np.stack([mean_rank(tables[layer], sample.gold_places, NEIGHBOURS) for layer in range(layers)])
+        kind: np.stack([mean_rank(tables[layer], sample.gold_places, NEIGHBORS) for layer in range(layers)])
         for kind, tables in scores.tables.items()
     }
 
@@ -202,17 +202,17 @@ def similarity(context: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
     return (context @ question.mT).amax(-1)
 
 
-def neighbour_means(scores: torch.Tensor, neighbours: int) -> torch.Tensor:
-    """Scores [heads, tokens], each the mean over `neighbours` tokens around it, itself included.
+def neighbor_means(scores: torch.Tensor, neighbors: int) -> torch.Tensor:
+    """Scores [heads, tokens], each the mean over `neighbors` tokens around it, itself included.
 
     Of an even number one more lies before than after: of 20, ten before and nine after. At an end the mean is over
     those that are there.
     """
-    means = F.avg_pool1d(scores, neighbours, stride=1, padding=neighbours // 2, count_include_pad=False)
+    means = F.avg_pool1d(scores, neighbors, stride=1, padding=neighbors // 2, count_include_pad=False)
     return means[:, : scores.shape[1]]
 
 
-def normalised_ranks(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def normalized_ranks(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Share of the other tokens that score higher; one that scores the same counts half.
 
     Args:
@@ -229,10 +229,10 @@ def normalised_ranks(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor
     return higher.double() / max(scores.shape[1] - 1, 1)
 
 
-def mean_rank(scores: torch.Tensor, gold: np.ndarray, neighbours: int) -> np.ndarray:
-    """Mean normalised rank of gold tokens, float64 [heads], by scores [heads, tokens]."""
+def mean_rank(scores: torch.Tensor, gold: np.ndarray, neighbors: int) -> np.ndarray:
+    """Mean normalized rank of gold tokens, float64 [heads], by scores [heads, tokens]."""
     places = torch.from_numpy(gold).to(scores.device)
-    return normalised_ranks(neighbour_means(scores, neighbours), places).mean(-1).cpu().numpy()
+    return normalized_ranks(neighbor_means(scores, neighbors), places).mean(-1).cpu().numpy()
 
 
 class _Scores:

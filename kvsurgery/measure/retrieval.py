@@ -184,7 +184,7 @@ def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
     chosen = [needle for needle in needles if needle.kind in (None, kind)]
     if not chosen:
         raise ProfileError(
-            f"{method} needs {kind} needles, and none of those given is one (`kind`); sets of them are "
+            f'{method} needs {kind} needles, and none of those given is one ("kind"); sets of them are '
             f"{' and '.join(SETS[kind])}"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""Train the gates of a model: DuoAttention's optimisation, as a resumable loop over one or many processes."""
+"""Train the gates of a model: DuoAttention's optimization, as a resumable loop over one or many processes."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def train_gates(
     }
     gates = initial_gates(measured)
     state = _first_state(gates, facts, kept, mesh.processes)
-    optimiser = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
-    state.restore(gates, optimiser)
+    optimizer = torch.optim.AdamW([gates], lr=options.lr, weight_decay=0.0)
+    state.restore(gates, optimizer)
 
     def save() -> None:
         if kept is not None and mesh.processes.rank == 0:
@@ -98,9 +98,9 @@ def train_gates(
     try:
         while state.step < options.steps and not _has_settled(state, options, mesh.processes):
             mine = [prompts(state.step, place) for place in share]
-            losses = training_step(measured, gates, optimiser, mine, options, state.step, mesh)
+            losses = training_step(measured, gates, optimizer, mine, options, state.step, mesh)
             sparsity = (gates < 0.5).double().mean().item()
-            state = state.after((*losses, gates.mean().item(), sparsity), gates, optimiser)
+            state = state.after((*losses, gates.mean().item(), sparsity), gates, optimizer)
             if kept is not None and state.step % kept.every == 0:
                 save()
             progress(state.step, options.steps, f"loss {losses[0]:.4f}, {sparsity:.0%} of gates under 0.5")
@@ -127,7 +127,7 @@ def train_gates(
 def training_step(
     measured: MeasuredModel,
     gates: torch.Tensor,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     mine: list[tuple[torch.Tensor, ...]],
     options: GateOptions,
     step: int,
@@ -165,9 +165,9 @@ def training_step(
     gates.grad = both[:-1].view_as(gates) + options.reg / gates.numel()
     data = both[-1].item()
     loss = data + options.reg * gates.mean().item()
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = options.lr * rate(step, options.steps)
-    optimiser.step()
+    optimizer.step()
     with torch.no_grad():
         gates.clamp_(0, 1)
     return loss, data

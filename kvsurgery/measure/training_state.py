@@ -54,22 +54,22 @@ class TrainingState:
         """Steps done."""
         return len(self.history)
 
-    def after(self, row: tuple[float, ...], gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> TrainingState:
+    def after(self, row: tuple[float, ...], gates: torch.Tensor, optimizer: torch.optim.Optimizer) -> TrainingState:
         """The state after another step, whose row joins the history."""
-        moments = optimiser.state[gates]
+        moments = optimizer.state[gates]
         tensors = gates, moments["exp_avg"], moments["exp_avg_sq"]
         gates, mean, square = (each.detach().cpu().clone() for each in tensors)
         latest = torch.cat([self.latest, gates[None]])[-LATEST:]
         return TrainingState(gates, mean, square, latest, np.vstack([self.history, row]))
 
-    def restore(self, gates: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
+    def restore(self, gates: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Bring gates and AdamW's state to where they were."""
         if not self.step:
             return
         with torch.no_grad():
             gates.copy_(self.gates)
         moments = {"step": torch.tensor(float(self.step)), "exp_avg": self.mean, "exp_avg_sq": self.square}
-        optimiser.load_state_dict({**optimiser.state_dict(), "state": {0: moments}})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments}})
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write the state of the training that `facts` describe; what was there stays until all is written.

@@ -14,7 +14,7 @@ BETA = 1.2
 def allocate_budgets(scores: np.ndarray, budget: int, beta: float | None) -> np.ndarray:
     """Entries that each KV head keeps: an even share, and a part of a pool that follows the scores.
 
-    b_h = (B - B / beta) + S_h (B / beta) N, with the scores S normalised to sum 1 over the N heads.
+    b_h = (B - B / beta) + S_h (B / beta) N, with the scores S normalized to sum 1 over the N heads.
 
     Args:
         scores: [heads], finite and non-negative.

@@ -28,7 +28,7 @@ SPLIT_BY_COLUMNS = re.compile(r"(?!mlp\.shared_expert\.).*\.(?:(?:o|down)_proj(?
 # experts of a token where neither a config nor its family says: the most that another family has by default
 EXPERTS_KEYS, EXPERTS = ("num_experts_per_tok", "top_k_experts"), 8
 # states of keys, and as many of values, that a GPU dequantizes together while a chunk attends to tiles
-DEQUANTISED = 1 << 24
+DEQUANTIZED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Footprint:
         attention = tokens * (10 if tiles else 5) * model.query_heads * model.head_dim
         if tiles:
             # keys and values, and as much again that they are made from
-            attention += 4 * min(DEQUANTISED, batch * context * model.kv_heads * model.head_dim)
+            attention += 4 * min(DEQUANTIZED, batch * context * model.kv_heads * model.head_dim)
         elements = tokens * (3 * self.hidden + 2 * model.head_dim) + max(tokens * self.inner, attention)
         return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
 

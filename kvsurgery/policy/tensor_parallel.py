@@ -1,6 +1,6 @@
 """Blocks of heads: what each process of tensor parallelism holds, alike in bytes.
 
-A layer's KV heads are stored as T blocks of equal size, so that T processes get one each, and fewer get neighbours.
+A layer's KV heads are stored as T blocks of equal size, so that T processes get one each, and fewer get neighbors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[B
     Full heads are spread evenly; what a layer has beyond a multiple of `blocks` goes to the blocks with the fewest so
     far. Budgeted heads are dealt from the largest budget on, in rounds of one head a block, the lightest block first:
     two blocks that have as many full heads then differ by no more than two budgets of one round do, however many layers
-    there are. In the end blocks are ordered so that neighbours balance. Inside a block, full heads come first, and each
+    there are. In the end blocks are ordered so that neighbors balance. Inside a block, full heads come first, and each
     kind is in the source's order.
 
     Args:
@@ -84,7 +84,7 @@ def _lightest(weights: list[list[int]]) -> list[int]:
 
 
 def _balanced(weights: list[list[int]]) -> list[int]:
-    """Blocks in an order in which pairs of neighbours, and pairs of pairs, are about as heavy as others."""
+    """Blocks in an order in which pairs of neighbors, and pairs of pairs, are about as heavy as others."""
     runs = [([block], *weight) for block, weight in enumerate(weights)]
     while len(runs) % 2 == 0 and len({run[1:] for run in runs}) > 1:
         runs.sort(key=lambda run: run[1:])

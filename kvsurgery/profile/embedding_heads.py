@@ -63,7 +63,7 @@ class Ranking:
     """How well every head's states find the tokens that answer a question, by task.
 
     Attributes:
-        mnr: by task and kind, float32 [layers, heads] in [0, 1]: the mean normalised rank of those tokens among all of
+        mnr: by task and kind, float32 [layers, heads] in [0, 1]: the mean normalized rank of those tokens among all of
             the context, 0 = always first. Heads are query heads for q and attention, KV heads for k and v; hidden
             states, which have none, are [layers, 1].
 

@@ -99,7 +99,7 @@ class HeadProfile(TensorFile):
         if self.embedding_heads or self.ranking is not None:
             raise ProfileError(f"a profile with embedding heads is of method 'reform', not {self.method!r}")
         if self.scores is None:
-            raise ProfileError(f"the {self.method} profile holds no `scores`")
+            raise ProfileError(f'the {self.method} profile holds no "scores"')
         with np.errstate(over="ignore"):  # too large for float32 becomes inf, which is refused below
             scores = np.array(self.scores, dtype=np.float32, order="C")
         scores += 0  # no negative zeros: equal scores are equal bytes

@@ -13,20 +13,20 @@ from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.profile.ranking import SPARSITIES, ceiling, full_per_layer
 from kvsurgery.profile.summary import kind_of_head
 
-# ten levels, each a tenth of the range: a character where there is no colour, else matplotlib's viridis
+# ten levels, each a tenth of the range: a character where there is no color, else matplotlib's viridis
 SHADES = " .:-=+*#%@"
 SLIDES = "-"  # instead of the number of full heads
-COLOURS = (
+COLORS = (
     "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725",
 )  # fmt: skip
 
 
-def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
+def draw(profile: HeadProfile, width: int, color: bool) -> Text:
     """Rows of layers, columns of heads, and beside each layer the KV heads that stay full at a few sparsities.
 
     Args:
         width: columns of the terminal; heads that do not fit follow in a second block.
-        colour: coloured cells, else characters.
+        color: colored cells, else characters.
     """
     beside = {}
     for sparsity in SPARSITIES:
@@ -38,18 +38,18 @@ def draw(profile: HeadProfile, width: int, colour: bool) -> Text:
     kind = "linear attention" if 0 in (profile.windows or ()) else "a sliding window"
     slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
     text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}{slides}\n\n")
-    text.append(_map([_levels(scores, top)], beside, width, colour))
-    text.append(_scale(top, colour))
+    text.append(_map([_levels(scores, top)], beside, width, color))
+    text.append(_scale(top, color))
     return text
 
 
-def draw_comparison(comparison: Comparison, width: int, colour: bool) -> Text:
+def draw_comparison(comparison: Comparison, width: int, color: bool) -> Text:
     """Two maps side by side, A on the left, and each layer's mean absolute difference; arguments as of `draw`."""
     kind = kind_of_head(comparison.granularity)
     text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
     beside = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
-    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], beside, width, colour))
-    text.append(_scale(comparison.ceiling, colour))
+    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], beside, width, color))
+    text.append(_scale(comparison.ceiling, color))
     return text
 
 
@@ -59,7 +59,7 @@ def _levels(values: np.ndarray, top: float) -> np.ndarray:
     return np.minimum(values.astype(np.float64) / top * len(SHADES), len(SHADES) - 1).astype(int)
 
 
-def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, colour: bool) -> Text:
+def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, color: bool) -> Text:
     """Levels [layers, heads], maps side by side, and right of them columns of text by their title."""
     layers, heads = maps[0].shape
     columns = [
@@ -78,22 +78,22 @@ def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, c
             text.append(f"{layer:>5}|")
             for levels in maps:
                 for level in levels[layer, shown.start : shown.stop]:
-                    text.append(*_cell(level, cell, colour))
+                    text.append(*_cell(level, cell, color))
                 text.append("|")
             text.append(f"{margins[1 + layer]}\n")
         text.append("\n")
     return text
 
 
-def _scale(top: float, colour: bool) -> Text:
+def _scale(top: float, color: bool) -> Text:
     text = Text("scale|")
     for level in range(len(SHADES)):
-        text.append(*_cell(level, 1, colour))
+        text.append(*_cell(level, 1, color))
     text.append(f"| 0 to {top:.4g}")
     return text
 
 
-def _cell(level: int, width: int, colour: bool) -> tuple[str, Style | None]:
-    if colour:
-        return " " * width, Style(bgcolor=COLOURS[level])
+def _cell(level: int, width: int, color: bool) -> tuple[str, Style | None]:
+    if color:
+        return " " * width, Style(bgcolor=COLORS[level])
     return SHADES[level] * width, None

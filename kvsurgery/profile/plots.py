@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 BLUES = ("#c6dbef", "#6baed6", "#08519c")
-GREY = "#e5e5e5"  # layers that cannot have full heads
+GRAY = "#e5e5e5"  # layers that cannot have full heads
 # inches: the side of a cell where there is room, what the cells of a row take together at most, and the height of bars
 CELL, ACROSS, BARS = 0.2, 12.0, 1.1
 LONGEST_NAME = 60
@@ -44,10 +44,10 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     kind = "linear" if 0 in (profile.windows or ()) else "sliding"
     for layer in np.flatnonzero(~profile.eligible):
         first = layer == profile.eligible.argmin()
-        bars.axvspan(layer - 0.5, layer + 0.5, color=GREY, lw=0, label=kind if first else None)
+        bars.axvspan(layer - 0.5, layer + 0.5, color=GRAY, lw=0, label=kind if first else None)
     bars.set_ylabel("full KV heads")
     bars.set_yticks([0, profile.model.kv_heads])
-    # above the colour bar, whose room it does not need to add to
+    # above the color bar, whose room it does not need to add to
     legend = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False, "handlelength": 1}
     bars.legend(title="sparsity", fontsize="small", title_fontsize="small", **legend).set_in_layout(False)
     bars.set_title(f"{_name(profile)}\n{profile.method} scores", fontsize="medium", parse_math=False)
@@ -122,7 +122,7 @@ def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
 def _map(
     axes: Axes, values: np.ndarray, granularity: Granularity | None, group: int, cmap: str, limits: tuple[float, float]
 ) -> AxesImage:
-    """Values [layers, heads] as coloured cells, the ends of the colours at these limits."""
+    """Values [layers, heads] as colored cells, the ends of the colors at these limits."""
     layers, heads = values.shape
     low, high = limits
     image = axes.imshow(values.T, aspect="auto", interpolation="nearest", cmap=cmap, vmin=low, vmax=high)

@@ -43,7 +43,7 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     least, most = (min(budgets), max(budgets)) if budgets else (0, 0)
 
     def look(head: str | int) -> dict[str, Any]:
-        color = kind_of(head).colour
+        color = kind_of(head).color
         if color is None:
             return {"facecolor": "none", "edgecolor": LIGHT["muted"], "lw": 0.6}
         if not isinstance(head, int):

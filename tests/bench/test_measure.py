@@ -87,7 +87,7 @@ def test_contenders_take_turns(clock: SimpleNamespace, pair: list[Contender]) ->
     notes: list[tuple[int, int]] = []
     measure(pair, WORK, 1.0, lambda done, of, note: notes.append((done, of)))
     first, second = "converted", "original"
-    assert clock.turns == [first, second, first, second, first]  # neighbours in time are one
+    assert clock.turns == [first, second, first, second, first]  # neighbors in time are one
     assert notes == [(done, 8) for done in range(9)]
 
 

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from kvsurgery.checkpoint.family import Family
+from kvsurgery.profile.embedding_heads import EmbeddingHead
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import read_set
+from tests.helpers.families import stock
 from tests.helpers.vocabularies import tokenizer
 
 
@@ -11,3 +18,17 @@ from tests.helpers.vocabularies import tokenizer
 def words() -> PreTrainedTokenizerFast:
     """A tokenizer that spells the needles which hide words."""
     return tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
+
+
+@pytest.fixture(scope="package")
+def beyond_folder(tmp_path_factory: pytest.TempPathFactory, words: PreTrainedTokenizerFast) -> Path:
+    """A small model with 1,280 positions, its tokenizer, a text and a profile."""
+    folder = tmp_path_factory.mktemp("beyond")
+    model = stock("llama", vocab_size=len(words), max_position_embeddings=1280)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 2000).tokens))
+    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
+    heads = (EmbeddingHead(0, "q", 1), EmbeddingHead(1, "k", 0))
+    HeadProfile(None, "reform", None, "made up", shape, embedding_heads=heads).save(folder / "reform.safetensors")
+    return folder

@@ -8,83 +8,65 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
 import beyond_context
-from trials import prompts
+from trials import listing_prompts, prompts
 
-from kvsurgery.checkpoint.family import Family
-from kvsurgery.profile.embedding_heads import EmbeddingHead
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
-from kvsurgery.text.needle_sets import read_set
-from tests.helpers.families import stock
-from tests.helpers.vocabularies import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ["full attention", "REFORM", "BM25 retrieval", "truncation"]
 NAMES = [*FEW, "H2O", "StreamingLLM", "InfiniPot", "InfLLM-like blocks"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with 1,280 positions, its tokenizer, a text and a profile."""
-    folder = tmp_path_factory.mktemp("beyond")
-    words = tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400)
-    model = stock("llama", vocab_size=len(words), max_position_embeddings=1280)
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    (folder / "text.txt").write_text(words.decode(Haystack.read(None, words, 2000).tokens))
-    shape = Family.of(model.config.to_dict()).dimensions(model.config.to_dict())
-    heads = (EmbeddingHead(0, "q", 1), EmbeddingHead(1, "k", 0))
-    HeadProfile(None, "reform", None, "made up", shape, embedding_heads=heads).save(folder / "reform.safetensors")
-    return folder
-
-
 def test_a_run_goes_on_from_its_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    beyond_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Full attention is left out where the model has no positions for it; a text may be read by more methods later."""
     results = tmp_path / "found.json"
-    command = ["beyond_context.py", folder, "--profile", folder / "reform.safetensors"]
-    command += ["--text", folder / "text.txt", "--lengths", 1200, 1400, "--texts", 2, "--recurrent-texts", 1]
+    command = ["beyond_context.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
+    command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, 1400, "--texts", 2, "--recurrent-texts", 1]
     command += ["--json", results]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     beyond_context.main()
     written = json.loads(results.read_text())
     found = written["results"]
-    assert [sorted(sample) for sample in found["1200"]] == [sorted(NAMES), sorted(FEW)]
+    assert [sorted(sample) for sample in found["1100"]] == [sorted(NAMES), sorted(FEW)]
     assert [sorted(sample) for sample in found["1400"]] == [sorted(NAMES[1:]), sorted(FEW[1:])]
     assert {len(answers["right"]) for sample in found["1400"] for answers in sample.values()} == {4}
-    found["1200"][0]["REFORM"]["right"] = "kept"
+    found["1100"][0]["REFORM"]["right"] = "kept"
     del found["1400"][1]
     results.write_text(json.dumps(written))
     monkeypatch.setattr(beyond_context, "table", lambda found: ["the table"])
     beyond_context.main()
     again = json.loads(results.read_text())["results"]
-    assert again["1200"][0]["REFORM"]["right"] == "kept"
+    assert again["1100"][0]["REFORM"]["right"] == "kept"
     assert len(again["1400"]) == 2
     assert "the table" in capsys.readouterr().out
     sys.argv[sys.argv.index("--recurrent-texts") + 1] = "2"
     beyond_context.main()
     more = json.loads(results.read_text())["results"]
-    assert more["1200"][0] == again["1200"][0]
-    assert [sorted(sample) for sample in more["1200"]] == [sorted(NAMES)] * 2
-    assert all(more["1200"][1][name] == again["1200"][1][name] for name in FEW)
+    assert more["1100"][0] == again["1100"][0]
+    assert [sorted(sample) for sample in more["1100"]] == [sorted(NAMES)] * 2
+    assert all(more["1100"][1][name] == again["1100"][1][name] for name in FEW)
+    sys.argv += ["--dtype", "float32"]
+    with pytest.raises(SystemExit):
+        beyond_context.main()
+    assert "measured with other settings" in capsys.readouterr().err
+    sys.argv[-1] = "bfloat16"
     sys.argv[sys.argv.index("--texts") + 1] = "3"
     with pytest.raises(SystemExit):
         beyond_context.main()
     assert "measured with other settings" in capsys.readouterr().err
 
 
-def test_what_fits_is_answered_as_by_the_model(folder: Path) -> None:
+def test_what_fits_is_answered_as_by_the_model(beyond_folder: Path, words: PreTrainedTokenizerFast) -> None:
     """A method with room for all of a prompt gives the stock model's greedy answer, to each of two questions."""
-    words, model = (
-        tokenizer("bytes", [needle.needle for needle in read_set("word")], size=400),
-        beyond_context.stock(folder),
-    )
-    [prompt] = prompts(words, Haystack.read(str(folder / "text.txt"), words, 600), 600, 4, 1, 0)
+    model = beyond_context.stock(beyond_folder)
+    [prompt] = prompts(words, Haystack.read(str(beyond_folder / "text.txt"), words, 600), 600, 4, 1, 0)
     tokens = torch.from_numpy(prompt.text)[None]
     questions = tokens[:, 5:12], tokens[:, 40:49]
     expected = [
@@ -100,6 +82,20 @@ def test_what_fits_is_answered_as_by_the_model(folder: Path) -> None:
                 for question, answer in zip(questions, expected, strict=True):
                     own = beyond_context.duplicate(reading, emitted)
                     assert beyond_context.answer(own, question, 4)[0] == answer.tolist()
+
+
+def test_a_list_counts_the_words_that_an_answer_holds(
+    beyond_folder: Path, words: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [prompt] = listing_prompts(words, Haystack.read(str(beyond_folder / "text.txt"), words, 600), 600, 4, 1, 0)
+    listed = prompt.questions[0].listed
+    said = [1, *listed[2], 2, *listed[0], 3, *listed[3][:-1]]
+    monkeypatch.setattr(beyond_context, "answer", lambda reading, asked, count: (said, 0.5))
+    model = beyond_context.stock(beyond_folder)
+    emitted = beyond_context.emitted(model, beyond_context.dimensions(model.config)[0])
+    found = beyond_context.measure(beyond_context.Truncation(beyond_context.SETTINGS), emitted, prompt)
+    assert found["right"] == [True, False, True, False]
+    assert len(found["seconds"]) == 1
 
 
 def test_the_table_has_a_share_for_each_length(tmp_path: Path) -> None:

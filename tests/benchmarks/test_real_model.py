@@ -151,6 +151,18 @@ def test_two_hops_take_two_facts(words: PreTrainedTokenizerFast, haystack: Hayst
             assert text.count(f"The secret word of the {other} is {word}.") == 1
 
 
+def test_a_list_takes_all_facts(words: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for prompt in trials.listing_prompts(words, haystack, LENGTH, FACTS, count=4, seed=0):
+        [question] = prompt.questions
+        text, asked = words.decode(prompt.text), words.decode(question.tokens)
+        assert (len(prompt.text), len(question.listed)) == (LENGTH, FACTS)
+        for place, word in zip(prompt.places, question.listed, strict=True):
+            [subject] = re.findall(rf"The secret word of the (\w+) is {words.decode(word).strip()}\.", text)
+            assert words.decode(prompt.text[: place + 1]).endswith(f" of the {subject} is{words.decode(word)}.")
+            assert f"the {subject}" in asked.split(", one after another:")[0]
+        assert asked.endswith(" is")
+
+
 def result(right: list[int], nats: list[float]) -> dict:
     return {"right": right, "nats": nats, "kl": [0.25, 0.75]}
 

@@ -34,9 +34,9 @@ def read(folder: Path, content: Any) -> Provenance:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    found = read(tmp_path, RECORD.serialise().decode())
+    found = read(tmp_path, RECORD.serialize().decode())
     assert found == RECORD
-    assert found.serialise() == RECORD.serialise()
+    assert found.serialize() == RECORD.serialize()
 
 
 def test_what_people_may_edit_has_no_hash() -> None:
@@ -82,12 +82,12 @@ def test_what_people_may_edit_has_no_hash() -> None:
 )
 def test_nothing_in_the_file_is_trusted(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
-        read(tmp_path, {**json.loads(RECORD.serialise()), **change})
+        read(tmp_path, {**json.loads(RECORD.serialize()), **change})
 
 
 @pytest.mark.parametrize("field", ["tool", "tensors", "left_out", "version"])
 def test_missing_field(tmp_path: Path, field: str) -> None:
-    content = json.loads(RECORD.serialise())
+    content = json.loads(RECORD.serialize())
     del content[field]
     with pytest.raises(CheckpointError, match="damaged"):
         read(tmp_path, content)

@@ -88,7 +88,7 @@ def test_nor_does_it_when_streaming(tmp_path: Path, sparse: Path) -> None:
         )
         options = hub.client_environment(tmp_path)
         assert peak(tmp_path, "surgeon/sparse", "--stream", "--jobs", "16", **options) < 160 * MIB
-    # seven tensors, of which norms would be fetched with their neighbours
+    # seven tensors, of which norms would be fetched with their neighbors
     assert sum(path.endswith("model.safetensors") for path, _, _ in hub.ranges) <= 2 + len(SHAPES)
     # nothing of the weights lies in the cache
     assert sum(path.stat().st_size for path in (tmp_path / "hf").rglob("*") if path.is_file()) < MIB

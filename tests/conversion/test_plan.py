@@ -41,7 +41,7 @@ def test_by_hand(tmp_path: Path) -> None:
     plan = plan_of(llama_checkpoint(tmp_path / "m"), (2, 0, 1), IDENTITY)
     layer = "model.layers.0.self_attn."
     block = 4 * 12 * 4
-    # heads 0 and 1 stay neighbours, so they move as one run
+    # heads 0 and 1 stay neighbors, so they move as one run
     rows = (Run(0, block, 2 * block), Run(2 * block, 0, block))
     assert plan.moves[layer + "k_proj.weight"] == plan.moves[layer + "v_proj.weight"] == Move(rows)
     assert plan.moves[layer + "q_proj.weight"] == Move(tuple(Run(*(2 * number for number in run)) for run in rows))

@@ -22,7 +22,7 @@ def flip(path: Path, place: int = -1) -> None:
 def change_provenance(folder: Path, **changes: object) -> None:
     """Change what is recorded, checksum included."""
     record = replace(Provenance.read(folder), **changes)
-    (folder / "kvsurgery.json").write_bytes(record.serialise())
+    (folder / "kvsurgery.json").write_bytes(record.serialize())
 
 
 @pytest.mark.parametrize("name", EVERY)

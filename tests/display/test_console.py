@@ -36,7 +36,7 @@ def clock():
 
 @pytest.fixture
 def log(monkeypatch, capsys):
-    """stderr as a file, in an environment that asks for colours all the same."""
+    """stderr as a file, in an environment that asks for colors all the same."""
     monkeypatch.setenv("FORCE_COLOR", "1")
 
     def lines():

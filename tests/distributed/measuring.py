@@ -50,7 +50,7 @@ def resume(measured: MeasuredModel, mesh: Mesh, checkpoint: Path) -> np.ndarray:
 
 
 def rank_heads(measured: MeasuredModel, mesh: Mesh) -> dict[str, np.ndarray]:
-    """Mean normalised ranks of the states of all heads."""
+    """Mean normalized ranks of the states of all heads."""
     gold = range(9, 12), range(30, 32)
     samples = [RankedPrompt(tokens(1, 60, seed)[0].numpy(), range(1, 55), range(55, 58), gold) for seed in range(3)]
     recurrence = Reform((), chunk=16, encode_budget=12, keep=2, window=4)

@@ -14,13 +14,13 @@ from kvsurgery.errors import ProfileError, UnsupportedModel
 from kvsurgery.measure.model import MeasuredModel
 from kvsurgery.measure.recurrence import RecurrentPass, chunks
 from kvsurgery.measure.reform import (
-    NEIGHBOURS,
+    NEIGHBORS,
     PAPER,
     RankedPrompt,
     embedding_ranking,
     mean_rank,
-    neighbour_means,
-    normalised_ranks,
+    neighbor_means,
+    normalized_ranks,
     sample_ranks,
     similarity,
 )
@@ -57,35 +57,35 @@ class TestSimilarity:
         torch.testing.assert_close(similarity(scaled, 7 * question), similarity(context, question))
 
 
-class TestNeighbourMeans:
+class TestNeighborMeans:
     def test_twenty_are_ten_before_and_nine_after(self):
         scores = torch.zeros(1, 60)
         scores[0, 30] = 20
-        assert neighbour_means(scores, 20)[0].nonzero().flatten().tolist() == list(range(21, 41))
+        assert neighbor_means(scores, 20)[0].nonzero().flatten().tolist() == list(range(21, 41))
 
     @given(SCORES, st.integers(1, 40))
-    def test_the_mean_of_those_there(self, scores, neighbours):
-        means = neighbour_means(torch.from_numpy(scores), neighbours).numpy()
+    def test_the_mean_of_those_there(self, scores, neighbors):
+        means = neighbor_means(torch.from_numpy(scores), neighbors).numpy()
         for token in range(scores.shape[1]):
-            first = token - neighbours // 2
-            there = scores[:, max(first, 0) : first + neighbours]
+            first = token - neighbors // 2
+            there = scores[:, max(first, 0) : first + neighbors]
             np.testing.assert_allclose(means[:, token], there.mean(axis=1), atol=1e-6)
 
 
 class TestRanks:
     def test_by_hand(self):
         scores = torch.tensor([[0.1, 0.9, 0.5, 0.5, -1.0]])
-        ranks = normalised_ranks(scores, torch.arange(5))
+        ranks = normalized_ranks(scores, torch.arange(5))
         # above: 3, 0, 1 and half of the other, the same, 4; of four others
         assert ranks.tolist() == [[3 / 4, 0, 1.5 / 4, 1.5 / 4, 1]]
-        assert mean_rank(scores, np.array([1, 3]), neighbours=1).tolist() == [1.5 / 8]
+        assert mean_rank(scores, np.array([1, 3]), neighbors=1).tolist() == [1.5 / 8]
 
     @given(SCORES, st.data())
     def test_in_the_unit_interval_and_one_half_on_average(self, scores, data):
         gold = data.draw(st.lists(st.integers(0, scores.shape[1] - 1), min_size=1, unique=True))
-        ranks = normalised_ranks(torch.from_numpy(scores), torch.tensor(gold))
+        ranks = normalized_ranks(torch.from_numpy(scores), torch.tensor(gold))
         assert ((ranks >= 0) & (ranks <= 1)).all()
-        everything = mean_rank(torch.from_numpy(scores), np.arange(scores.shape[1]), neighbours=1)
+        everything = mean_rank(torch.from_numpy(scores), np.arange(scores.shape[1]), neighbors=1)
         np.testing.assert_allclose(everything, 0.5)
 
     @given(SCORES, st.randoms(use_true_random=False))
@@ -93,8 +93,8 @@ class TestRanks:
         heads, order = list(range(len(scores))), list(range(scores.shape[1]))
         random.shuffle(heads)
         random.shuffle(order)
-        ranks = normalised_ranks(torch.from_numpy(scores), torch.arange(scores.shape[1])).numpy()
-        shuffled = normalised_ranks(
+        ranks = normalized_ranks(torch.from_numpy(scores), torch.arange(scores.shape[1])).numpy()
+        shuffled = normalized_ranks(
             torch.from_numpy(np.ascontiguousarray(scores[heads][:, order])), torch.arange(scores.shape[1])
         )
         np.testing.assert_array_equal(shuffled.numpy(), ranks[heads][:, order])
@@ -106,7 +106,7 @@ class TestRanks:
         scores[0, gold], scores[1, gold] = 1, -1
         # the gold tokens are first, in a tie: each has half of the others before it
         least = (len(gold) - 1) / 2 / (count - 1)
-        np.testing.assert_allclose(mean_rank(scores, np.array(gold), neighbours=1), [least, 1 - least])
+        np.testing.assert_allclose(mean_rank(scores, np.array(gold), neighbors=1), [least, 1 - least])
 
 
 class TestSample:
@@ -157,7 +157,7 @@ def by_definition(measured, sample):
             for scores in np.array(heads, dtype=np.float64):
                 means = np.array(
                     [
-                        scores[max(0, i - NEIGHBOURS // 2) : i - NEIGHBOURS // 2 + NEIGHBOURS].mean()
+                        scores[max(0, i - NEIGHBORS // 2) : i - NEIGHBORS // 2 + NEIGHBORS].mean()
                         for i in range(len(scores))
                     ]
                 )
@@ -214,7 +214,7 @@ class TestRanking:
                 "seed": 3,
                 "chunk": 16,
                 "budget": 12,
-                "neighbours": 20,
+                "neighbors": 20,
                 "samples": {"pattern": 2},
                 "tokens": [50, 60],
             }.items()

@@ -74,7 +74,7 @@ def test_everything_counts_in_the_hash(change):
             {"method": "duo", "scores": SCORES, "granularity": "kv"},
             "embedding heads is of method 'reform', not 'duo'",
         ),
-        ({"method": "duo", "embedding_heads": (), "ranking": None}, "the duo profile holds no `scores`"),
+        ({"method": "duo", "embedding_heads": (), "ranking": None}, 'the duo profile holds no "scores"'),
     ],
     ids=range(9),
 )

@@ -169,7 +169,7 @@ def test_uneven_heads_fall_to_the_lightest_block():
     assert [layer.order for layer in blocks] == [(0, 1, 2, 3), (1, 2, 0, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
 
 
-def test_neighbours_balance():
+def test_neighbors_balance():
     # four blocks get 8, 4, 2 and 1 tokens of a layer: two processes hold 8 + 1 and 4 + 2, not 8 + 4 and 2 + 1
     [(order, _)] = arrange(np.zeros((1, 4), dtype=bool), np.array([[8, 4, 2, 1]]), 4)
     assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 3}), frozenset({1, 2})}

@@ -10,7 +10,7 @@ from kvsurgery.checkpoint.family import Family
 from kvsurgery.checkpoint.source import Checkpoint
 from kvsurgery.errors import PolicyError, UnsupportedModel
 from kvsurgery.heads.dimensions import ModelDimensions
-from kvsurgery.policy.memory import DEQUANTISED, Footprint
+from kvsurgery.policy.memory import DEQUANTIZED, Footprint
 from kvsurgery.templates.kv_heads import CUDA_BLOCK
 from kvsurgery.templates.kv_layout import KVLayout
 from tests.helpers.families import FAMILIES, make, stock, tokens
@@ -131,7 +131,7 @@ class TestWidths:
         assert wide.activation_bytes(1, 1000, 7, tiles=True) == 7 * (64 + 10**6) * 2
 
     def test_a_block_of_tiles_is_the_kernels(self):
-        assert DEQUANTISED == CUDA_BLOCK
+        assert DEQUANTIZED == CUDA_BLOCK
 
     @pytest.mark.parametrize("count", [0, -1, 2.0, "2", True, None])
     def test_experts_that_make_no_sense(self, checkpoint, count):

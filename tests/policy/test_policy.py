@@ -197,7 +197,7 @@ class TestGroupReduce:
         }
         assert full(decide(made, ModelLayers([None]), Recipe(full_heads=1, rest="streaming"))) == {(0, 1)}
 
-    def test_groups_are_neighbours(self):
+    def test_groups_are_neighbors(self):
         made = query_profile(np.arange(12).reshape(2, 6), kv_heads=3)
         assert kv_scores(made, "max").tolist() == [[1, 3, 5], [7, 9, 11]]
 

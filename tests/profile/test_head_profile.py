@@ -256,7 +256,7 @@ class TestBadFile:
     def test_no_scores(self, tmp_path):
         path = write(tmp_path / "p")
         save_file({"marks": SCORES}, path, metadata(path))
-        with pytest.raises(ProfileError, match="holds no `scores`"):
+        with pytest.raises(ProfileError, match='holds no "scores"'):
             HeadProfile.load(path)
 
     def test_nan_in_a_file(self, tmp_path):

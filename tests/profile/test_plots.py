@@ -29,14 +29,14 @@ def chessboard(layers, heads):
     return np.indices((layers, heads)).sum(axis=0) % 2
 
 
-def pixels(path, *colours):
-    """Places [count, (down, across)] of the pixels of each colour, outside the colour bars."""
+def pixels(path, *colors):
+    """Places [count, (down, across)] of the pixels of each color, outside the color bars."""
     picture = np.rint(image.imread(path)[..., :3] * 255).astype(np.int16)
-    # the lowest map is the widest thing that is not white, and colour bars stand right of it
+    # the lowest map is the widest thing that is not white, and color bars stand right of it
     white = (picture[int(0.75 * len(picture))] > 252).all(-1)
     edge = max(np.split(np.arange(len(white)), np.flatnonzero(np.diff(white)) + 1), key=len)[-1]
-    wanted = [[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in colours]
-    return [np.argwhere(np.abs(picture[:, : edge + 1] - colour).max(-1) < 3) for colour in np.int16(wanted)]
+    wanted = [[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors]
+    return [np.argwhere(np.abs(picture[:, : edge + 1] - color).max(-1) < 3) for color in np.int16(wanted)]
 
 
 def cells(path):
@@ -146,9 +146,9 @@ class TestPlotTraining:
         picture = np.rint(image.imread(tmp_path / "curve.png")[..., :3] * 255)
         picture = picture[:, : picture.shape[1] // 2]  # the legends are at the right
         # the loss and the mean gate fall; the share of small gates, in the lower half, rises
-        for colour, lower, rises in ((BLUES[2], False, False), (BLUES[2], True, False), (BLUES[1], True, True)):
+        for color, lower, rises in ((BLUES[2], False, False), (BLUES[2], True, False), (BLUES[1], True, True)):
             half = picture[int(0.55 * len(picture)) :] if lower else picture[: int(0.4 * len(picture))]
-            line = np.argwhere(np.abs(half - [int(colour[at : at + 2], 16) for at in (1, 3, 5)]).max(-1) < 10)
+            line = np.argwhere(np.abs(half - [int(color[at : at + 2], 16) for at in (1, 3, 5)]).max(-1) < 10)
             start, end = (line[line[:, 1] == edge, 0].mean() for edge in (line[:, 1].min(), line[:, 1].max()))
             assert (end < start - 20) if rises else (end > start + 20)
 

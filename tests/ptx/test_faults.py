@@ -1,4 +1,4 @@
-"""What the machine reports: each kind of fault by a kernel that has it, and not by its sound neighbour."""
+"""What the machine reports: each kind of fault by a kernel that has it, and not by its sound neighbor."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ case("cvt.rzi.s32.f32", [-7.9, 1e20], gives=[-7, 2**31 - 1])
 case("cvt.rzi.u32.f32", [-7.9], gives=[0])
 case("cvt.f32.bf16", [ONE, 0xC040], gives=[1.0, -3.0])
 case("cvt.f32.f16", [1.5], gives=[1.5])
-# halfway between two neighbours the even one: 1 + 2^-8 becomes 1, and 1 + 3 * 2^-8 becomes 1 + 2^-6
+# halfway between two neighbors the even one: 1 + 2^-8 becomes 1, and 1 + 3 * 2^-8 becomes 1 + 2^-6
 case("cvt.rn.bf16.f32", [1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, INF], gives=[ONE, ONE, ONE + 2, 0x7F80])
 case("cvt.rn.f16.f32", [1.0, 1 + 2.0**-11, 65536.0], gives=[1.0, 1.0, INF])
 case("cvt.rn.bf16x2.f32", [1.0], [2.0], gives=[ONE << 16 | TWO])

@@ -284,7 +284,7 @@ def test_attention_that_columns_receive(elements, softcap, monkeypatch):
 
 def test_ties_go_to_the_earlier_token():
     selection = LayoutSelection(4, 3, "max")
-    # of the second head, the maximum over neighbours is 5 at 1, 2 and 3
+    # of the second head, the maximum over neighbors is 5 at 1, 2 and 3
     importance = torch.tensor([[[0.0] * 6, [0.0, 0, 5, 0, 0, 0]]])
     chosen = most_important(importance, torch.zeros(1, 1, 1), [[3, 2]], selection)
     assert chosen.tolist() == [[[0, 1, 2], [1, 2, EVERY]]]

@@ -312,7 +312,7 @@ def test_layers_offloaded_to_disk(mixed, tmp_path):
     assert placed.generate(ids, **GREEDY).equal(converted.model.generate(ids, **GREEDY))
 
 
-def test_logits_to_keep_is_honoured(mixed):
+def test_logits_to_keep_is_honored(mixed):
     model, ids = mixed("llama").model, tokens(2, 30)
     with torch.no_grad():
         assert model(ids, logits_to_keep=1).logits.shape == (2, 1, 101)

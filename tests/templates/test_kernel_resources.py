@@ -88,12 +88,12 @@ def allocated(compiled: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler.CUDABackend, "make_ptx", no_code)
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *args: b"")
-    monkeypatch.setattr(compiler, "llvm", Unoptimised())
+    monkeypatch.setattr(compiler, "llvm", Unoptimized())
     driver.set_active(Device(driver.active.target.arch, number=1000))
     return compiled
 
 
-class Unoptimised:
+class Unoptimized:
     """Triton's LLVM, which leaves the code as it is."""
 
     def __getattr__(self, name: str):
@@ -101,7 +101,7 @@ class Unoptimised:
 
 
 def cases(names: str, nearest: list[tuple], *others: tuple) -> pytest.MarkDecorator:
-    """Parametrise a test by target and case.
+    """Parametrize a test by target and case.
 
     The oldest Triton compiles every case for A100, which together leave the least room. For H100, and with a newer
     one, there are only the cases nearest to a limit and one of each way through a kernel: 17 of 66.

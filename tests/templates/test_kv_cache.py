@@ -272,7 +272,7 @@ def test_a_copy_made_in_inference_mode_goes_on(llama):
         (["0000", "1111"], (True, False)),
     ],
 )
-def test_padding_is_recognised(rows, expected):
+def test_padding_is_recognized(rows, expected):
     assert check_padding(torch.tensor([[int(bit) for bit in row] for row in rows])) == expected
 
 

@@ -51,7 +51,7 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
     out = console.stdout
     for which, profile in zip("AB", profiles, strict=True):
         out.print(f"{which}: {description.describe(profile)}")
-    out.print(heatmap.draw_comparison(found, out.width, console.coloured()))
+    out.print(heatmap.draw_comparison(found, out.width, console.colored()))
     out.print(f"\n{description.describe_comparison(found)}")
     reduced = f", query heads reduced by {group_reduce}" if found.group_reduce else ""
     rows = [

@@ -62,7 +62,7 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     out = console.stdout
     out.print(description.describe(loaded))
     if loaded.scores is not None:
-        out.print(heatmap.draw(loaded, out.width, console.coloured()))
+        out.print(heatmap.draw(loaded, out.width, console.colored()))
     else:
         _print_embedding_heads(loaded)
 
@@ -93,7 +93,7 @@ def _with_windows(profile: HeadProfile, source: str) -> HeadProfile:
 
 
 def _print_embedding_heads(profile: HeadProfile) -> None:
-    """The heads that were picked, and the best of each task, with their mean normalised ranks where they are known."""
+    """The heads that were picked, and the best of each task, with their mean normalized ranks where they are known."""
     import numpy as np
 
     from kvsurgery.display import console
@@ -107,7 +107,7 @@ def _print_embedding_heads(profile: HeadProfile) -> None:
     def rows(heads: Iterable[EmbeddingHead]) -> list[tuple[object, ...]]:
         return [row(head.state, head.layer, head.head) for head in heads]
 
-    known = ", with their mean normalised ranks (0 is best)" if mnr else ""
+    known = ", with their mean normalized ranks (0 is best)" if mnr else ""
     console.stdout.print(console.table(f"\nembedding heads{known}", columns, rows(profile.embedding_heads)))
     if profile.ranking is None:
         return

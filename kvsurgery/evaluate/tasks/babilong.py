@@ -20,7 +20,7 @@ LENGTH = r"\d+[kM]"
 NAME = re.compile(rf"(qa\d+)_({LENGTH})")  # of a file, and how a dataset's splits and configurations are called
 DEFAULT_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 DEFAULT_LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k")
-ANSWER_TOKENS = 20  # tokens at most
+ANSWER_TOKENS = 20  # at most
 
 # the metric ends an answer where one of these tags begins
 EXAMPLE = "<example>\n{}\nQuestion: {}\nAnswer: {}\n</example>\n\n"

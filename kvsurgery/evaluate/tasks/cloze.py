@@ -40,11 +40,6 @@ class ClozeTask:
     text: str | None = text_setting()
 
     def check(self) -> None:
-        """Check numbers, and that the text can be read.
-
-        Raises:
-            KVSurgeryError: a number is out of range, or the text cannot be read.
-        """
         check_text(self.text)
         if self.passages < 1:
             raise TextError(f"there must be 1 passage or more, got {self.passages}")

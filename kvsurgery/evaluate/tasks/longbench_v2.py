@@ -14,7 +14,7 @@ from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, setting
 from kvsurgery.system.files import reading_text
 
-ANSWER_TOKENS = 128  # tokens at most
+ANSWER_TOKENS = 128  # at most
 # how the benchmark's prompt files call the fields of a row
 PLACES = {
     "$DOC$": "context", "$Q$": "question",

@@ -15,7 +15,7 @@ from kvsurgery.evaluate.rows import is_texts, named_files, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import THERE, setting
 
-ANSWER_TOKENS = 32  # tokens at most
+ANSWER_TOKENS = 32  # at most
 TASKS = [f"{kind}-{needle}" for kind in ("retrieval", "counting", "reasoning") for needle in ("text", "image")]
 ANNOTATIONS, IMAGES = "annotations", "images"  # folders
 IMAGE_MARK = "<image>"

@@ -14,7 +14,7 @@ from kvsurgery.setting import SOURCE, setting
 from kvsurgery.text.chat import around_turn, between_turns, turn_tokens
 from kvsurgery.text.tokens import token_ids
 
-ANSWER_TOKENS = 1024  # tokens at most
+ANSWER_TOKENS = 1024  # at most
 
 
 @dataclass(frozen=True)

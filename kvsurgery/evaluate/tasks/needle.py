@@ -44,11 +44,6 @@ class NeedleTask:
     choice: NeedleChoice | None = None
 
     def check(self) -> None:
-        """Check that texts and needles can be read.
-
-        Raises:
-            KVSurgeryError: one cannot.
-        """
         check_text(self.text)
         if self.needles != AUTO:
             read_set(self.needles)

@@ -60,11 +60,6 @@ class PasskeyTask:
     )
 
     def check(self) -> None:
-        """Check numbers and words, and that the text can be read.
-
-        Raises:
-            KVSurgeryError: a number is out of range, words lack a place for the passkey, or the text cannot be read.
-        """
         check_text(self.text)
         if not 1 <= self.count <= len(ORDINALS) or self.size < 2 or self.prompts < 1:
             raise TextError(

@@ -38,11 +38,6 @@ class PerplexityTask:
     text: str | None = text_setting()
 
     def check(self) -> None:
-        """Check numbers, and that the text can be read.
-
-        Raises:
-            KVSurgeryError: a number is out of range, or the text cannot be read.
-        """
         check_text(self.text)
         if self.continuation < 1 or self.pieces < 1:
             raise TextError(

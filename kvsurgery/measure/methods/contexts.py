@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvsurgery.measure.passkeys import Passkeys
     from kvsurgery.measure.prompts import Contexts
 
-PASSKEYS = 10
+PASSKEYS = 10  # in a prompt, where it has room
 
 
 @dataclass(frozen=True)

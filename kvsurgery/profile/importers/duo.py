@@ -12,7 +12,7 @@ from kvsurgery.profile.importers.files import is_number, origin, parse_object, r
 from kvsurgery.profile.profiled_model import ProfiledModel
 
 GATES_FILE = "full_attention_heads.tsv"
-# how far outside [0, 1] optimiser noise takes a gate (-0.0014 seen); anything further is not a gate
+# how far outside [0, 1] optimizer noise takes a gate (-0.0014 seen); anything further is not a gate
 SLACK = 0.01
 # facts worth keeping from DuoAttention's dump of its training arguments: the numbers, never its paths
 FACTS = ("num_steps", "lr", "reg_weight", "context_length_min", "context_length_max", "num_passkeys", "seed")

@@ -195,7 +195,7 @@ class _Room:
     ) -> tuple[int, np.ndarray]:
         """The largest number from `low` to `high` whose prompt has room, or one that leaves little; and the prompt.
 
-        A long text takes seconds to tokenise, so numbers are guessed from those that were tried.
+        A long text takes seconds to tokenize, so numbers are guessed from those that were tried.
 
         Args:
             tokens: the prompt of `low`.

@@ -1,0 +1,128 @@
+"""What answering about a text beyond the context costs: time to read it, time of a token, and memory that is held.
+
+    python benchmarks/real_model/beyond_cost.py MODEL --profile reform.safetensors --text book.txt --json cost.json
+
+The methods, the texts and their questions are those of `beyond_context.py`, on one thread, and methods take
+turns. Bytes are those of all tensors that a method holds beside the model, while a text waits for questions and
+while one is answered. A run continues from its JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from beyond_context import CATALYST, DTYPES, FACTS, ROOM, SETTINGS, choosing, recurrent
+from models import stock
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+from trials import Prompt, prompts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peers.held import held_bytes
+from provenance import record_versions
+from recurrent_methods import Full, Method
+from synthetic import dimensions, emitted
+
+from kvsurgery.display import console
+from kvsurgery.profile.head_profile import HeadProfile
+from kvsurgery.text.haystack import Haystack
+from kvsurgery.text.tokens import token_ids
+
+NEW = 32  # tokens that are generated
+
+
+def held(thing: Any, model: PreTrainedModel) -> int:
+    """Bytes of all tensors in an object but those of the model."""
+    seen = {id(module) for module in model.modules()}
+    seen |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    return held_bytes(thing, seen)
+
+
+@torch.inference_mode()
+def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str, float]:
+    """CPU seconds to read, from a question to the first word, and for a token after it; and the bytes that are held."""
+    question = prompt.questions[0]
+    begin = time.process_time()
+    reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
+    read, waiting = time.process_time() - begin, held(reading, model)
+    begin = time.process_time()
+    session, token = reading.ask(torch.tensor([question.tokens[: -question.answer]]))
+    token = session.next(token)
+    first, each = time.process_time() - begin, []
+    for _ in range(NEW):
+        begin = time.process_time()
+        token = session.next(token)
+        each.append(time.process_time() - begin)
+    answering = held((reading, session), model)
+    return {"read": read, "first": first, "token": statistics.median(each), "waiting": waiting, "answering": answering}
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Lines of a Markdown table: a row for each length and method, medians over the texts."""
+    heads = ["tokens", "method", "seconds to read", "to the first word", "ms a token", "MiB waiting", "MiB answering"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for length, texts in found["results"].items():
+        for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
+            if own := [text[method.name] for text in texts if method.name in text]:
+                read, first, token, waiting, answering = (
+                    statistics.median(text[name] for text in own)
+                    for name in ("read", "first", "token", "waiting", "answering")
+                )
+                times = f"{read:.1f} | {first:.2f} | {1000 * token:.0f}"
+                memory = f"{waiting / 2**20:.1f} | {answering / 2**20:.1f}"
+                lines.append(f"| {int(length):,} | {method.name} | {times} | {memory} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock Llama checkpoint with a tokenizer")
+    parser.add_argument("--profile", type=Path, required=True, help="its embedding heads")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that facts are hidden in")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8000, 32000], help="tokens of a prompt")
+    parser.add_argument("--texts", type=int, default=2, help="texts of each length")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="float32: for CPUs that lack bfloat16")
+    parser.add_argument("--json", type=Path, required=True, help="results; those there are not measured again")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    plain = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(plain, LlamaForCausalLM)
+    settings, model = replace(SETTINGS, heads=heads), emitted(plain, dimensions(plain.config)[0])
+    methods = choosing(settings) + recurrent(settings, token_ids(tokenizer, CATALYST))
+    facts = {"text": arguments.text.name, "dtype": arguments.dtype}
+    found: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
+    if {name: found.get(name) for name in facts} != facts:
+        parser.error(f"{arguments.json} was measured with other settings; give it another name")
+    results = found.setdefault("results", {})
+    for length in arguments.lengths:
+        own = results.setdefault(str(length), [])
+        haystack = Haystack.read(str(arguments.text), tokenizer, length)
+        beyond = length + ROOM > model.config.max_position_embeddings
+        for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
+            own.extend([{}] * (number == len(own)))
+            turn = number % len(methods)
+            for method in methods[turn:] + methods[:turn]:
+                if method.name in own[number] or (beyond and isinstance(method, Full)):
+                    continue
+                own[number] = own[number] | {method.name: measure(method, model, prompt)}
+                record_versions(found, f"{method.name}, {length} tokens, text {number + 1}")
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+                console.stderr.print(f"{length:,} tokens, text {number + 1}, {method.name}: {own[number][method.name]}")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

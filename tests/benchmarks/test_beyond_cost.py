@@ -1,0 +1,55 @@
+"""What answering beyond the context costs is measured for every method."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
+
+import beyond_context
+import beyond_cost
+
+CHOOSING = [method.name for method in beyond_context.choosing(beyond_context.SETTINGS)]
+NAMES = CHOOSING + [method.name for method in beyond_context.recurrent(beyond_context.SETTINGS, [])]
+
+
+def test_a_run_goes_on_from_its_file(
+    beyond_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    results = tmp_path / "cost.json"
+    command = ["beyond_cost.py", beyond_folder, "--profile", beyond_folder / "reform.safetensors"]
+    command += ["--text", beyond_folder / "text.txt", "--lengths", 1100, 1400, "--texts", 1]
+    command += ["--json", results, "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    beyond_cost.main()
+    assert "| 1,400 | REFORM |" in capsys.readouterr().out
+    found = json.loads(results.read_text())
+    [[short], [long]] = found["results"].values()
+    assert (sorted(short), sorted(long)) == (sorted(NAMES), sorted(NAMES[1:]))
+    assert all(min(each["waiting"], each["answering"], each["token"]) > 0 for each in (*short.values(), *long.values()))
+    # where tokens are chosen by the question, only their ids wait; with REFORM also embeddings of whole chunks
+    assert long["truncation"]["waiting"] == 8 * 1400
+    head_dim = beyond_cost.stock(beyond_folder).config.head_dim
+    assert long["REFORM"]["waiting"] >= 8 * 1400 + 1024 * 2 * 4 * head_dim
+    short["REFORM"]["token"] = "kept"
+    del long["H2O"]
+    results.write_text(json.dumps(found))
+    monkeypatch.setattr(beyond_cost, "table", lambda found: [])
+    beyond_cost.main()
+    [[short], [long]] = json.loads(results.read_text())["results"].values()
+    assert short["REFORM"]["token"] == "kept"
+    assert "H2O" in long
+    sys.argv[-1] = "bfloat16"
+    with pytest.raises(SystemExit):
+        beyond_cost.main()
+    assert "measured with other settings" in capsys.readouterr().err
+
+
+def test_the_model_does_not_count(beyond_folder: Path) -> None:
+    model, rows = beyond_cost.stock(beyond_folder), torch.zeros(10, 4)
+    assert beyond_cost.held({"model": model, "weight": model.lm_head.weight, "rows": [rows, rows[2:]]}, model) == 160
