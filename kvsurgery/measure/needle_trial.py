@@ -42,7 +42,7 @@ def choose_needles(
     """
     kind, shortest = RETRIEVAL_METHODS[method].kind, min(trials.lengths)
 
-    def right(name: str) -> int:
+    def count_right(name: str) -> int:
         needles = read_set(name)
         prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
         count = 0
@@ -54,4 +54,4 @@ def choose_needles(
             count += judged(measured, method, needles[number], steps)[1] > RIGHT
         return sum(mesh.processes.gather([count])) // mesh.tp
 
-    return choose_set(kind, right, shortest, INSTEAD[kind])
+    return choose_set(kind, count_right, shortest, INSTEAD[kind])
