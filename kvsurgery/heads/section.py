@@ -47,4 +47,7 @@ def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
     unquantized = {**asdict(layout.quantization), "bits": None}
     entries = [asdict(layer.quantization) if layer.quantization else unquantized for layer in layout.layers]
     values = {name: [entry[name] for entry in entries] for name in unquantized}
-    return {name: some[0] if some.count(some[0]) == len(some) else some for name, some in values.items()}
+    return {
+        name: layer_values[0] if layer_values.count(layer_values[0]) == len(layer_values) else layer_values
+        for name, layer_values in values.items()
+    }

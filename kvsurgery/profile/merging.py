@@ -86,15 +86,15 @@ def _merged(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
     if how == "mean":
         return scores.mean(axis=0)
     with np.errstate(divide="ignore"):
-        return np.exp(np.mean([np.log(ranks(of, eligible)) for of in scores], axis=0))
+        return np.exp(np.mean([np.log(ranks(profile_scores, eligible)) for profile_scores in scores], axis=0))
 
 
 def _provenance(profiles: Sequence[HeadProfile], granularity: str, how: str, group_reduce: str) -> dict[str, Any]:
     names = ("hash", "method", "base_model", "base_revision", "provenance")
-    reduced = granularity == "kv" and any(profile.granularity == "query" for profile in profiles)
+    is_reduced = granularity == "kv" and any(profile.granularity == "query" for profile in profiles)
     return {
         "merge": how,
         "sources": [{name: getattr(profile, name) for name in names} for profile in profiles],
         "tool": f"kvsurgery {__version__}",
-        **({"group_reduce": group_reduce} if reduced else {}),
+        **({"group_reduce": group_reduce} if is_reduced else {}),
     }
