@@ -191,7 +191,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(self)
         if len(self.chosen) > 1:
-            raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
+            raise PolicyError(f"{_quoted_names(self.chosen)} exclude each other; give one")
         if self.rest == "streaming" and self.budget is not None:
             raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
         for name in ("budgets_from", "hold", "select"):
@@ -199,11 +199,13 @@ class Recipe:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
         detail_fields = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
         if detail_fields and self.kv_bits is None and self.fit is None:
-            raise PolicyError(f"{_listed(detail_fields)} goes with `kv_bits`; add that, or leave it out")
+            raise PolicyError(f"{_quoted_names(detail_fields)} goes with `kv_bits`; add that, or leave it out")
         self._check_auto()
         decided_fields = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
         if decided_fields and self.fit is not None:
-            raise PolicyError(f"fitting a memory budget decides {_listed(decided_fields)}; leave out what it decides")
+            raise PolicyError(
+                f"fitting a memory budget decides {_quoted_names(decided_fields)}; leave out what it decides"
+            )
 
     def _check_auto(self) -> None:
         """Raise PolicyError where bits of layers cannot be chosen as the recipe says."""
@@ -221,7 +223,7 @@ class Recipe:
         stated_fields = [name for name in NOT_AUTO if getattr(self, name) != _DEFAULTS[name]]
         if stated_fields:
             raise PolicyError(
-                f"{_listed(stated_fields)} cannot be combined with `kv_bits` auto; leave it out, or give a width"
+                f"{_quoted_names(stated_fields)} cannot be combined with `kv_bits` auto; leave it out, or give a width"
             )
 
     @property
@@ -364,5 +366,5 @@ class Recipe:
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Recipe)}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)

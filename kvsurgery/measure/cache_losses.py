@@ -152,7 +152,7 @@ class _Measuring:
         """Losses with every head quantized, in each way that is tried."""
         quantizations = [quantization for quantization in self.caches if isinstance(quantization, Quantization)]
         changes = [self._uniform_changes(place) for place, _ in enumerate(quantizations, 1)]
-        losses = self._mean(changes, CacheTrial.divergence, self.sizes.scored)
+        losses = self._mean_divergences(changes, CacheTrial.divergence, self.sizes.scored)
         settings_by_width: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
         for quantization, loss in zip(quantizations, losses, strict=True):
             settings_by_width[quantization.bits] += (
@@ -172,7 +172,7 @@ class _Measuring:
                     changes.append(self._uniform_changes(EXACT))
                     changes[-1][layer, head] = place
             divergence = partial(CacheTrial.divergence, tokens=self.sizes.alone)
-            losses = self._mean(changes, divergence, self.sizes.alone)
+            losses = self._mean_divergences(changes, divergence, self.sizes.alone)
             for name, layer_losses in zip(places, losses.reshape(len(places), -1), strict=True):
                 head_losses[name][layer] = layer_losses
         if SHARED in self.widths:
@@ -191,18 +191,18 @@ class _Measuring:
         best_places = self._best_places(settings)
         changes_by_name = dict(self._combined_changes(heads, best_places))
         names = {place: str(bits) for bits, place in best_places.items()} | {len(self.caches): STREAMING_CACHE}
-        expected = [
+        expected_losses = [
             sum(float(heads[name][changes == place].sum()) for place, name in names.items())
             for changes in changes_by_name.values()
         ]
         # as a converted model has it: a prompt that streaming heads read is another
-        measured = self._mean(changes_by_name.values(), CacheTrial.converted_divergence, self.sizes.length)
+        measured = self._mean_divergences(changes_by_name.values(), CacheTrial.converted_divergence, self.sizes.length)
         window = len(self.caches)
         streaming = [
             int((changes == window).sum()) if np.isin(changes, (EXACT, window)).all() else 0
             for changes in changes_by_name.values()
         ]
-        return tuple(map(Combination, changes_by_name, expected, measured.tolist(), streaming))
+        return tuple(map(Combination, changes_by_name, expected_losses, measured.tolist(), streaming))
 
     def _combined_changes(
         self, heads: Mapping[str, np.ndarray], best_places: Mapping[int, int]
@@ -235,11 +235,11 @@ class _Measuring:
         """Of each width, the place of the cache that loses least."""
         places = {}
         for bits, losses in settings.items():
-            best = min(losses, key=lambda setting: setting.loss)
-            places[bits] = self.caches.index(Quantization(bits, rotate=best.rotate, clip=best.clip)) + 1
+            best_setting = min(losses, key=lambda setting: setting.loss)
+            places[bits] = self.caches.index(Quantization(bits, rotate=best_setting.rotate, clip=best_setting.clip)) + 1
         return places
 
-    def _mean(
+    def _mean_divergences(
         self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], torch.Tensor], tokens: int
     ) -> np.ndarray:
         """float64 [changes]: means over all passages of all processes. Each change reads `tokens` of a passage."""

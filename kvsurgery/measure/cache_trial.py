@@ -32,7 +32,7 @@ class Window:
     recent: int
 
 
-Stored = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, kv_heads, tokens, head_dim]
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, kv_heads, tokens, head_dim]
 
 
 class CacheTrial:
@@ -61,14 +61,14 @@ class CacheTrial:
         self.tokens, self.following = tokens[:, :prompt].to(model.device), tokens[:, prompt:].to(model.device)
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
-        self.states: dict[int, Stored] = {}
-        self._read(None)
+        self.states: dict[int, KeysValues] = {}
+        self._read_prompt(None)
         modules = decoder_of(model).layers
         hooks = [module.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for module in modules]
         changing = next((layer for layer, window in enumerate(layers.windows) if window is None), 0)
-        unchanged = torch.full((len(modules), self.states[changing][0].shape[1]), EXACT)
+        exact_changes = torch.full((len(modules), self.states[changing][0].shape[1]), EXACT)
         try:
-            self.exact = self._log_probabilities(unchanged[None], 0, self.following.shape[1])[0]
+            self.exact = self._log_probabilities(exact_changes[None], 0, self.following.shape[1])[0]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -107,31 +107,31 @@ class CacheTrial:
             trial, rows = copy.copy(self), prompt_of == place
             if (prompt != EXACT).any():
                 trial.states = {}
-                trial._read(prompt)
+                trial._read_prompt(prompt)
             divergences[rows] = trial.divergence(changes[rows])
         return divergences
 
     @torch.no_grad()
-    def _read(self, changes: torch.Tensor | None) -> None:
+    def _read_prompt(self, changes: torch.Tensor | None) -> None:
         """Read the prompt and keep its keys and values; `changes` [layers, kv_heads] says which heads stream."""
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
             self.model(self.tokens, use_cache=False, logits_to_keep=1)
 
-    def _log_probabilities(self, changes: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Log-probabilities [rows, count, vocabulary] with these caches, which differ in layer `first` or later."""
+    def _log_probabilities(self, changes: torch.Tensor, first_layer: int, count: int) -> torch.Tensor:
+        """Log-probabilities [rows, count, vocabulary] with these caches, which differ from `first_layer` on."""
         rows = len(changes)
         positions = torch.arange(self.prompt, self.prompt + count, device=self.model.device)[None]
         attend = partial(self._attend, changes=changes.to(self.model.device))
-        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first, rows, count):
+        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first_layer, rows, count):
             logits = self.model(
                 self.following[:, :count].expand(rows, -1), position_ids=positions, use_cache=False
             ).logits
         return logits.float().log_softmax(-1)
 
     @contextmanager
-    def _resumed(self, first: int, rows: int, count: int) -> Generator[None]:
-        """Inside, layers below `first` are not computed: the last of them gives what it gave before."""
-        skipped_layers = decoder_of(self.model).layers[:first]
+    def _resumed(self, first_layer: int, rows: int, count: int) -> Generator[None]:
+        """Inside, layers below `first_layer` are not computed: the last of them gives what it gave before."""
+        skipped_layers = decoder_of(self.model).layers[:first_layer]
         for place, layer in enumerate(skipped_layers):
             # an attribute of the instance goes before the method of its class
             layer.forward = partial(_known_output, _repeated(self.outputs[place], rows, count))
@@ -183,7 +183,7 @@ class CacheTrial:
             output = scoring.sunk(output.view(query.shape), lse.view(query.shape[:3]))
         return output.transpose(1, 2), None
 
-    def _past(self, layer: int, kinds: torch.Tensor) -> Stored:
+    def _past(self, layer: int, kinds: torch.Tensor) -> KeysValues:
         """Keys and values [rows, kv_heads, prompt, head_dim] of heads whose caches are `kinds` [rows, kv_heads]."""
         keys, values = (states.expand(len(kinds), -1, -1, -1) for states in self.states[layer])
         for kind in kinds.unique().tolist():
@@ -217,7 +217,7 @@ def next_token_divergence(approximate: torch.Tensor, exact: torch.Tensor) -> tor
     return (exact.exp() * (exact - approximate)).sum(-1, dtype=torch.float64).mean().clamp(min=0)
 
 
-def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Stored:
+def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> KeysValues:
     """A prompt's keys and values [1, kv_heads, tokens, head_dim] as a quantized cache gives them back."""
     heads, tokens = keys.shape[1:3]
     tiles = slice(quantization.sink, quantization.sink + TILE * quantization.tiles(tokens - quantization.sink))

@@ -121,7 +121,7 @@ def add_gradient(
     with mixed_attention(measured, gates, mesh=mesh, **sizes), recomputed(measured.model):
         states, predicted_tokens = target_states(measured, tokens, targets, mesh)
         if loss == "distill":
-            value = (_wide(states) - _wide(full_states)).square().mean(-1).sum()
+            value = (_upcast(states) - _upcast(full_states)).square().mean(-1).sum()
         else:
             value = cross_entropy(measured.model, states, predicted_tokens)
         value = value / targets[:, 1:].sum()
@@ -146,7 +146,7 @@ def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Te
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def chunk_loss(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = _wide(model.get_output_embeddings()(states))
+        logits = _upcast(model.get_output_embeddings()(states))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return F.cross_entropy(logits, tokens, reduction="sum")
@@ -176,6 +176,6 @@ def rate(step: int, steps: int) -> float:
     return LEAST_RATE + (1 - LEAST_RATE) * min(rise, fall, 1.0)
 
 
-def _wide(states: torch.Tensor) -> torch.Tensor:
+def _upcast(states: torch.Tensor) -> torch.Tensor:
     """In float32, or float64 if they already are."""
     return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -112,12 +112,12 @@ class Mesh:
 
         Where they do not divide, zeros come last, which no token before them attends to.
         """
-        return F.pad(sequences, (0, -sequences.shape[1] % self.sp)).chunk(self.sp, 1)[self._part]
+        return F.pad(sequences, (0, -sequences.shape[1] % self.sp)).chunk(self.sp, 1)[self._sequence_part]
 
     def heads(self, count: int, local_count: int) -> slice:
         """The slice of a layer's `count` heads that this process holds, `local_count` of them."""
         split_by_tp = local_count * self.sp < count  # by tensor parallelism too
-        position = self._part + (self.processes.rank % self.tp * self.sp if split_by_tp else 0)
+        position = self._sequence_part + (self.processes.rank % self.tp * self.sp if split_by_tp else 0)
         return slice(position * local_count, (position + 1) * local_count)
 
     def copies(self, measured: MeasuredModel) -> int:
@@ -148,7 +148,7 @@ class Mesh:
         def function(stock, module, query, key, value, *rest, **options):
             states = (self._exchanged(states) for states in (query, key, value))
             if (sinks := options.get("s_aux")) is not None:
-                options["s_aux"] = sinks.chunk(self.sp)[self._part]
+                options["s_aux"] = sinks.chunk(self.sp)[self._sequence_part]
             output, weights = attend(stock, module, *states, *rest, **options)
             return self._exchanged(output), weights
 
@@ -162,7 +162,7 @@ class Mesh:
         return distributed.redistribute(placements=[Shard(1)]).to_local()
 
     @property
-    def _part(self) -> int:
+    def _sequence_part(self) -> int:
         return self.processes.rank // self.tp % self.sp
 
     @cached_property

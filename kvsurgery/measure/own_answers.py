@@ -121,14 +121,14 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
         raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a greater minimum")
     end_tokens = measured.model.generation_config.eos_token_id
     end_tokens = {end_tokens} if isinstance(end_tokens, int) else set(end_tokens or ())
-    for begin in range(0, count, TOGETHER):
-        batch = prompts[begin : begin + TOGETHER]
+    for start in range(0, count, TOGETHER):
+        batch = prompts[start : start + TOGETHER]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(each)) + each for each in batch])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch])
         shortest = min(map(len, batch))
         with torch.random.fork_rng():
-            torch.manual_seed(contexts.seed + begin)
+            torch.manual_seed(contexts.seed + start)
             sequences = measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
                 ids.to(measured.model.device),
                 attention_mask=mask.to(measured.model.device),

@@ -125,8 +125,8 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
     for _ in range(2):  # the first one warms up
         gates = initial_gates(measured)
         gates.grad = torch.zeros_like(gates)
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start_time
     seconds = mesh.processes.agree(seconds) * len(mesh.share(options.batch))
     return lambda length: seconds * operations(length) / operations(tokens)

@@ -20,9 +20,9 @@ from kvsurgery.templates import kv_encode, kv_layout, kv_torch
 from kvsurgery.templates.kv_reform import Reform
 
 
-def chunks(recurrence: Reform, tokens: int, last: int) -> list[range]:
-    """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
-    starts = range(0, last, recurrence.chunk)
+def chunks(recurrence: Reform, tokens: int, tail_start: int) -> list[range]:
+    """The chunks of an input; the last one goes on to the end from before token `tail_start`, however far that is."""
+    starts = range(0, tail_start, recurrence.chunk)
     return [range(start, start + recurrence.chunk) for start in starts[:-1]] + [range(starts[-1], tokens)]
 
 
@@ -102,10 +102,10 @@ class RecurrentPass(kv_encode.ChunkEncoder):
         self.chunk, self.visit = chunk, visit
         with intercepted(self.stock_model, _attend, masks=False), ExitStack() as hooks:
             for layer in self.model.get_submodule("layers").children():
-                hooks.callback(layer.register_forward_pre_hook(self._entered).remove)
+                hooks.callback(layer.register_forward_pre_hook(self._record_hidden).remove)
             self.read_chunk(input_ids=self.tokens[None, chunk.start : chunk.stop])
 
-    def _entered(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _record_hidden(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self.hidden = args[0]
 
     def position(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -138,7 +138,7 @@ def retrieval_scores(
             continue
         tokens, needle_span = prompt.around(text, needle_place(text, depth, measured.text))
         steps = answer(measured, tokens, top=len(needle_span), limit=limit)
-        answer_text, score = judged(measured, method, needle, steps)
+        answer_text, score = judge_answer(measured, method, needle, steps)
         if score > RIGHT:
             successes += 1
             total += sum(_step_scores(step, needle_span, tokens, method) for step in steps)
@@ -197,7 +197,9 @@ def _step_scores(step: AnswerStep, needle_span: range, tokens: np.ndarray, metho
     return np.array([mass_score(layer, needle_span) for layer in step.layers])
 
 
-def judged(measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
+def judge_answer(
+    measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]
+) -> tuple[str, float]:
     """What an answer says, and how right that is, 0 to 1."""
     retrieval_method = RETRIEVAL_METHODS[method]
     answer_text = text_of(measured.text, [step.token for step in steps], skip_special_tokens=True).strip()
@@ -245,20 +247,20 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
     return steps
 
 
-def most_attended(weights: torch.Tensor, top: int, first: int = 0) -> Attended:
+def most_attended(weights: torch.Tensor, top: int, first_position: int = 0) -> Attended:
     """The most attended tokens of one query; of equal weights the earlier token's comes first.
 
     Args:
         weights: float32 [query_heads, n], not negative.
         top: how many; all where there are fewer.
-        first: position of the first of the n tokens.
+        first_position: position of the first of the n tokens.
     """
     n = weights.shape[1]
     # the bits of floats that are not negative rise with them; below, a rank that is lower for later tokens
     bits = weights.contiguous().view(torch.int32).long()
     sort_keys = (bits << 32) | torch.arange(n - 1, -1, -1, device=weights.device)
     places = sort_keys.topk(min(top, n)).indices
-    return Attended(weights.gather(1, places).cpu(), places.cpu() + first)
+    return Attended(weights.gather(1, places).cpu(), places.cpu() + first_position)
 
 
 def copy_score(attended: Attended, needle: range, tokens: np.ndarray, token: int) -> np.ndarray:

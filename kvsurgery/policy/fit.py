@@ -41,11 +41,11 @@ class Fit:
     @property
     def alternatives(self) -> tuple[Candidate, ...]:
         """The best candidate of each other width that fits, the least harmful first."""
-        best: dict[int, Candidate] = {}
+        best_by_width: dict[int, Candidate] = {}
         for candidate in sorted(self.candidates, key=lambda item: item.worth, reverse=True):
             if candidate.total <= self.demand.memory and candidate.bits != self.choice.bits:
-                best.setdefault(candidate.bits, candidate)
-        return tuple(best.values())
+                best_by_width.setdefault(candidate.bits, candidate)
+        return tuple(best_by_width.values())
 
 
 def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

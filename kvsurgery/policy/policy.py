@@ -237,7 +237,7 @@ def _layout(
 ) -> KVLayout:
     """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
     all_layers = tuple(
-        layer if is_converted else _unchanged(place, len(layer.blocks), model, dimensions)
+        layer if is_converted else _unconverted_layer(place, len(layer.blocks), model, dimensions)
         for place, (layer, is_converted) in enumerate(zip(layers, model.eligible, strict=True))
     )
     layout = KVLayout(all_layers, dimensions.head_dim)
@@ -305,7 +305,7 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
     return result
 
 
-def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
+def _unconverted_layer(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
     """A layer with linear attention, a window of its own or the KV cache of an earlier one, in this many blocks."""
     window, layer_dimensions = model.windows[place], model.sliding or dimensions
     if place in model.sources:

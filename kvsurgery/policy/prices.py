@@ -99,19 +99,19 @@ class Prices:
         self.shares = scores.shape[1] // footprint.model.kv_heads
         # as `decide` ranks them
         self.ranking = ranked_heads(scores, run)
-        self.top = self._sums(scores)
+        self.score_sums = self._sums(scores)
         full_attention = [window is None for window in windows]
         # by cache, of the first heads of the ranking
-        self.added: dict[str, np.ndarray] | None = None
+        self.loss_sums: dict[str, np.ndarray] | None = None
         if losses is not None:
-            self.added = {name: self._sums(losses.expected(name)[full_attention]) for name in losses.heads}
-        native = [window for window in windows if window is not None]
+            self.loss_sums = {name: self._sums(losses.expected(name)[full_attention]) for name in losses.heads}
+        native_windows = [window for window in windows if window is not None]
         sliding = footprint.sliding or footprint.model
         heads, head_dim = ((0, sliding.kv_heads),), sliding.head_dim
-        self.native = {
+        self.native_bytes = {
             quantization: sum(
                 self._layer_bytes(kv_layout.LayerLayout(heads, 0, window, quantization=quantization, head_dim=head_dim))
-                for window in native
+                for window in native_windows
             )
             for quantization in quantizations
         }
@@ -146,17 +146,23 @@ class Prices:
     def _loss(self, count: int, layout: Any) -> float:
         """What is lost with this many full heads, whose others stream as in a layout."""
         tokens, quantization = layout.sink + layout.recent, layout.quantization
-        if self.added is None:
-            top, total, fidelity = float(self.top[count]), float(self.top[-1]), _fidelity(quantization)
+        if self.loss_sums is None:
+            full_score, total, fidelity = (
+                float(self.score_sums[count]),
+                float(self.score_sums[-1]),
+                _fidelity(quantization),
+            )
             share = min(tokens, self.demand.context) / self.demand.context
-            kept_score = top * fidelity + (total - top) * share * (fidelity if layout.quantized_window else 1)
+            kept_score = full_score * fidelity + (total - full_score) * share * (
+                fidelity if layout.quantized_window else 1
+            )
             return 1 - kept_score / total
         loss = 0.0
         if tokens < self.demand.context:
-            streaming_losses = self.added[STREAMING_CACHE]
+            streaming_losses = self.loss_sums[STREAMING_CACHE]
             loss += streaming_losses[-1] - streaming_losses[count]
         if quantization is not None:
-            quantization_losses = self.added[str(quantization.bits)]
+            quantization_losses = self.loss_sums[str(quantization.bits)]
             loss += quantization_losses[-1 if layout.quantized_window else count]
         return loss
 
@@ -196,17 +202,17 @@ class Prices:
                     *zip(*(np.split(table, self.shares, axis=1) for table in (tokens, scored_tokens)), strict=True)
                 ]
                 for quantization in quantizations:
-                    kept_score = (float(self.top[count]) + shares) * _fidelity(quantization)
+                    kept_score = (float(self.score_sums[count]) + shares) * _fidelity(quantization)
                     kv = max(
                         self._head_bytes(held_tokens, quantization) + kv_layout.SCORE_BYTES * int(held_scored.sum())
                         for held_tokens, held_scored in processes
                     )
                     yield self._candidate(
-                        count, "budgeted", budget, quantization, kv, 1 - kept_score / float(self.top[-1])
+                        count, "budgeted", budget, quantization, kv, 1 - kept_score / float(self.score_sums[-1])
                     )
 
     def _candidate(self, count, rest, budget, quantization, kv: int, loss: float) -> Candidate:
-        kv = self.demand.batch * (kv + self.native[quantization])
+        kv = self.demand.batch * (kv + self.native_bytes[quantization])
         budgeted_heads = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
             (fixed_bytes[quantization is not None] + budgeted_heads * head_bytes, chunk)
@@ -240,11 +246,11 @@ class Prices:
         )
         return (unquantized_bytes, quantized_bytes), self._in_flight(chunk, 1) - in_flight_bytes
 
-    def _in_flight(self, chunk: int, budgeted: int) -> int:
+    def _in_flight(self, chunk: int, budgeted_count: int) -> int:
         """Bytes of keys and values beyond the cache at the peak of a prefill, with this many budgeted heads."""
         model, demand = self.footprint.model, self.demand
-        blocks = ((model.kv_heads - budgeted, budgeted),)
-        layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted, kv_layout.Selection())
+        blocks = ((model.kv_heads - budgeted_count, budgeted_count),)
+        layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted_count, kv_layout.Selection())
         sliding = self.footprint.sliding or model
         native = kv_layout.LayerLayout(((0, sliding.kv_heads),), 0, 1, native=True, head_dim=sliding.head_dim)
         layout = kv_layout.KVLayout((layer, native), model.head_dim)

@@ -62,11 +62,13 @@ def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[B
                     weights[block][1] += int(budgets[layer, head])
                 remaining = remaining[len(open_blocks) :]
         shares.append((counts, dealt_heads))
-    order = _balanced(weights)
-    return [_ordered(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)]
+    order = _balanced_order(weights)
+    return [
+        _layer_blocks(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)
+    ]
 
 
-def _ordered(
+def _layer_blocks(
     full: np.ndarray, order: Sequence[int], counts: list[int], dealt_heads: list[list[int]], size: int, budgeted: bool
 ) -> Blocks:
     """One layer's heads, block after block."""
@@ -83,14 +85,14 @@ def _lightest(weights: list[list[int]]) -> list[int]:
     return sorted(range(len(weights)), key=lambda block: weights[block])
 
 
-def _balanced(weights: list[list[int]]) -> list[int]:
+def _balanced_order(weights: list[list[int]]) -> list[int]:
     """Blocks in an order in which pairs of neighbors, and pairs of pairs, are about as heavy as others."""
     runs = [([block], *weight) for block, weight in enumerate(weights)]
     while len(runs) % 2 == 0 and len({run[1:] for run in runs}) > 1:
         runs.sort(key=lambda run: run[1:])
-        half = len(runs) // 2
+        half_count = len(runs) // 2
         runs = [
             tuple(one + other for one, other in zip(*pair, strict=True))
-            for pair in zip(runs[:half], runs[: -half - 1 : -1], strict=True)
+            for pair in zip(runs[:half_count], runs[: -half_count - 1 : -1], strict=True)
         ]
     return [block for run in runs for block in run[0]]

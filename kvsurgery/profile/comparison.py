@@ -199,8 +199,8 @@ def _attention(window: int | None) -> str:
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Pearson's correlation of the places of scores; None where all are equal."""
-    mean = (a.size + 1) / 2
-    x, y = places(a).ravel() - mean, places(b).ravel() - mean
+    mean_place = (a.size + 1) / 2
+    x, y = places(a).ravel() - mean_place, places(b).ravel() - mean_place
     spread = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / spread) if spread else None
 

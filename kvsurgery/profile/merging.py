@@ -66,7 +66,7 @@ def merge(
     patterns = {(profile.sink, profile.recent) for profile in profiles}
     sink, recent = patterns.pop() if len(patterns) == 1 else (None, None)
     return HeadProfile(
-        scores=_merged(np.array(scores, dtype=np.float64), eligible, how),
+        scores=_merge_scores(np.array(scores, dtype=np.float64), eligible, how),
         method="rank-product" if how == "rank-product" else methods.pop(),
         granularity=granularity,
         base_model=base_model,
@@ -79,7 +79,7 @@ def merge(
     )
 
 
-def _merged(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
+def _merge_scores(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
     """float64 [profiles, layers, heads] -> [layers, heads]; products of ranks are 0 in layers that are not eligible."""
     if how == "max":
         return scores.max(axis=0)

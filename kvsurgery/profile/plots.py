@@ -39,8 +39,8 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     figure, (bars, axes) = _figure(layers, heads, maps=1)
     # the heads that stay full at a sparsity are among those of a lower one
     for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
-        full = full_heads(profile, sparsity).sum(axis=1)
-        bars.bar(range(layers), full, width=1, color=blue, label=f"{sparsity:.0%}")
+        full_counts = full_heads(profile, sparsity).sum(axis=1)
+        bars.bar(range(layers), full_counts, width=1, color=blue, label=f"{sparsity:.0%}")
     kind = "linear" if 0 in (profile.windows or ()) else "sliding"
     for layer in np.flatnonzero(~profile.eligible):
         is_first = layer == profile.eligible.argmin()

@@ -39,11 +39,11 @@ class Published:
 
     def commands(self, model: str) -> tuple[str, ...]:
         """The commands that import the scores for a model of this name."""
-        out = f"{self.format}.safetensors"
+        file = f"{self.format}.safetensors"
         if self.repository is None or self.path is None:
-            return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", out]),)
+            return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", file]),)
         path = f"{self.repository.partition('/')[2]}/{self.path}"
-        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model, "-o", out]
+        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model, "-o", file]
         return f"git clone https://github.com/{self.repository}", shlex.join(words)
 
 
@@ -57,8 +57,8 @@ def published() -> tuple[Published, ...]:
         fields: dict[str, Any] = {**entry, "options": tuple(entry.get("options", ()))}
         return Published(family=model["type"], dimensions=ModelDimensions(*model["shape"]), **fields)
 
-    shipped = [{"format": "reform", "model": name} for name in tomllib.loads(HEADS.read_text(encoding="utf-8"))]
-    return tuple(to_published(entry) for entry in (*content["profiles"], *shipped))
+    shipped_entries = [{"format": "reform", "model": name} for name in tomllib.loads(HEADS.read_text(encoding="utf-8"))]
+    return tuple(to_published(entry) for entry in (*content["profiles"], *shipped_entries))
 
 
 def normal(name: str) -> str:

@@ -44,13 +44,13 @@ def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-
 
     scores = np.empty((layers, heads))
     for key, place in places.items():
-        scores[place] = _mean(path, key, trials[key])
+        scores[place] = _mean_score(path, key, trials[key])
     counts = [len(trials[key]) for key in places]
     facts = {**origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]}
     return model.profile(scores, method, facts, granularity="query")
 
 
-def _mean(path: Path, key: str, trials: Any) -> float:
+def _mean_score(path: Path, key: str, trials: Any) -> float:
     if not isinstance(trials, list) or not trials:
         raise ProfileError(f"{path}: head {key} has no list of trials, so no score; measure it again")
     for trial in trials:
