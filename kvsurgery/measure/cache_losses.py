@@ -196,13 +196,15 @@ class _Measuring:
             for changes in changes_by_name.values()
         ]
         # as a converted model has it: a prompt that streaming heads read is another
-        measured = self._mean_divergences(changes_by_name.values(), CacheTrial.converted_divergence, self.sizes.length)
+        measured_losses = self._mean_divergences(
+            changes_by_name.values(), CacheTrial.converted_divergence, self.sizes.length
+        )
         window = len(self.caches)
         streaming = [
             int((changes == window).sum()) if np.isin(changes, (EXACT, window)).all() else 0
             for changes in changes_by_name.values()
         ]
-        return tuple(map(Combination, changes_by_name, expected_losses, measured.tolist(), streaming))
+        return tuple(map(Combination, changes_by_name, expected_losses, measured_losses.tolist(), streaming))
 
     def _combined_changes(
         self, heads: Mapping[str, np.ndarray], best_places: Mapping[int, int]

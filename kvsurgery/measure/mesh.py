@@ -158,8 +158,8 @@ class Mesh:
         """Exchange this process's part of states along dimension 2 for its part along dimension 1."""
         from torch.distributed.tensor import DTensor, Shard
 
-        distributed = DTensor.from_local(states, self._sharing, [Shard(2)])
-        return distributed.redistribute(placements=[Shard(1)]).to_local()
+        dtensor = DTensor.from_local(states, self._sharing, [Shard(2)])
+        return dtensor.redistribute(placements=[Shard(1)]).to_local()
 
     @property
     def _sequence_part(self) -> int:

@@ -62,7 +62,7 @@ class RankedPrompt:
     @property
     def gold_places(self) -> np.ndarray:
         """int64, ascending: the gold tokens as places in the context."""
-        return np.unique(np.concatenate([np.array(part) for part in self.gold])).astype(int) - self.context.start
+        return np.unique(np.concatenate([np.array(span) for span in self.gold])).astype(int) - self.context.start
 
 
 def embedding_ranking(

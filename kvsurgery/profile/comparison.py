@@ -153,17 +153,17 @@ def common_scores(
                 f"the {profile.method} profile of {profile.base_model} has embedding heads and no scores to compare or "
                 "merge; leave it out"
             )
-    first = profiles[0]
+    first_profile = profiles[0]
     for profile in profiles[1:]:
-        if profile.model != first.model:
-            first_dimensions, dimensions = asdict(first.model), asdict(profile.model)
+        if profile.model != first_profile.model:
+            first_dimensions, dimensions = asdict(first_profile.model), asdict(profile.model)
             differences = ", ".join(
                 f"{name} {first_dimensions[name]} and {dimensions[name]}"
                 for name in first_dimensions
                 if first_dimensions[name] != dimensions[name]
             )
             raise ProfileError(
-                f"{first.base_model} and {profile.base_model} are different models ({differences}); "
+                f"{first_profile.base_model} and {profile.base_model} are different models ({differences}); "
                 "give profiles of one model"
             )
     if all(profile.granularity == "query" for profile in profiles):

@@ -47,8 +47,8 @@ class Duo(PasskeyMethod, GateMethod):
             raise ProfileError("`minutes` chooses `steps`; leave one of them out")
 
     def check_passkeys(self) -> None:
-        chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
-        if self.loss == "distill" and not chosen_later:
+        is_chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
+        if self.loss == "distill" and not is_chosen_later:
             super().check_passkeys()
 
     def planned(
