@@ -191,19 +191,21 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(self)
         if len(self.chosen) > 1:
-            raise PolicyError(f"{_listed(self.chosen)} exclude each other; give one")
+            raise PolicyError(f"{_quoted_names(self.chosen)} exclude each other; give one")
         if self.rest == "streaming" and self.budget is not None:
             raise PolicyError("`budget` is for budgeted heads; set `rest` to budgeted, or leave it out")
         for name in ("budgets_from", "hold", "select"):
             if self.rest == "streaming" and getattr(self, name) != _DEFAULTS[name]:
                 raise PolicyError(f"`{name}` is for budgeted heads; set `rest` to budgeted, or leave it out")
-        details = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
-        if details and self.kv_bits is None and self.fit is None:
-            raise PolicyError(f"{_listed(details)} goes with `kv_bits`; add that, or leave it out")
+        detail_fields = [name for name in (*QUANTIZED, "kv_measured") if getattr(self, name) != _DEFAULTS[name]]
+        if detail_fields and self.kv_bits is None and self.fit is None:
+            raise PolicyError(f"{_quoted_names(detail_fields)} goes with `kv_bits`; add that, or leave it out")
         self._check_auto()
-        decided = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
-        if decided and self.fit is not None:
-            raise PolicyError(f"fitting a memory budget decides {_listed(decided)}; leave out what it decides")
+        decided_fields = [name for name in (*CHOICES, "budget", "kv_bits") if getattr(self, name) is not None]
+        if decided_fields and self.fit is not None:
+            raise PolicyError(
+                f"fitting a memory budget decides {_quoted_names(decided_fields)}; leave out what it decides"
+            )
 
     def _check_auto(self) -> None:
         """Raise PolicyError where bits of layers cannot be chosen as the recipe says."""
@@ -218,10 +220,10 @@ class Recipe:
             )
         if self.kv_budget is None or not 2 <= self.kv_budget <= 16:
             raise PolicyError(f"`kv_bits` auto needs a `kv_budget` of 2 to 16 bits a value, got {self.kv_budget}")
-        stated = [name for name in NOT_AUTO if getattr(self, name) != _DEFAULTS[name]]
-        if stated:
+        stated_fields = [name for name in NOT_AUTO if getattr(self, name) != _DEFAULTS[name]]
+        if stated_fields:
             raise PolicyError(
-                f"{_listed(stated)} cannot be combined with `kv_bits` auto; leave it out, or give a width"
+                f"{_quoted_names(stated_fields)} cannot be combined with `kv_bits` auto; leave it out, or give a width"
             )
 
     @property
@@ -278,33 +280,33 @@ class Recipe:
         Raises:
             PolicyError: as the class, of the values that are given.
         """
-        ways = [name for name in (*CHOICES, "fit") if values.get(name) is not None]
-        gone = [*CHOICES, "fit"] if ways else []
+        choices = [name for name in (*CHOICES, "fit") if values.get(name) is not None]
+        reset_fields = [*CHOICES, "fit"] if choices else []
         if values.get("fit") is not None:
-            gone += ["budget", "kv_bits"]
+            reset_fields += ["budget", "kv_bits"]
         if values.get("kv_bits") == AUTO:
-            gone += NOT_AUTO
-        elif "kv_bits" in (*values, *gone):
-            gone += ["kv_budget"]
+            reset_fields += NOT_AUTO
+        elif "kv_bits" in (*values, *reset_fields):
+            reset_fields += ["kv_budget"]
         if values.get("rest") == "streaming":
-            gone += ["budget", "budgets_from", "hold", "select"]
+            reset_fields += ["budget", "budgets_from", "hold", "select"]
         if "kv_bits" in values and values["kv_bits"] is None:
-            gone += [*QUANTIZED, "kv_measured"]
-        return replace(self, **{name: _DEFAULTS[name] for name in gone} | values)
+            reset_fields += [*QUANTIZED, "kv_measured"]
+        return replace(self, **{name: _DEFAULTS[name] for name in reset_fields} | values)
 
     def trimmed(self) -> Recipe:
         """The recipe without values that make no difference."""
         files = ["profiles", *(["kv_measured"] if self.kv_bits is not None else [])]
-        used = {name: getattr(self, name) for name in (*self.in_use, *files, "reform", "fit")}
-        return Recipe(**used)
+        values = {name: getattr(self, name) for name in (*self.in_use, *files, "reform", "fit")}
+        return Recipe(**values)
 
     def to_toml(self) -> str:
         """The text of a recipe's file: values in use, and those that differ from the default."""
-        used = set(self.in_use)
+        used_fields = set(self.in_use)
         lines = [
             f"{name} = {to_toml(value)}"
             for name, value in vars(self).items()
-            if not is_dataclass(value) and value is not None and (name in used or value != _DEFAULTS[name])
+            if not is_dataclass(value) and value is not None and (name in used_fields or value != _DEFAULTS[name])
         ]
         for name, table in (("reform", self.reform.given), ("fit", vars(self.fit) if self.fit else {})):
             if table:
@@ -353,14 +355,16 @@ class Recipe:
 
     def _with_files(self, change: Callable[[str], str]) -> Recipe:
         """The recipe with other names of its local files."""
-        others = {name: getattr(self, name) for name in ("budgets_from", "kv_measured")}
-        changed = {name: file if file is None or is_address(file) else change(file) for name, file in others.items()}
+        files = {name: getattr(self, name) for name in ("budgets_from", "kv_measured")}
+        changed_files = {
+            name: file if file is None or is_address(file) else change(file) for name, file in files.items()
+        }
         profiles = tuple(file if is_address(file) else change(file) for file in self.profiles)
-        return replace(self, profiles=profiles, **changed)
+        return replace(self, profiles=profiles, **changed_files)
 
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Recipe)}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)

@@ -46,17 +46,17 @@ def lengths_setting() -> Any:
 
 def text_setting() -> Any:
     """The text of prompts, as `Haystack.read` takes it."""
-    words = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
-    return setting(None, "text", words, default="generated")
+    help_text = "text to hide things in: a file, or a dataset of the Hub, owner/name[:config]"
+    return setting(None, "text", help_text, default="generated")
 
 
 def needles_setting() -> Any:
     """A needle set, as `read_set` takes it, or "auto"."""
-    words = (
+    help_text = (
         "a JSONL file, or a shipped set: word, fact and phrase, from easy to hard; choice and reasoning, which take a "
         "reason; or auto, the hardest set that the original answers in at least half of the trials"
     )
-    return setting("auto", "needles", words)
+    return setting("auto", "needles", help_text)
 
 
 def depths_setting(value: Any) -> Any:

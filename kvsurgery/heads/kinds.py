@@ -68,15 +68,15 @@ def _budgeted_sizes(layers: Sequence[LayerLayout]) -> str:
     selection = layers[0].selection
     assert selection is not None  # as there are budgets
     budgets = [budget for layer in layers for budget in layer.budgets]
-    mean, chosen = f"{sum(budgets) / len(budgets):.0f} tokens", f"chosen by {CHOSEN_BY[selection.select]}"
+    mean_tokens, rule = f"{sum(budgets) / len(budgets):.0f} tokens", f"chosen by {CHOSEN_BY[selection.select]}"
     if selection.hold is not None:
         return (
-            f"keep {mean} on average, {chosen} the last {selection.window} tokens, these, and at most {selection.hold} "
-            "tokens since, after which they choose again"
+            f"keep {mean_tokens} on average, {rule} the last {selection.window} tokens, these, and at most "
+            f"{selection.hold} tokens since, after which they choose again"
         )
     return (
-        f"keep {mean} of the prompt on average, {chosen} its last {selection.window} tokens, and everything from those "
-        "on"
+        f"keep {mean_tokens} of the prompt on average, {rule} its last {selection.window} tokens, and everything from "
+        "those on"
     )
 
 
@@ -134,12 +134,12 @@ def kinds_of(heads: Iterable[Sequence[str | int]]) -> Counter[HeadKind]:
 
 def head_list(layer: LayerLayout) -> tuple[str | int, ...]:
     """What each head of a layer is, in order: the name of its kind, or its budget in tokens."""
-    other = next((kind for kind in KINDS if kind is not FULL and kind.count(layer)), FULL)
+    other_kind = next((kind for kind in KINDS if kind is not FULL and kind.count(layer)), FULL)
     budgets = iter(layer.budgets)
     return tuple(
         head
-        for full, others in layer.blocks
-        for head in (*[FULL.name] * full, *(next(budgets, other.name) for _ in range(others)))
+        for full_count, other_count in layer.blocks
+        for head in (*[FULL.name] * full_count, *(next(budgets, other_kind.name) for _ in range(other_count)))
     )
 
 

@@ -14,7 +14,7 @@ def layout_section(layout: KVLayout) -> dict[str, Any]:
         "version": VERSION,
         "head_dim": layout.head_dim,
         **({"selection": selection_section(layout.selection)} if layout.selection else {}),
-        **({"quantization": quantized} if (quantized := quantization_section(layout)) else {}),
+        **({"quantization": quantization} if (quantization := quantization_section(layout)) else {}),
         "layers": [_layer_section(layer) for layer in layout.layers],
     }
 
@@ -44,7 +44,10 @@ def quantization_section(layout: KVLayout) -> dict[str, Any] | None:
     of which `bits` is None where a layer keeps the model's dtype."""
     if layout.quantization is None:
         return None
-    unquantized = {**asdict(layout.quantization), "bits": None}
-    entries = [asdict(layer.quantization) if layer.quantization else unquantized for layer in layout.layers]
-    values = {name: [entry[name] for entry in entries] for name in unquantized}
-    return {name: some[0] if some.count(some[0]) == len(some) else some for name, some in values.items()}
+    unquantized_entry = {**asdict(layout.quantization), "bits": None}
+    entries = [asdict(layer.quantization) if layer.quantization else unquantized_entry for layer in layout.layers]
+    values = {name: [entry[name] for entry in entries] for name in unquantized_entry}
+    return {
+        name: layer_values[0] if layer_values.count(layer_values[0]) == len(layer_values) else layer_values
+        for name, layer_values in values.items()
+    }

@@ -80,13 +80,13 @@ def attention_mass(
     mass = torch.zeros(measured.dimensions.layers, measured.dimensions.query_heads, dtype=torch.float64, device=device)
 
     def attend(stock, module, query, key, value, attention_mask, **options):
-        window, own = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
+        window, local_heads = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
         scoring = scoring_of(query, options)
         for row, first, last, source in spans if window is None else ():
             # the last queries over all keys up to their own, for one passkey at a time
             weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scoring)
-            mass[module.layer_idx, own] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
-        output = blockwise.own(query, key, value, scoring, window, measured.layers.chunked)
+            mass[module.layer_idx, local_heads] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
+        output = blockwise.layer_attention(query, key, value, scoring, window, measured.layers.chunked)
         return output.transpose(1, 2).contiguous(), None
 
     positions = torch.arange(tokens.shape[1], device=device)[None]
@@ -98,10 +98,10 @@ def attention_mass(
 
 def _recalled(targets: torch.Tensor, passkeys: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
     """Row, the tokens from which one passkey is predicted (from, to), and where it is hidden."""
-    for row, (wanted, labels) in enumerate(zip(targets, passkeys, strict=True)):
-        for passkey in labels[wanted].unique().tolist():
-            answer = ((labels == passkey) & wanted).nonzero()[:, 0]
-            source = ((labels == passkey) & ~wanted).nonzero()[:, 0]
+    for row, (is_target, labels) in enumerate(zip(targets, passkeys, strict=True)):
+        for passkey in labels[is_target].unique().tolist():
+            answer = ((labels == passkey) & is_target).nonzero()[:, 0]
+            source = ((labels == passkey) & ~is_target).nonzero()[:, 0]
             if not passkey or not len(source):
                 raise ProfileError(f"the answer at token {int(answer[0])} recalls nothing that the text has hidden")
             yield row, int(answer[0]) - 1, int(answer[-1]), source

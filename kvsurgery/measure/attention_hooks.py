@@ -33,15 +33,15 @@ def intercepted(model: PreTrainedModel, attend: Attend, *, masks: bool = True) -
             [tokens x tokens] tensor is made.
     """
     previous = model.config._attn_implementation
-    eager = previous == "eager"
+    is_eager = previous == "eager"
 
     def function(module, query, key, value, attention_mask, **options):
         # the model's own eager function, where it is used, knows of soft caps and the like
-        stock = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
+        stock = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
         return attend(stock, module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(INTERCEPTION, function)
-    AttentionMaskInterface.register(INTERCEPTION, (eager_mask if eager else sdpa_mask) if masks else no_mask)
+    AttentionMaskInterface.register(INTERCEPTION, (eager_mask if is_eager else sdpa_mask) if masks else no_mask)
     model.set_attn_implementation(INTERCEPTION)
     try:
         yield
@@ -70,11 +70,11 @@ def attention_weights(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) 
     """
     batch, kv_heads, n, head_dim = key.shape
     tokens = query.shape[2]
-    folded = query.reshape(batch, kv_heads, -1, head_dim)
-    scores = scoring.scores((folded @ key.mT).float()).view(batch, -1, tokens, n)
+    grouped_queries = query.reshape(batch, kv_heads, -1, head_dim)
+    scores = scoring.scores((grouped_queries @ key.mT).float()).view(batch, -1, tokens, n)
     if tokens > 1:
-        later = torch.ones(tokens, n, dtype=torch.bool, device=key.device).triu(n - tokens + 1)
-        scores = scores.masked_fill(later, float("-inf"))
+        future_mask = torch.ones(tokens, n, dtype=torch.bool, device=key.device).triu(n - tokens + 1)
+        scores = scores.masked_fill(future_mask, float("-inf"))
     if scoring.sinks is None:
         return scores.softmax(-1)
     sinks = scoring.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)

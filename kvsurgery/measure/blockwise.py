@@ -28,13 +28,13 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring:
         [batch, query_heads, tokens, head_dim].
     """
     # on CUDA, fused attention with grouped heads is for 16 bit only
-    fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
-    if fused and not scoring.explicit:
+    use_fused = not query.is_cuda or query.itemsize == 2 or query.shape[1] == key.shape[1]
+    if use_fused and not scoring.explicit:
         return kv_torch.causal(query, key, value, 0, scoring)
 
     def block(rows: slice) -> torch.Tensor:
         stop = slice(rows.stop)
-        return again(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, scoring)
+        return checkpointed(kv_torch.causal, query[:, :, rows], key[:, :, stop], value[:, :, stop], 0, scoring)
 
     return torch.cat([block(rows) for rows in kv_torch.query_blocks(query, key.shape[2], True, key.shape[1])], 2)
 
@@ -60,16 +60,16 @@ def streaming(
 
     def block(start: int) -> torch.Tensor:
         stop = start + kv_torch.BLOCK
-        parts = [
+        key_values = [
             [states[:, :, rows] for states in (key, value)]
             for rows in (slice(sink), slice(max(start - recent + 1, 0), start), slice(start, stop))
         ]
-        return again(kv_torch.streaming, query[:, :, start:stop], *parts, start, 0, layout, scoring)
+        return checkpointed(kv_torch.streaming, query[:, :, start:stop], *key_values, start, 0, layout, scoring)
 
     return torch.cat([block(start) for start in range(0, tokens, kv_torch.BLOCK)], 2)
 
 
-def own(
+def layer_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -82,6 +82,6 @@ def own(
     return causal(*states) if window is None else streaming(*states, 0, window, chunked=chunked)
 
 
-def again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def checkpointed(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Call a function with gradient checkpointing: only its inputs are saved for the backward pass."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

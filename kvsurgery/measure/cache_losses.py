@@ -55,16 +55,16 @@ class TrialSizes:
 
     def check(self) -> None:
         """Raise ProfileError where a cache of this size has no tile, or loses no token of a streaming head."""
-        plain = Quantization(4)
-        least = max(plain.sink + plain.residual + 129, self.sink + self.recent + 1)
-        if self.context < least:
-            raise ProfileError(f"`context` is at least {least} tokens, so that caches differ, got {self.context}")
+        quantization = Quantization(4)
+        min_context = max(quantization.sink + quantization.residual + 129, self.sink + self.recent + 1)
+        if self.context < min_context:
+            raise ProfileError(f"`context` is at least {min_context} tokens, so that caches differ, got {self.context}")
 
-    def of(self, text: np.ndarray, first: Sequence[int]) -> list[torch.Tensor]:
-        """The passages of a text, int64 [length] each, with the `first` tokens before each."""
-        part, before = self.length - len(first), torch.tensor(first, dtype=torch.int64)
-        starts = np.linspace(0, len(text) - part, self.passages + 2).astype(int)[1:-1]
-        return [torch.cat([before, torch.from_numpy(text[start : start + part])]) for start in starts]
+    def of(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> list[torch.Tensor]:
+        """The passages of a text, int64 [length] each, with `prefix_tokens` before each."""
+        text_length, prefix = self.length - len(prefix_tokens), torch.tensor(prefix_tokens, dtype=torch.int64)
+        starts = np.linspace(0, len(text) - text_length, self.passages + 2).astype(int)[1:-1]
+        return [torch.cat([prefix, torch.from_numpy(text[start : start + text_length])]) for start in starts]
 
 
 def cache_losses(
@@ -72,7 +72,7 @@ def cache_losses(
     text: np.ndarray,
     sizes: TrialSizes = TrialSizes(),
     *,
-    first: Sequence[int] = (),
+    prefix_tokens: Sequence[int] = (),
     data: Mapping[str, Any],
     progress: Progress = silent,
     mesh: Mesh = Mesh(),
@@ -81,7 +81,7 @@ def cache_losses(
 
     Args:
         text: int64 [tokens], with room for a passage.
-        first: tokens that stand before any text that the model reads.
+        prefix_tokens: tokens that stand before any text that the model reads.
         data: what the text is, for the provenance.
         progress: of the tokens read, over all passages and caches.
         mesh: the processes that share the passages.
@@ -99,7 +99,7 @@ def cache_losses(
             "caches cannot be measured; give a shorter `context`"
         )
     measuring = _Measuring(measured, layers, sizes, progress, mesh)
-    measuring.read(text, first)
+    measuring.read(text, prefix_tokens)
     settings = measuring.settings()
     heads = measuring.heads(settings)
     combinations = measuring.combinations(settings, heads)
@@ -128,107 +128,120 @@ class _Measuring:
         self.measured, self.layers, self.sizes, self.mesh = measured, layers, sizes, mesh
         self.shape = measured.dimensions.layers, measured.dimensions.kv_heads
         self.widths = [bits for bits in MEASURED_WIDTHS if measured.dimensions.head_dim * bits % 16 == 0]
-        self.caches: list[Quantization | Window] = [how for bits in self.widths for how in _ways(bits)]
+        self.caches: list[Quantization | Window] = [
+            quantization for bits in self.widths for quantization in _quantizations(bits)
+        ]
         self.caches.append(Window(sizes.sink, sizes.recent))
         self.trials: list[CacheTrial] = []
         self.done, self.progress = 0, progress
-        alone = (len(self.widths) - (SHARED in self.widths) + 1) * len(layers) * self.shape[1]
-        several = len([*self._several({STREAMING_CACHE: np.zeros(self.shape)}, dict.fromkeys(self.widths, 1))])
-        tokens = (len(self.caches) - 1) * sizes.scored + alone * sizes.alone + several * sizes.length
+        single_count = (len(self.widths) - (SHARED in self.widths) + 1) * len(layers) * self.shape[1]
+        combined_count = len(
+            [*self._combined_changes({STREAMING_CACHE: np.zeros(self.shape)}, dict.fromkeys(self.widths, 1))]
+        )
+        tokens = (len(self.caches) - 1) * sizes.scored + single_count * sizes.alone + combined_count * sizes.length
         self.total = len(self.mesh.share(sizes.passages)) * tokens
 
-    def read(self, text: np.ndarray, first: Sequence[int]) -> None:
-        """Put the passages of this process into caches, each after the `first` tokens."""
-        passages, (model, layers) = self.sizes.of(text, first), (self.measured.model, self.measured.layers)
+    def read(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> None:
+        """Put the passages of this process into caches, each after `prefix_tokens`."""
+        passages, (model, layers) = self.sizes.of(text, prefix_tokens), (self.measured.model, self.measured.layers)
         for number in self.mesh.share(self.sizes.passages):
             trial = CacheTrial(model, layers, passages[number][None], self.sizes.context, self.caches)
             self.trials.append(trial)
 
     def settings(self) -> dict[int, tuple[WholeCacheLoss, ...]]:
         """Losses with every head quantized, in each way that is tried."""
-        ways = [how for how in self.caches if isinstance(how, Quantization)]
-        changes = [self._every(place) for place, _ in enumerate(ways, 1)]
-        losses = self._mean(changes, CacheTrial.divergence, self.sizes.scored)
-        found: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
-        for how, loss in zip(ways, losses, strict=True):
-            found[how.bits] += (WholeCacheLoss(str(how.rotate), bool(how.clip), float(loss)),)
-        return found
+        quantizations = [quantization for quantization in self.caches if isinstance(quantization, Quantization)]
+        changes = [self._uniform_changes(place) for place, _ in enumerate(quantizations, 1)]
+        losses = self._mean_divergences(changes, CacheTrial.divergence, self.sizes.scored)
+        settings_by_width: dict[int, tuple[WholeCacheLoss, ...]] = dict.fromkeys(self.widths, ())
+        for quantization, loss in zip(quantizations, losses, strict=True):
+            settings_by_width[quantization.bits] += (
+                WholeCacheLoss(str(quantization.rotate), bool(quantization.clip), float(loss)),
+            )
+        return settings_by_width
 
     def heads(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[str, np.ndarray]:
         """Losses of single heads, by cache."""
-        places = {str(bits): place for bits, place in self._best(settings).items() if bits != SHARED}
+        places = {str(bits): place for bits, place in self._best_places(settings).items() if bits != SHARED}
         places[STREAMING_CACHE] = len(self.caches)
-        found = {name: np.zeros(self.shape) for name in places}
+        head_losses = {name: np.zeros(self.shape) for name in places}
         for layer in self.layers:
             changes = []
             for place in places.values():
                 for head in range(self.shape[1]):
-                    changes.append(self._every(EXACT))
+                    changes.append(self._uniform_changes(EXACT))
                     changes[-1][layer, head] = place
-            alone = partial(CacheTrial.divergence, tokens=self.sizes.alone)
-            losses = self._mean(changes, alone, self.sizes.alone)
-            for name, each in zip(places, losses.reshape(len(places), -1), strict=True):
-                found[name][layer] = each
+            divergence = partial(CacheTrial.divergence, tokens=self.sizes.alone)
+            losses = self._mean_divergences(changes, divergence, self.sizes.alone)
+            for name, layer_losses in zip(places, losses.reshape(len(places), -1), strict=True):
+                head_losses[name][layer] = layer_losses
         if SHARED in self.widths:
-            [following, *_] = found.values()
-            whole = min(setting.loss for setting in settings[SHARED])
-            found = {str(SHARED): following * (whole / max(following.sum(), 1e-30)), **found}
-        return found
+            [next_width_losses, *_] = head_losses.values()
+            whole_loss = min(setting.loss for setting in settings[SHARED])
+            head_losses = {
+                str(SHARED): next_width_losses * (whole_loss / max(next_width_losses.sum(), 1e-30)),
+                **head_losses,
+            }
+        return head_losses
 
     def combinations(
         self, settings: Mapping[int, tuple[WholeCacheLoss, ...]], heads: Mapping[str, np.ndarray]
     ) -> tuple[Combination, ...]:
         """Losses of several heads at once, beside the sums of their own."""
-        best = self._best(settings)
-        several = dict(self._several(heads, best))
-        names = {place: str(bits) for bits, place in best.items()} | {len(self.caches): STREAMING_CACHE}
-        expected = [
+        best_places = self._best_places(settings)
+        changes_by_name = dict(self._combined_changes(heads, best_places))
+        names = {place: str(bits) for bits, place in best_places.items()} | {len(self.caches): STREAMING_CACHE}
+        expected_losses = [
             sum(float(heads[name][changes == place].sum()) for place, name in names.items())
-            for changes in several.values()
+            for changes in changes_by_name.values()
         ]
         # as a converted model has it: a prompt that streaming heads read is another
-        measured = self._mean(several.values(), CacheTrial.converted_divergence, self.sizes.length)
+        measured_losses = self._mean_divergences(
+            changes_by_name.values(), CacheTrial.converted_divergence, self.sizes.length
+        )
         window = len(self.caches)
         streaming = [
             int((changes == window).sum()) if np.isin(changes, (EXACT, window)).all() else 0
-            for changes in several.values()
+            for changes in changes_by_name.values()
         ]
-        return tuple(map(Combination, several, expected, measured.tolist(), streaming))
+        return tuple(map(Combination, changes_by_name, expected_losses, measured_losses.tolist(), streaming))
 
-    def _several(self, heads: Mapping[str, np.ndarray], best: Mapping[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+    def _combined_changes(
+        self, heads: Mapping[str, np.ndarray], best_places: Mapping[int, int]
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """Names and changes of several heads: the least harmful ones streaming, others quantized."""
         streaming, window = heads[STREAMING_CACHE], len(self.caches)
         ranking = [
             place for place in streaming.argsort(axis=None, kind="stable") if place // self.shape[1] in self.layers
         ]
-        low = [bits for bits in self.widths if bits != SHARED]
-        half = len(ranking) // 2
+        widths = [bits for bits in self.widths if bits != SHARED]
+        half_count = len(ranking) // 2
         for count in sorted({len(ranking) * eighths // 8 for eighths in EIGHTHS} - {0}):
-            for bits in (None, *low) if count == half else (None,):
-                changes = self._every(EXACT if bits is None else best[bits])
+            for bits in (None, *widths) if count == half_count else (None,):
+                changes = self._uniform_changes(EXACT if bits is None else best_places[bits])
                 changes.flat[ranking[:count]] = window
-                others = "" if bits is None else f", the others in {bits} bits"
-                yield f"{count} {'head' if count == 1 else 'heads'} streaming{others}", changes
-        if len(low) > 1:
-            changes = self._every(EXACT)
-            changes[self.layers] = np.resize([best[bits] for bits in low], changes[self.layers].shape)
-            yield f"{', '.join(map(str, low))} bits in turn", changes
+                suffix = "" if bits is None else f", the others in {bits} bits"
+                yield f"{count} {'head' if count == 1 else 'heads'} streaming{suffix}", changes
+        if len(widths) > 1:
+            changes = self._uniform_changes(EXACT)
+            changes[self.layers] = np.resize([best_places[bits] for bits in widths], changes[self.layers].shape)
+            yield f"{', '.join(map(str, widths))} bits in turn", changes
 
-    def _every(self, place: int) -> np.ndarray:
+    def _uniform_changes(self, place: int) -> np.ndarray:
         """int64 [layers, kv_heads]: every head that can change with the cache at a place."""
         changes = np.full(self.shape, EXACT)
         changes[self.layers] = place
         return changes
 
-    def _best(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[int, int]:
+    def _best_places(self, settings: Mapping[int, tuple[WholeCacheLoss, ...]]) -> dict[int, int]:
         """Of each width, the place of the cache that loses least."""
-        found = {}
-        for bits, some in settings.items():
-            best = min(some, key=lambda one: one.loss)
-            found[bits] = self.caches.index(Quantization(bits, rotate=best.rotate, clip=best.clip)) + 1
-        return found
+        places = {}
+        for bits, losses in settings.items():
+            best_setting = min(losses, key=lambda setting: setting.loss)
+            places[bits] = self.caches.index(Quantization(bits, rotate=best_setting.rotate, clip=best_setting.clip)) + 1
+        return places
 
-    def _mean(
+    def _mean_divergences(
         self, changes: Iterable[np.ndarray], divergence: Callable[[CacheTrial, torch.Tensor], torch.Tensor], tokens: int
     ) -> np.ndarray:
         """float64 [changes]: means over all passages of all processes. Each change reads `tokens` of a passage."""
@@ -242,7 +255,7 @@ class _Measuring:
         return total.numpy() / self.sizes.passages
 
 
-def _ways(bits: int) -> list[Quantization]:
+def _quantizations(bits: int) -> list[Quantization]:
     """The ways to rotate and clip that are tried at a width."""
     if bits == SHARED:
         return [Quantization(bits)]

@@ -32,7 +32,7 @@ class Window:
     recent: int
 
 
-Stored = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, kv_heads, tokens, head_dim]
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, kv_heads, tokens, head_dim]
 
 
 class CacheTrial:
@@ -61,14 +61,14 @@ class CacheTrial:
         self.tokens, self.following = tokens[:, :prompt].to(model.device), tokens[:, prompt:].to(model.device)
         self.prompt = prompt
         self.outputs: list[Any] = []  # of each layer with an unchanged cache
-        self.states: dict[int, Stored] = {}
-        self._read(None)
+        self.states: dict[int, KeysValues] = {}
+        self._read_prompt(None)
         modules = decoder_of(model).layers
         hooks = [module.register_forward_hook(lambda *call: self.outputs.append(call[-1])) for module in modules]
         changing = next((layer for layer, window in enumerate(layers.windows) if window is None), 0)
-        unchanged = torch.full((len(modules), self.states[changing][0].shape[1]), EXACT)
+        exact_changes = torch.full((len(modules), self.states[changing][0].shape[1]), EXACT)
         try:
-            self.exact = self._log_probabilities(unchanged[None], 0, self.following.shape[1])[0]
+            self.exact = self._log_probabilities(exact_changes[None], 0, self.following.shape[1])[0]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -86,75 +86,79 @@ class CacheTrial:
             float64 [rows].
         """
         count = min(tokens or self.following.shape[1], self.following.shape[1])
-        at_once = max(1, LOGITS_AT_ONCE // self.exact[:count].numel())
-        found = []
-        for rows in changes.split(at_once):
-            changed = (rows != EXACT).any(2).any(0).nonzero()
-            logs = self._log_probabilities(
-                rows, int(changed[0]) if len(changed) else len(self.layers.windows) - 1, count
+        rows_at_once = max(1, LOGITS_AT_ONCE // self.exact[:count].numel())
+        divergences = []
+        for rows in changes.split(rows_at_once):
+            changed_layers = (rows != EXACT).any(2).any(0).nonzero()
+            log_probabilities = self._log_probabilities(
+                rows, int(changed_layers[0]) if len(changed_layers) else len(self.layers.windows) - 1, count
             )
             # row by row, since logits are most of the memory
-            found += [next_token_divergence(row, self.exact[: len(row)]).cpu() for row in logs]
-        return torch.stack(found)
+            divergences += [next_token_divergence(row, self.exact[: len(row)]).cpu() for row in log_probabilities]
+        return torch.stack(divergences)
 
     def converted_divergence(self, changes: torch.Tensor) -> torch.Tensor:
         """As `divergence`, but streaming heads stream while the prompt is read too, once for each set of such heads."""
-        windows = torch.tensor([isinstance(how, Window) for how in self.caches])
+        windows = torch.tensor([isinstance(cache, Window) for cache in self.caches])
         streaming = changes.where(windows[changes], EXACT)
         prompts, prompt_of = streaming.unique(dim=0, return_inverse=True)
-        found = torch.zeros(len(changes), dtype=torch.float64)
+        divergences = torch.zeros(len(changes), dtype=torch.float64)
         for place, prompt in enumerate(prompts):
-            changed, rows = copy.copy(self), prompt_of == place
+            trial, rows = copy.copy(self), prompt_of == place
             if (prompt != EXACT).any():
-                changed.states = {}
-                changed._read(prompt)
-            found[rows] = changed.divergence(changes[rows])
-        return found
+                trial.states = {}
+                trial._read_prompt(prompt)
+            divergences[rows] = trial.divergence(changes[rows])
+        return divergences
 
     @torch.no_grad()
-    def _read(self, changes: torch.Tensor | None) -> None:
+    def _read_prompt(self, changes: torch.Tensor | None) -> None:
         """Read the prompt and keep its keys and values; `changes` [layers, kv_heads] says which heads stream."""
         with intercepted(self.model, partial(self._record, changes=changes), masks=False):
             self.model(self.tokens, use_cache=False, logits_to_keep=1)
 
-    def _log_probabilities(self, changes: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Log-probabilities [rows, count, vocabulary] with these caches, which differ in layer `first` or later."""
+    def _log_probabilities(self, changes: torch.Tensor, first_layer: int, count: int) -> torch.Tensor:
+        """Log-probabilities [rows, count, vocabulary] with these caches, which differ from `first_layer` on."""
         rows = len(changes)
         positions = torch.arange(self.prompt, self.prompt + count, device=self.model.device)[None]
         attend = partial(self._attend, changes=changes.to(self.model.device))
-        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first, rows, count):
+        with torch.no_grad(), intercepted(self.model, attend, masks=False), self._resumed(first_layer, rows, count):
             logits = self.model(
                 self.following[:, :count].expand(rows, -1), position_ids=positions, use_cache=False
             ).logits
         return logits.float().log_softmax(-1)
 
     @contextmanager
-    def _resumed(self, first: int, rows: int, count: int) -> Generator[None]:
-        """Inside, layers below `first` are not computed: the last of them gives what it gave before."""
-        skipped = decoder_of(self.model).layers[:first]
-        for place, layer in enumerate(skipped):
+    def _resumed(self, first_layer: int, rows: int, count: int) -> Generator[None]:
+        """Inside, layers below `first_layer` are not computed: the last of them gives what it gave before."""
+        skipped_layers = decoder_of(self.model).layers[:first_layer]
+        for place, layer in enumerate(skipped_layers):
             # an attribute of the instance goes before the method of its class
-            layer.forward = partial(_given, _repeated(self.outputs[place], rows, count))
+            layer.forward = partial(_known_output, _repeated(self.outputs[place], rows, count))
         try:
             yield
         finally:
-            for layer in skipped:
+            for layer in skipped_layers:
                 del layer.forward
 
     def _record(self, stock, module, query, key, value, attention_mask, *, changes: torch.Tensor | None, **options):
         """The attention of a prompt, whose keys and values are kept."""
         layer, scoring = module.layer_idx, scoring_of(query, options)
         self.states[layer] = key, value
-        output = blockwise.own(query, key, value, scoring, self.layers.windows[layer], self.layers.chunked)
+        output = blockwise.layer_attention(query, key, value, scoring, self.layers.windows[layer], self.layers.chunked)
         if changes is None:
             return output.transpose(1, 2), None
-        for kind, how in enumerate(self.caches):
-            if isinstance(how, Window) and len(heads := (changes[layer] == kind).nonzero()[:, 0]):
-                states = [part.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2) for part in (query, key, value)]
-                own = scoring
+        for kind, cache in enumerate(self.caches):
+            if isinstance(cache, Window) and len(heads := (changes[layer] == kind).nonzero()[:, 0]):
+                states = [
+                    tensor.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2) for tensor in (query, key, value)
+                ]
+                head_scoring = scoring
                 if scoring.sinks is not None:
-                    own = scoring._replace(sinks=scoring.sinks.unflatten(0, (key.shape[1], -1))[heads].flatten())
-                streaming = blockwise.streaming(*states, own, how.sink, how.recent)
+                    head_scoring = scoring._replace(
+                        sinks=scoring.sinks.unflatten(0, (key.shape[1], -1))[heads].flatten()
+                    )
+                streaming = blockwise.streaming(*states, head_scoring, cache.sink, cache.recent)
                 output.unflatten(1, (key.shape[1], -1))[:, heads] = streaming.unflatten(1, (len(heads), -1))
         return output.transpose(1, 2), None
 
@@ -165,69 +169,78 @@ class CacheTrial:
             kinds = changes[:, layer].expand(rows, heads)
         else:  # it may have another number of heads
             kinds = changes.new_full((rows, heads), EXACT)
-        states = [torch.cat([past, new], 2) for past, new in zip(self._past(layer, kinds), (key, value), strict=True)]
+        states = [
+            torch.cat([past_states, new_states], 2)
+            for past_states, new_states in zip(self._past(layer, kinds), (key, value), strict=True)
+        ]
         # each KV head a row of its own, since each has its own mask
-        alone = [part.reshape(rows * heads, -1, *part.shape[2:]) for part in (query, *states)]
+        head_states = [tensor.reshape(rows * heads, -1, *tensor.shape[2:]) for tensor in (query, *states)]
         visible, scoring = self._visible(layer, kinds, query.shape[2]), scoring_of(query, options)
         if scoring.sinks is None:
-            output = kv_torch.attend(*alone, visible, scoring).view(query.shape)
+            output = kv_torch.attend(*head_states, visible, scoring).view(query.shape)
         else:  # a number for each query head, which lie together again
-            output, lse = kv_torch.attend_with_lse(*alone, visible, scoring)
+            output, lse = kv_torch.attend_with_lse(*head_states, visible, scoring)
             output = scoring.sunk(output.view(query.shape), lse.view(query.shape[:3]))
         return output.transpose(1, 2), None
 
-    def _past(self, layer: int, kinds: torch.Tensor) -> Stored:
+    def _past(self, layer: int, kinds: torch.Tensor) -> KeysValues:
         """Keys and values [rows, kv_heads, prompt, head_dim] of heads whose caches are `kinds` [rows, kv_heads]."""
         keys, values = (states.expand(len(kinds), -1, -1, -1) for states in self.states[layer])
         for kind in kinds.unique().tolist():
-            if isinstance(how := self.caches[kind], Quantization):
-                there = (kinds == kind)[:, :, None, None]
-                stored = stored_states(*self.states[layer], how)
-                keys, values = (torch.where(there, new, old) for new, old in zip(stored, (keys, values), strict=True))
+            if isinstance(cache := self.caches[kind], Quantization):
+                mask = (kinds == kind)[:, :, None, None]
+                quantized_states = stored_states(*self.states[layer], cache)
+                keys, values = (
+                    torch.where(mask, new, old) for new, old in zip(quantized_states, (keys, values), strict=True)
+                )
         return keys, values
 
     def _visible(self, layer: int, kinds: torch.Tensor, count: int) -> torch.Tensor:
         """bool [1 or rows * kv_heads, count, prompt + count]: what a head's queries see."""
         j = torch.arange(self.prompt + count, device=kinds.device)
         i = j[self.prompt :, None]
-        own = LayerLayout((), 0, self.layers.windows[layer] or len(j), chunked=self.layers.chunked)
-        visible = ((j <= i) & own.in_window(i, j))[None]
+        layout = LayerLayout((), 0, self.layers.windows[layer] or len(j), chunked=self.layers.chunked)
+        visible = ((j <= i) & layout.in_window(i, j))[None]
         for kind in kinds.unique().tolist():
-            if isinstance(how := self.caches[kind], Window):
-                near = (j < how.sink) | (i - j < how.recent)
-                visible = visible & (near | (kinds != kind).view(-1, 1, 1))
+            if isinstance(cache := self.caches[kind], Window):
+                in_window = (j < cache.sink) | (i - j < cache.recent)
+                visible = visible & (in_window | (kinds != kind).view(-1, 1, 1))
         return visible
 
 
-def next_token_divergence(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def next_token_divergence(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the exact one: float64 [].
 
     Args:
-        found, exact: log-probabilities [tokens, vocabulary].
+        approximate, exact: log-probabilities [tokens, vocabulary].
     """
-    return (exact.exp() * (exact - found)).sum(-1, dtype=torch.float64).mean().clamp(min=0)
+    return (exact.exp() * (exact - approximate)).sum(-1, dtype=torch.float64).mean().clamp(min=0)
 
 
-def stored_states(keys: torch.Tensor, values: torch.Tensor, how: Quantization) -> Stored:
+def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> KeysValues:
     """A prompt's keys and values [1, kv_heads, tokens, head_dim] as a quantized cache gives them back."""
     heads, tokens = keys.shape[1:3]
-    tiles = slice(how.sink, how.sink + TILE * how.tiles(tokens - how.sink))
+    tiles = slice(quantization.sink, quantization.sink + TILE * quantization.tiles(tokens - quantization.sink))
     if tiles.stop == tiles.start:
         return keys, values
-    turned = how.rotate == "both", how.rotate != "none"
+    rotations = quantization.rotate == "both", quantization.rotate != "none"
     packed = [
-        (rotated(states, heads) if turns else states)[:, :, tiles].unflatten(2, (-1, TILE))
-        for states, turns in zip((keys, values), turned, strict=True)
+        (rotated(states, heads) if is_rotated else states)[:, :, tiles].unflatten(2, (-1, TILE))
+        for states, is_rotated in zip((keys, values), rotations, strict=True)
     ]
-    found = []
-    for whole, part, turns in zip((keys, values), dequantize(quantize(*packed, how), how.bits), turned, strict=True):
-        part = part.flatten(2, 3)
-        part = rotated(part, heads, back=True) if turns else part
-        found.append(torch.cat([whole[:, :, : tiles.start], part, whole[:, :, tiles.stop :]], 2))
-    return found[0], found[1]
+    restored = []
+    for exact_states, tile_states, is_rotated in zip(
+        (keys, values), dequantize(quantize(*packed, quantization), quantization.bits), rotations, strict=True
+    ):
+        tile_states = tile_states.flatten(2, 3)
+        tile_states = rotated(tile_states, heads, back=True) if is_rotated else tile_states
+        restored.append(
+            torch.cat([exact_states[:, :, : tiles.start], tile_states, exact_states[:, :, tiles.stop :]], 2)
+        )
+    return restored[0], restored[1]
 
 
-def _given(output: Any, *arguments: Any, **options: Any) -> Any:
+def _known_output(output: Any, *arguments: Any, **options: Any) -> Any:
     """The forward of a layer whose output is known."""
     return output
 

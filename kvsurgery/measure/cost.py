@@ -60,29 +60,29 @@ def costs(checkpoint: Checkpoint) -> list[Cost]:
     """
     family = Family.of(checkpoint.config)
     model = family.dimensions(checkpoint.config)
-    weights = sum(_met(tensor, checkpoint) for tensor in checkpoint.tensors)
+    weights = sum(_multiplied_weights(tensor, checkpoint) for tensor in checkpoint.tensors)
     positions = checkpoint.text_config.get("max_position_embeddings")
-    most = positions if type(positions) is int and positions > 0 else LONGEST_PROMPT
+    max_context = positions if type(positions) is int and positions > 0 else LONGEST_PROMPT
     result = []
-    for method, lengths in _prompts(most):
+    for method, lengths in _prompts(max_context):
         tokens = sum(lengths)
-        attended = sum(length * length / 2 for length in lengths) * 4 * model.query_width
-        flops = PASSES[method] * (2.0 * weights * tokens + attended)
+        attention_flops = sum(length * length / 2 for length in lengths) * 4 * model.query_width
+        flops = PASSES[method] * (2.0 * weights * tokens + attention_flops)
         result.append(Cost(method, len(lengths), tokens, PASSES[method], flops, checkpoint.size))
     return result
 
 
-def _prompts(most: int) -> Iterator[tuple[str, list[int]]]:
+def _prompts(max_context: int) -> Iterator[tuple[str, list[int]]]:
     """Of each method, the tokens of every prompt."""
-    longest = min(LONGEST_PROMPT, most)
+    longest = min(LONGEST_PROMPT, max_context)
     shortest = min(SHORTEST_PROMPT, longest)
     for method, count in (("duo", GateOptions.steps), ("attention", Attention.samples)):
         yield method, [shortest + (longest - shortest) * place // max(count - 1, 1) for place in range(count)]
-    yield "headkv-*", [length for length in default_lengths(most) for _ in range(NEEDLES_IN_SET * len(DEPTHS))]
-    yield "reform", 2 * Reform.samples * [min(Reform.context, most)]
+    yield "headkv-*", [length for length in default_lengths(max_context) for _ in range(NEEDLES_IN_SET * len(DEPTHS))]
+    yield "reform", 2 * Reform.samples * [min(Reform.context, max_context)]
 
 
-def _met(tensor: Tensor, checkpoint: Checkpoint) -> int:
+def _multiplied_weights(tensor: Tensor, checkpoint: Checkpoint) -> int:
     """Weights of a tensor that a token of a prompt is multiplied with: no embedding, and of experts its own."""
     if len(tensor.shape) < 2 or tensor.name.endswith(("embed_tokens.weight", "lm_head.weight")):
         return 0
@@ -90,8 +90,12 @@ def _met(tensor: Tensor, checkpoint: Checkpoint) -> int:
     if ".experts." not in tensor.name:
         return count
     config = checkpoint.text_config
-    every = next(
+    experts = next(
         (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
     )
-    chosen = config.get("num_experts_per_tok", every)
-    return count * chosen // every if type(every) is type(chosen) is int and 0 < chosen <= every else count
+    experts_per_token = config.get("num_experts_per_tok", experts)
+    return (
+        count * experts_per_token // experts
+        if type(experts) is type(experts_per_token) is int and 0 < experts_per_token <= experts
+        else count
+    )

@@ -41,8 +41,8 @@ class GateOptions:
     def __post_init__(self) -> None:
         if self.loss not in ("distill", "lm"):
             raise ProfileError(f"unknown loss {self.loss!r}; known: distill, lm")
-        for name, least in (("steps", 1), ("batch", 1), ("sink", 0), ("recent", 1)):
-            if getattr(self, name) < least:
-                raise ProfileError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        for name, minimum in (("steps", 1), ("batch", 1), ("sink", 0), ("recent", 1)):
+            if getattr(self, name) < minimum:
+                raise ProfileError(f"{name} must be >= {minimum}, got {getattr(self, name)}")
         if not (0 < self.lr < math.inf and 0 <= self.reg < math.inf):
             raise ProfileError(f"lr must be > 0 and reg >= 0, got {self.lr} and {self.reg}")

@@ -44,12 +44,12 @@ def gated_layers(measured: MeasuredModel) -> list[int]:
     Raises:
         UnsupportedModel: every layer has one.
     """
-    gated = [layer for layer, window in enumerate(measured.windows) if window is None]
-    if not gated:
+    layers = [layer for layer, window in enumerate(measured.windows) if window is None]
+    if not layers:
         raise UnsupportedModel(
             f"every layer of {measured.name} has a sliding window of its own: no head reads the whole context"
         )
-    return gated
+    return layers
 
 
 def gate_scores(measured: MeasuredModel, gates: torch.Tensor) -> np.ndarray:
@@ -78,10 +78,10 @@ def mixed_attention(
     def attend(stock, module, query, key, value, attention_mask, **options):
         window = measured.windows[module.layer_idx]
         states = query, key, value, scoring_of(query, options)
-        output = blockwise.own(*states, window, measured.layers.chunked)
+        output = blockwise.layer_attention(*states, window, measured.layers.chunked)
         if gates is not None and window is None:
-            own = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
-            gate = own.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
+            local_gates = gates[place[module.layer_idx]][mesh.heads(gates.shape[1], key.shape[1])]
+            gate = local_gates.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
             output = gate * output + (1 - gate) * blockwise.streaming(*states, sink, recent)
         return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -117,13 +117,13 @@ def add_gradient(
     tokens, targets = tokens.to(gates.device), targets.to(gates.device)
     if loss == "distill":
         with torch.no_grad(), mixed_attention(measured, mesh=mesh):
-            wanted = target_states(measured, tokens, targets, mesh)[0]
+            full_states = target_states(measured, tokens, targets, mesh)[0]
     with mixed_attention(measured, gates, mesh=mesh, **sizes), recomputed(measured.model):
-        states, predicted = target_states(measured, tokens, targets, mesh)
+        states, predicted_tokens = target_states(measured, tokens, targets, mesh)
         if loss == "distill":
-            value = (_wide(states) - _wide(wanted)).square().mean(-1).sum()
+            value = (_upcast(states) - _upcast(full_states)).square().mean(-1).sum()
         else:
-            value = cross_entropy(measured.model, states, predicted)
+            value = cross_entropy(measured.model, states, predicted_tokens)
         value = value / targets[:, 1:].sum()
         value.backward()
     return value.detach()
@@ -135,24 +135,24 @@ def target_states(
     """What targets are predicted from: the hidden states one place before, after the final norm, [targets, hidden], of
     the tokens that lie in this process; and the targets' tokens [targets].
     """
-    own = mesh.tokens(targets[:, 1:])
+    local_targets = mesh.tokens(targets[:, 1:])
     positions = mesh.tokens(torch.arange(tokens.shape[1] - 1, device=tokens.device)[None])
     states = measured.last_states(mesh.tokens(tokens[:, :-1]), positions)
-    return states[own], mesh.tokens(tokens[:, 1:])[own]
+    return states[local_targets], mesh.tokens(tokens[:, 1:])[local_targets]
 
 
 def cross_entropy(model: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropy, in nats, of tokens [n] predicted from hidden states [n, hidden]; a few logits at a time."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
-    def part(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = _wide(model.get_output_embeddings()(states))
+    def chunk_loss(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        logits = _upcast(model.get_output_embeddings()(states))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return F.cross_entropy(logits, tokens, reduction="sum")
 
-    parts = zip(states.split(LOGIT_POSITIONS), tokens.split(LOGIT_POSITIONS), strict=True)
-    return sum(blockwise.again(part, *each) for each in parts)
+    chunks = zip(states.split(LOGIT_POSITIONS), tokens.split(LOGIT_POSITIONS), strict=True)
+    return sum(blockwise.checkpointed(chunk_loss, *chunk) for chunk in chunks)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
     """Inside, a layer saves nothing but its input for the backward pass, and is computed again then."""
     layers = decoder_of(model).layers
     for layer in layers:
-        layer.forward = partial(blockwise.again, layer.forward)
+        layer.forward = partial(blockwise.checkpointed, layer.forward)
     try:
         yield
     finally:
@@ -176,6 +176,6 @@ def rate(step: int, steps: int) -> float:
     return LEAST_RATE + (1 - LEAST_RATE) * min(rise, fall, 1.0)
 
 
-def _wide(states: torch.Tensor) -> torch.Tensor:
+def _upcast(states: torch.Tensor) -> torch.Tensor:
     """In float32, or float64 if they already are."""
     return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -107,37 +107,37 @@ class Mesh:
             )
         return range(self.group, prompts, self.groups)
 
-    def tokens(self, whole: torch.Tensor) -> torch.Tensor:
+    def tokens(self, sequences: torch.Tensor) -> torch.Tensor:
         """This process's part, [batch, tokens / sp], of a tensor [batch, tokens].
 
         Where they do not divide, zeros come last, which no token before them attends to.
         """
-        return F.pad(whole, (0, -whole.shape[1] % self.sp)).chunk(self.sp, 1)[self._part]
+        return F.pad(sequences, (0, -sequences.shape[1] % self.sp)).chunk(self.sp, 1)[self._sequence_part]
 
-    def heads(self, count: int, held: int) -> slice:
-        """The slice of a layer's `count` heads that this process holds, `held` of them."""
-        shared = held * self.sp < count  # by tensor parallelism too
-        part = self._part + (self.processes.rank % self.tp * self.sp if shared else 0)
-        return slice(part * held, (part + 1) * held)
+    def heads(self, count: int, local_count: int) -> slice:
+        """The slice of a layer's `count` heads that this process holds, `local_count` of them."""
+        split_by_tp = local_count * self.sp < count  # by tensor parallelism too
+        position = self._sequence_part + (self.processes.rank % self.tp * self.sp if split_by_tp else 0)
+        return slice(position * local_count, (position + 1) * local_count)
 
     def copies(self, measured: MeasuredModel) -> int:
         """How many processes measure the same heads over the same prompts."""
         return self.tp if measured.replicated else 1
 
-    def held(self, measured: MeasuredModel, heads: int) -> int:
+    def local_heads(self, measured: MeasuredModel, heads: int) -> int:
         """How many of a layer's heads a process has."""
         return heads * self.copies(measured) // self.tp
 
-    def total(self, own: np.ndarray, copies: int) -> np.ndarray:
+    def total(self, local_sums: np.ndarray, copies: int) -> np.ndarray:
         """The sum over groups of what processes have measured, each [layers, its own heads]: float64 [layers, heads].
 
         Args:
             copies: how many processes of a group measure the same heads.
         """
-        held = own.shape[1]
-        whole = torch.zeros(len(own), held * self.tp // copies, dtype=torch.float64)
-        whole[:, self.heads(whole.shape[1], held)] = torch.from_numpy(own).double() / copies
-        return self.processes.add(whole.to(self.processes.device)).cpu().numpy()
+        local_count = local_sums.shape[1]
+        sums = torch.zeros(len(local_sums), local_count * self.tp // copies, dtype=torch.float64)
+        sums[:, self.heads(sums.shape[1], local_count)] = torch.from_numpy(local_sums).double() / copies
+        return self.processes.add(sums.to(self.processes.device)).cpu().numpy()
 
     def over_sequences(self, attend: Attend) -> Attend:
         """`attend` for processes that each have a part of the tokens: it sees all tokens, of some heads."""
@@ -148,7 +148,7 @@ class Mesh:
         def function(stock, module, query, key, value, *rest, **options):
             states = (self._exchanged(states) for states in (query, key, value))
             if (sinks := options.get("s_aux")) is not None:
-                options["s_aux"] = sinks.chunk(self.sp)[self._part]
+                options["s_aux"] = sinks.chunk(self.sp)[self._sequence_part]
             output, weights = attend(stock, module, *states, *rest, **options)
             return self._exchanged(output), weights
 
@@ -158,11 +158,11 @@ class Mesh:
         """Exchange this process's part of states along dimension 2 for its part along dimension 1."""
         from torch.distributed.tensor import DTensor, Shard
 
-        whole = DTensor.from_local(states, self._sharing, [Shard(2)])
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+        dtensor = DTensor.from_local(states, self._sharing, [Shard(2)])
+        return dtensor.redistribute(placements=[Shard(1)]).to_local()
 
     @property
-    def _part(self) -> int:
+    def _sequence_part(self) -> int:
         return self.processes.rank // self.tp % self.sp
 
     @cached_property

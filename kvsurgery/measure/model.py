@@ -74,19 +74,19 @@ class MeasuredModel:
             UnsupportedModel: a family without a patch, or KV heads that this many processes cannot share evenly.
             KVSurgeryError: this version of transformers cannot share layers so.
         """
-        local, name, converted = checkpoint_folder(source), source, None
-        folder = local
+        local_folder, name, provenance = checkpoint_folder(source), source, None
+        folder = local_folder
         if folder is None:
             folder, revision = hub.fetch_config(source, revision)
         config = read_config(folder)
         if "kv_surgery" in config:
-            converted = _provenance(folder, source)
-            name, revision = converted.source, converted.revision
-            config = json.loads(converted.originals[CONFIG])
+            provenance = _provenance(folder, source)
+            name, revision = provenance.source, provenance.revision
+            config = json.loads(provenance.originals[CONFIG])
         family = Family.of(config)
         layers = _measurable_layers(family, config, name)
-        weights = local or source
-        where = {} if local else {"revision": revision}
+        weights = local_folder or source
+        hub_options = {} if local_folder else {"revision": revision}
         dimensions = family.dimensions(config)
         if dimensions.kv_heads % parts:
             raise UnsupportedModel(
@@ -96,18 +96,18 @@ class MeasuredModel:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         parallel = tensor_parallel(device, tp, fsdp, (norm, "lm_head")) if tp > 1 else {}
         try:
-            auto = getattr(transformers, [*family.classes][-1])
-            model = auto.from_pretrained(weights, dtype=dtype, **where, **parallel).to(device).eval()
+            model_class = getattr(transformers, [*family.classes][-1])
+            model = model_class.from_pretrained(weights, dtype=dtype, **hub_options, **parallel).to(device).eval()
         except (OSError, ValueError) as error:
             raise not_loaded(source, error) from error
         return cls(
             model.requires_grad_(False),
-            _tokenizer(weights, where),
+            _tokenizer(weights, hub_options),
             name,
             revision,
             dimensions,
             layers,
-            converted.permutation if converted else None,
+            provenance.permutation if provenance else None,
             family.replicated,
             family.no_reform,
         )
@@ -165,11 +165,11 @@ class MeasuredModel:
         if self.permutation is None:
             return scores
         groups = scores.reshape(self.dimensions.layers, self.dimensions.kv_heads, -1)
-        original = groups.copy()
+        original_groups = groups.copy()
         for layer, order in enumerate(self.permutation):
             if self.windows[layer] is None:  # others stay, and may have another number of heads
-                original[layer, list(order)] = groups[layer]
-        return original.reshape(scores.shape)
+                original_groups[layer, list(order)] = groups[layer]
+        return original_groups.reshape(scores.shape)
 
 
 def _provenance(folder: Path, source: str) -> Provenance:
@@ -203,9 +203,9 @@ def _measurable_layers(family: Family, config: dict[str, Any], name: str) -> Mod
     return layers
 
 
-def _tokenizer(weights: str | Path, where: dict[str, str | None]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(weights: str | Path, hub_options: dict[str, str | None]) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(weights, **where)
+        return AutoTokenizer.from_pretrained(weights, **hub_options)
     except Exception:  # what transformers raises where there is none differs by family and version
         return None
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvsurgery.measure.mesh import Mesh
 from kvsurgery.measure.model import MeasuredModel
-from kvsurgery.measure.retrieval import RETRIEVAL_METHODS, RIGHT, Trials, answer, checked_prompts, judged
+from kvsurgery.measure.retrieval import RETRIEVAL_METHODS, RIGHT, Trials, answer, checked_prompts, judge_answer
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.needle_sets import NeedleChoice, choose_set, read_set, trial_places
 from kvsurgery.text.needles import needle_place
@@ -42,7 +42,7 @@ def choose_needles(
     """
     kind, shortest = RETRIEVAL_METHODS[method].kind, min(trials.lengths)
 
-    def right(name: str) -> int:
+    def count_right(name: str) -> int:
         needles = read_set(name)
         prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
         count = 0
@@ -51,7 +51,7 @@ def choose_needles(
             text = haystack.piece(np.random.default_rng([trials.seed, number]), shortest - prompt.overhead)
             tokens, _ = prompt.around(text, needle_place(text, depth, measured.text))
             steps = answer(measured, tokens, top=1, limit=limits[number])
-            count += judged(measured, method, needles[number], steps)[1] > RIGHT
+            count += judge_answer(measured, method, needles[number], steps)[1] > RIGHT
         return sum(mesh.processes.gather([count])) // mesh.tp
 
-    return choose_set(kind, right, shortest, INSTEAD[kind])
+    return choose_set(kind, count_right, shortest, INSTEAD[kind])

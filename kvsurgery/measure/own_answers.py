@@ -49,7 +49,7 @@ class OwnAnswers:
         measured: MeasuredModel,
         contexts: Contexts,
         count: int,
-        kept: Path | None = None,
+        path: Path | None = None,
         progress: Progress = silent,
         mesh: Mesh = Mesh(),
     ) -> OwnAnswers:
@@ -58,7 +58,7 @@ class OwnAnswers:
         Args:
             contexts: an answer goes on until prompt and answer have the shortest context, and stops at the longest.
             count: answers that are generated.
-            kept: a file of answers, JSON lines of `{"prompt": [ids], "answer": [ids]}`: read where it exists, written
+            path: a file of answers, JSON lines of `{"prompt": [ids], "answer": [ids]}`: read where it exists, written
                 where it does not.
             progress: of the answers that are generated.
             mesh: all processes generate the same.
@@ -68,24 +68,26 @@ class OwnAnswers:
                 tokens that the model does not have.
             OutputError: the file cannot be written.
         """
-        if kept is not None and mesh.processes.agree(kept.exists()):
-            answers = read_answers(kept)
-            known = measured.model.config.get_text_config().vocab_size
-            if any(max(each.prompt + each.answer, default=0) >= known for each in answers):
-                raise ProfileError(f"{kept} has tokens that {measured.name} does not have; give answers of this model")
+        if path is not None and mesh.processes.agree(path.exists()):
+            answers = read_answers(path)
+            vocabulary_size = measured.model.config.get_text_config().vocab_size
+            if any(max(entry.prompt + entry.answer, default=0) >= vocabulary_size for entry in answers):
+                raise ProfileError(f"{path} has tokens that {measured.name} does not have; give answers of this model")
         else:
             answers = []
             for answer in generated(measured, contexts, count):
                 answers.append(answer)
                 progress(len(answers), None, f"of {count} answers generated")
             answers = mesh.processes.agree(answers)
-            if kept is not None and mesh.processes.rank == 0:
-                lines = "".join(json.dumps(each._asdict()) + "\n" for each in answers)
-                write_bytes_whole(kept, lines.encode(), "answers")
-        long = [each for each in answers if len(each.prompt) < contexts.shortest <= len(each.prompt + each.answer)]
-        if not long:
+            if path is not None and mesh.processes.rank == 0:
+                lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in answers)
+                write_bytes_whole(path, lines.encode(), "answers")
+        long_answers = [
+            entry for entry in answers if len(entry.prompt) < contexts.shortest <= len(entry.prompt + entry.answer)
+        ]
+        if not long_answers:
             raise ProfileError(f"no answer has {contexts.shortest} tokens with its prompt; give a smaller minimum")
-        return cls(contexts, long)
+        return cls(contexts, long_answers)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -117,26 +119,26 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
     longest = max(map(len, prompts))
     if longest >= contexts.shortest:
         raise ProfileError(f"prompts have up to {longest} tokens, without an answer; give a greater minimum")
-    ends = measured.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    for begin in range(0, count, TOGETHER):
-        batch = prompts[begin : begin + TOGETHER]
+    end_tokens = measured.model.generation_config.eos_token_id
+    end_tokens = {end_tokens} if isinstance(end_tokens, int) else set(end_tokens or ())
+    for start in range(0, count, TOGETHER):
+        batch = prompts[start : start + TOGETHER]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(each)) + each for each in batch])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch])
-        least = min(map(len, batch))
+        shortest = min(map(len, batch))
         with torch.random.fork_rng():
-            torch.manual_seed(contexts.seed + begin)
-            whole = measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
+            torch.manual_seed(contexts.seed + start)
+            sequences = measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
                 ids.to(measured.model.device),
                 attention_mask=mask.to(measured.model.device),
-                min_new_tokens=contexts.shortest - least,
-                max_new_tokens=contexts.longest - least,
+                min_new_tokens=contexts.shortest - shortest,
+                max_new_tokens=contexts.longest - shortest,
                 pad_token_id=0,
                 **SAMPLING,
             )
-        for prompt, answer in zip(batch, whole[:, width:].tolist(), strict=True):
-            end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+        for prompt, answer in zip(batch, sequences[:, width:].tolist(), strict=True):
+            end = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
             yield Answer(prompt, answer[: min(end, contexts.longest - len(prompt))])
 
 
@@ -154,10 +156,10 @@ def read_answers(path: Path) -> list[Answer]:
     for number, line in enumerate(lines, 1):
         try:
             answer = Answer(**json.loads(line))
-            fine = all(type(token) is int and token >= 0 for token in answer.prompt + answer.answer)
+            is_valid = all(type(token) is int and token >= 0 for token in answer.prompt + answer.answer)
         except (ValueError, TypeError):
-            fine = False
-        if not fine:
+            is_valid = False
+        if not is_valid:
             raise ProfileError(f'{path}, line {number}: expected {{"prompt": [ids], "answer": [ids]}}')
         answers.append(answer)
     return answers

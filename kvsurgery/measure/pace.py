@@ -59,44 +59,50 @@ class TrainingPlan:
 
 
 def paced(
-    minutes: float, seconds: Callable[[int], float], most_tokens: int, given: Lengths = Lengths(), window: int = 0
+    minutes: float,
+    seconds: Callable[[int], float],
+    most_tokens: int,
+    fixed_lengths: Lengths = Lengths(),
+    window: int = 0,
 ) -> TrainingPlan:
     """The longest prompts, up to 32,000 tokens, that leave time for 400 steps; then as many steps as fit, up to 2,000.
 
     Args:
         seconds: of a step, by tokens of its prompts.
         most_tokens: positions of the model.
-        given: lengths that are kept.
+        fixed_lengths: lengths that are kept.
         window: tokens that streaming heads see; every prompt is longer, and the longest twice as long.
 
     Raises:
         ProfileError: there is time for fewer than 100 steps of the shortest prompts.
     """
-    for shortest, longest in _candidates(most_tokens, given, window):
+    for shortest, longest in _candidates(most_tokens, fixed_lengths, window):
         lengths = np.linspace(shortest, longest, 9).astype(int).tolist()
         step = float(np.mean([seconds(length) for length in lengths]))
         steps = int(60 * minutes / step + 1e-6)  # whole steps are not lost to rounding
         if steps >= WANTED_STEPS:
             break
     if steps < LEAST_STEPS:
-        enough = math.ceil(LEAST_STEPS * step / 60)
+        minutes_needed = math.ceil(LEAST_STEPS * step / 60)
         raise ProfileError(
             f"in {minutes:g} min there is time for {steps} steps with prompts of {shortest} to {longest} tokens, and "
-            f"gates take {LEAST_STEPS} or more; give {enough} min"
+            f"gates take {LEAST_STEPS} or more; give {minutes_needed} min"
         )
-    passkeys = given.passkeys or min(max(shortest // PASSKEY_ROOM, 1), PASSKEYS)
+    passkeys = fixed_lengths.passkeys or min(max(shortest // PASSKEY_ROOM, 1), PASSKEYS)
     return TrainingPlan(min(steps, MOST_STEPS), shortest, longest, passkeys)
 
 
-def _candidates(most_tokens: int, given: Lengths, window: int) -> Iterator[tuple[int, int]]:
+def _candidates(most_tokens: int, fixed_lengths: Lengths, window: int) -> Iterator[tuple[int, int]]:
     """Shortest and longest prompt, each pair half as long as the one before."""
-    longest = given.max_context or min(LONGEST_PROMPT, most_tokens)
-    least = longest if given.max_context else max(LEAST_CONTEXT, given.min_context or 0, 2 * window)
+    longest = fixed_lengths.max_context or min(LONGEST_PROMPT, most_tokens)
+    min_longest = (
+        longest if fixed_lengths.max_context else max(LEAST_CONTEXT, fixed_lengths.min_context or 0, 2 * window)
+    )
     while True:
-        yield given.min_context or min(max(min(SHORTEST_PROMPT, longest // 2), window + 1, 2), longest), longest
-        if longest <= least:
+        yield fixed_lengths.min_context or min(max(min(SHORTEST_PROMPT, longest // 2), window + 1, 2), longest), longest
+        if longest <= min_longest:
             return
-        longest = max(longest // 2, least)
+        longest = max(longest // 2, min_longest)
 
 
 def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mesh()) -> Callable[[int], float]:
@@ -119,8 +125,8 @@ def step_seconds(measured: MeasuredModel, options: GateOptions, mesh: Mesh = Mes
     for _ in range(2):  # the first one warms up
         gates = initial_gates(measured)
         gates.grad = torch.zeros_like(gates)
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         add_gradient(measured, gates, ids, targets, options.loss, mesh, **sizes).item()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start_time
     seconds = mesh.processes.agree(seconds) * len(mesh.share(options.batch))
     return lambda length: seconds * operations(length) / operations(tokens)

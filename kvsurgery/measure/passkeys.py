@@ -70,16 +70,16 @@ class Passkeys:
             raise ProfileError(f"a prompt has 1 to {len(ORDINALS)} passkeys of 1 token or more, got {count} of {size}")
         words = passkey_words(measured, count)
         alphabet = ordinary_tokens(measured.text, measured.model.config.get_text_config().vocab_size)
-        made = cls(contexts, contexts.read(text, measured.text), size, alphabet, words)
-        if contexts.shortest < made.least:
+        passkeys = cls(contexts, contexts.read(text, measured.text), size, alphabet, words)
+        if contexts.shortest < passkeys.min_tokens:
             raise ProfileError(
-                f"{count} passkeys of {size} tokens take a context of {made.least} tokens or more, the shortest is "
-                f"{contexts.shortest}; give a longer minimum, or fewer or shorter passkeys"
+                f"{count} passkeys of {size} tokens take a context of {passkeys.min_tokens} tokens or more, the "
+                f"shortest is {contexts.shortest}; give a longer minimum, or fewer or shorter passkeys"
             )
-        return made
+        return passkeys
 
     @property
-    def least(self) -> int:
+    def min_tokens(self) -> int:
         """Tokens of a prompt without any text between the passkeys."""
         answers = sum(self.size + len(after) for _, after in self.words.hidden)
         return self.words.length(self.size) + sum(map(len, self.words.asked)) + answers
@@ -87,13 +87,13 @@ class Passkeys:
     @property
     def facts(self) -> dict[str, Any]:
         """For a profile's provenance."""
-        drawn = {"prompts": "passkeys", "passkeys": len(self.words.asked), "passkey_tokens": self.size}
-        return {**drawn, **asdict(self.contexts), **self.haystack.facts}
+        settings = {"prompts": "passkeys", "passkeys": len(self.words.asked), "passkey_tokens": self.size}
+        return {**settings, **asdict(self.contexts), **self.haystack.facts}
 
     def __call__(self, step: int, place: int) -> PasskeyPrompt:
         """The prompt at one place of a step's batch."""
         rng = self.contexts.rng(step, place)
-        filler = self.contexts.length(step) - self.least
+        filler = self.contexts.length(step) - self.min_tokens
         text = self.haystack.piece(rng, filler)
         keys = rng.choice(self.alphabet, (len(self.words.asked), self.size))
         depths = np.sort(rng.integers(0, filler, len(keys), endpoint=True))

@@ -50,8 +50,8 @@ class Contexts:
 
     def read(self, source: str | None, tokenizer: PreTrainedTokenizerBase) -> Haystack:
         """Text to fill prompts with, as `Haystack.read` takes it: a file, or enough of what has no end."""
-        file = source is not None and os.path.exists(source)
-        return Haystack.read(source, tokenizer, self.longest * (1 if file else CONTEXTS), self.seed)
+        is_file = source is not None and os.path.exists(source)
+        return Haystack.read(source, tokenizer, self.longest * (1 if is_file else CONTEXTS), self.seed)
 
     def length(self, step: int) -> int:
         """Tokens of the prompts of a step: all alike, so that processes do not wait for each other."""

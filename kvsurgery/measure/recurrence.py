@@ -20,9 +20,9 @@ from kvsurgery.templates import kv_encode, kv_layout, kv_torch
 from kvsurgery.templates.kv_reform import Reform
 
 
-def chunks(recurrence: Reform, tokens: int, last: int) -> list[range]:
-    """The chunks of an input; the last one goes on to the end from before token `last`, however far that is."""
-    starts = range(0, last, recurrence.chunk)
+def chunks(recurrence: Reform, tokens: int, tail_start: int) -> list[range]:
+    """The chunks of an input; the last one goes on to the end from before token `tail_start`, however far that is."""
+    starts = range(0, tail_start, recurrence.chunk)
     return [range(start, start + recurrence.chunk) for start in starts[:-1]] + [range(starts[-1], tokens)]
 
 
@@ -58,14 +58,14 @@ class RecurrentLayer(kv_encode.EncodingLayer):
         self.places = torch.empty(key_states.shape[1], 0, dtype=torch.int64, device=key_states.device)
 
     def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_torch.Scoring) -> torch.Tensor:
-        reading, chunk = self.encoder, self.encoder.chunk
-        own = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
-        places = torch.cat([self.places, own], 1)
-        if reading.visit is not None:
-            states = (state()[0] for state in reading.states.values())
+        encoder, chunk = self.encoder, self.encoder.chunk
+        chunk_positions = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
+        places = torch.cat([self.places, chunk_positions], 1)
+        if encoder.visit is not None:
+            states = (state()[0] for state in encoder.states.values())
             window = self.layout.recent if self.layout.native else None
             attention = partial(_attention, query, keys, places, chunk, window, scoring)
-            reading.visit(LayerStates(self.index, chunk, reading.hidden, *states, attention))
+            encoder.visit(LayerStates(self.index, chunk, encoder.hidden, *states, attention))
         kept = super().kept(query, keys, scoring)
         self.places = places.gather(1, kept)
         return kept
@@ -94,18 +94,18 @@ class RecurrentPass(kv_encode.ChunkEncoder):
         )
         layout = kv_layout.KVLayout(tuple(layers), measured.dimensions.head_dim)
         super().__init__(measured.model.get_decoder(), layout, recurrence)
-        self.whole, self.tokens = measured.model, tokens.to(measured.model.device)
+        self.stock_model, self.tokens = measured.model, tokens.to(measured.model.device)
 
     @torch.no_grad()
     def read(self, chunk: range, visit: Callable[[LayerStates], None] | None = None) -> None:
         """Run the model on the next chunk; `visit` is called in every layer."""
         self.chunk, self.visit = chunk, visit
-        with intercepted(self.whole, _attend, masks=False), ExitStack() as hooks:
+        with intercepted(self.stock_model, _attend, masks=False), ExitStack() as hooks:
             for layer in self.model.get_submodule("layers").children():
-                hooks.callback(layer.register_forward_pre_hook(self._entered).remove)
+                hooks.callback(layer.register_forward_pre_hook(self._record_hidden).remove)
             self.read_chunk(input_ids=self.tokens[None, chunk.start : chunk.stop])
 
-    def _entered(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _record_hidden(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self.hidden = args[0]
 
     def position(self, attention: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -125,14 +125,14 @@ def _attend(stock, module, query, key, value, attention_mask, **options):
     return handle.layer.attend(*states, kv_torch, scoring_of(query, options)).transpose(1, 2), None
 
 
-def _attention(query, seen, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:
+def _attention(query, keys, places, chunk: range, window, scoring, queries: range) -> torch.Tensor:
     """What `LayerStates.attention` is."""
-    first = queries.start - chunk.start
-    weights = attention_weights(query[:, :, first:], seen, scoring)[0, :, : len(queries)]
+    first_query = queries.start - chunk.start
+    weights = attention_weights(query[:, :, first_query:], keys, scoring)[0, :, : len(queries)]
     if window is not None:
-        columns = torch.arange(seen.shape[2], device=seen.device)
-        own = seen.shape[2] - len(chunk) + first + torch.arange(len(queries), device=seen.device)
-        weights = weights * (own[:, None] - columns < window)
+        columns = torch.arange(keys.shape[2], device=keys.device)
+        query_positions = keys.shape[2] - len(chunk) + first_query + torch.arange(len(queries), device=keys.device)
+        weights = weights * (query_positions[:, None] - columns < window)
         weights = weights / weights.sum(-1, keepdim=True)
     index = places.repeat_interleave(len(weights) // len(places), 0)[:, None].expand_as(weights)
     return weights.new_zeros(*weights.shape[:2], chunk.stop).scatter(2, index, weights)

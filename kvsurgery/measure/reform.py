@@ -55,14 +55,14 @@ class RankedPrompt:
             raise ProfileError(f"a sample's question, {self.question}, is beyond its {len(self.tokens)} tokens")
         if not any(self.gold):
             raise ProfileError("a sample without gold tokens: there is nothing to rank")
-        for part in self.gold:
-            if part.start < self.context.start or part.stop > self.context.stop:
-                raise ProfileError(f"gold tokens, {part}, lie outside the context, {self.context}")
+        for span in self.gold:
+            if span.start < self.context.start or span.stop > self.context.stop:
+                raise ProfileError(f"gold tokens, {span}, lie outside the context, {self.context}")
 
     @property
     def gold_places(self) -> np.ndarray:
         """int64, ascending: the gold tokens as places in the context."""
-        return np.unique(np.concatenate([np.array(part) for part in self.gold])).astype(int) - self.context.start
+        return np.unique(np.concatenate([np.array(span) for span in self.gold])).astype(int) - self.context.start
 
 
 def embedding_ranking(
@@ -98,27 +98,30 @@ def embedding_ranking(
     if measured.no_reform:
         raise UnsupportedModel(measured.no_reform)
     _check_samples(measured, samples, recurrence)
-    everything = [sample for of_task in samples.values() for sample in of_task]
-    query, key = (mesh.held(measured, of) for of in (measured.dimensions.query_heads, measured.dimensions.kv_heads))
-    heads = {"q": query, "k": key, "v": key, "hidden": 1, "attention": query}
+    all_samples = [sample for task_samples in samples.values() for sample in task_samples]
+    query_heads, kv_heads = (
+        mesh.local_heads(measured, head_count)
+        for head_count in (measured.dimensions.query_heads, measured.dimensions.kv_heads)
+    )
+    heads = {"q": query_heads, "k": kv_heads, "v": kv_heads, "hidden": 1, "attention": query_heads}
     # hidden states belong to no head
     copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in RANKED_KINDS}
     mnr, done = {}, 0
-    for task, of_task in samples.items():
+    for task, task_samples in samples.items():
         totals = {kind: np.zeros((measured.dimensions.layers, heads[kind])) for kind in RANKED_KINDS}
-        for number, sample in enumerate(of_task):
+        for number, sample in enumerate(task_samples):
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(measured, sample, recurrence, key).items():
+            for kind, ranks in sample_ranks(measured, sample, recurrence, kv_heads).items():
                 totals[kind] += ranks
-            progress(done, len(everything))
-        means = {kind: mesh.total(total, copies[kind]) / len(of_task) for kind, total in totals.items()}
+            progress(done, len(all_samples))
+        means = {kind: mesh.total(total, copies[kind]) / len(task_samples) for kind, total in totals.items()}
         mnr[task] = {
             kind: mean if kind == "hidden" else measured.by_original_head(mean) for kind, mean in means.items()
         }
     ranking = Ranking(mnr)
-    lengths = [len(sample.tokens) for sample in everything]
+    lengths = [len(sample.tokens) for sample in all_samples]
     provenance = {
         **(data or {}),
         "chunk": recurrence.chunk,
@@ -126,7 +129,7 @@ def embedding_ranking(
         "keep": recurrence.keep,
         "window": recurrence.window,
         "neighbors": NEIGHBORS,
-        "samples": {task: len(of_task) for task, of_task in samples.items()},
+        "samples": {task: len(task_samples) for task, task_samples in samples.items()},
         "tokens": [min(lengths), max(lengths)],
         "tool": f"kvsurgery {__version__}",
     }
@@ -135,8 +138,8 @@ def embedding_ranking(
 
 def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[RankedPrompt]], recurrence: Reform) -> None:
     """Raise ProfileError where samples are of unknown tasks, too long, or missing, or where nothing can be read so."""
-    for name, least in (("chunk", 1), ("encode_budget", 1), ("window", 1), ("keep", 0)):
-        if (value := getattr(recurrence, name)) < least:
+    for name, minimum in (("chunk", 1), ("encode_budget", 1), ("window", 1), ("keep", 0)):
+        if (value := getattr(recurrence, name)) < minimum:
             raise ProfileError(f"{name} is a number of tokens, got {value}")
     if recurrence.encode_budget < 2 * recurrence.keep:
         raise ProfileError(
@@ -146,11 +149,11 @@ def _check_samples(measured: MeasuredModel, samples: Mapping[str, Sequence[Ranke
     unknown = set(samples) - set(RANKING_TASKS)
     if unknown or not samples:
         raise ProfileError(f"samples are by task, {' or '.join(RANKING_TASKS)}; got {', '.join(unknown) or 'none'}")
-    for of_task in samples.values():
-        for sample in of_task:
+    for task_samples in samples.values():
+        for sample in task_samples:
             _check_positions(measured, sample, recurrence)
-    for task, of_task in samples.items():
-        if not of_task:
+    for task, task_samples in samples.items():
+        if not task_samples:
             raise ProfileError(f"there are no {task} samples to rank heads by")
 
 
@@ -171,15 +174,15 @@ def sample_ranks(
     layers = measured.dimensions.layers
     scores = _Scores(sample, layers)
     tokens = torch.from_numpy(np.asarray(sample.tokens, dtype=np.int64))
-    *earlier, last = chunks(recurrence, len(tokens), sample.question.start)
-    reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
-    for chunk in earlier:
-        reading.read(chunk)
-    reading.read(last, scores.visit_last)
-    if earlier:
-        reading = RecurrentPass(measured, tokens, recurrence, kv_heads)
-    for chunk in earlier:
-        reading.read(chunk, scores.visit)
+    *earlier_chunks, last_chunk = chunks(recurrence, len(tokens), sample.question.start)
+    recurrent_pass = RecurrentPass(measured, tokens, recurrence, kv_heads)
+    for chunk in earlier_chunks:
+        recurrent_pass.read(chunk)
+    recurrent_pass.read(last_chunk, scores.visit_last)
+    if earlier_chunks:
+        recurrent_pass = RecurrentPass(measured, tokens, recurrence, kv_heads)
+    for chunk in earlier_chunks:
+        recurrent_pass.read(chunk, scores.visit)
     if any(not table.isfinite().all() for tables in scores.tables.values() for table in tables.values()):
         raise ProfileError(f"states of {measured.name} are not finite; measure it in another dtype")
     return {
@@ -248,26 +251,30 @@ class _Scores:
 
     def visit_last(self, states: LayerStates) -> None:
         """The chunk that the question is in."""
-        asked = self.sample.question
-        part = slice(asked.start - states.chunk.start, asked.stop - states.chunk.start)
-        self.question[states.layer] = {kind: own[:, part].clone() for kind, own in _by_kind(states).items()}
+        question = self.sample.question
+        chunk_span = slice(question.start - states.chunk.start, question.stop - states.chunk.start)
+        self.question[states.layer] = {
+            kind: kind_states[:, chunk_span].clone() for kind, kind_states in _by_kind(states).items()
+        }
         context = self.sample.context
-        attention = states.attention(asked).amax(1)[:, context.start : context.stop]
+        attention = states.attention(question).amax(1)[:, context.start : context.stop]
         self.tables["attention"][states.layer] = attention.clone()
         self.visit(states)
 
     def visit(self, states: LayerStates) -> None:
         """Any chunk, once the question's states are known."""
         context, chunk = self.sample.context, states.chunk
-        first, stop = max(context.start, chunk.start), min(context.stop, chunk.stop)
-        if first >= stop:
+        start, stop = max(context.start, chunk.start), min(context.stop, chunk.stop)
+        if start >= stop:
             return
-        for kind, own in _by_kind(states).items():
+        for kind, kind_states in _by_kind(states).items():
             table = self.tables[kind].get(states.layer)
             if table is None:
-                table = self.tables[kind][states.layer] = own.new_empty(len(own), len(context), dtype=torch.float32)
-            table[:, first - context.start : stop - context.start] = similarity(
-                own[:, first - chunk.start : stop - chunk.start], self.question[states.layer][kind]
+                table = self.tables[kind][states.layer] = kind_states.new_empty(
+                    len(kind_states), len(context), dtype=torch.float32
+                )
+            table[:, start - context.start : stop - context.start] = similarity(
+                kind_states[:, start - chunk.start : stop - chunk.start], self.question[states.layer][kind]
             )
 
 
@@ -276,11 +283,11 @@ def _by_kind(states: LayerStates) -> dict[str, torch.Tensor]:
 
 
 def _check_positions(measured: MeasuredModel, sample: RankedPrompt, recurrence: Reform) -> None:
-    parts, budget = chunks(recurrence, len(sample.tokens), sample.question.start), recurrence.encode_budget
-    positions = max(min(part.start, budget) + len(part) for part in parts)
+    input_chunks, budget = chunks(recurrence, len(sample.tokens), sample.question.start), recurrence.encode_budget
+    positions = max(min(chunk.start, budget) + len(chunk) for chunk in input_chunks)
     if positions > measured.max_context:
-        how = "in one chunk" if len(parts) == 1 else f"in chunks of {recurrence.chunk} beside {budget}"
+        chunking = "in one chunk" if len(input_chunks) == 1 else f"in chunks of {recurrence.chunk} beside {budget}"
         raise ProfileError(
-            f"a sample of {len(sample.tokens)} tokens read {how} takes {positions} positions, "
+            f"a sample of {len(sample.tokens)} tokens read {chunking} takes {positions} positions, "
             f"{measured.name} has {measured.max_context}; give a smaller chunk or budget, or less context"
         )

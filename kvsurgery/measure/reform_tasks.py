@@ -99,16 +99,16 @@ def _pairs(rng: np.random.Generator) -> Riddle:
 
 
 def _chains(rng: np.random.Generator) -> Riddle:
-    given, family = (rng.permutation(names)[: 2 * CHAINS] for names in (GIVEN_NAMES, FAMILY_NAMES))
-    people = [f"{first} {last}" for first, last in zip(given, family, strict=True)]
+    given_names, family_names = (rng.permutation(names)[: 2 * CHAINS] for names in (GIVEN_NAMES, FAMILY_NAMES))
+    people = [f"{first} {last}" for first, last in zip(given_names, family_names, strict=True)]
     links, traits = (rng.permutation(len(kinds))[:CHAINS] for kinds in (LINKS, TRAITS))
     facts: list[str] = []
     for chain in range(CHAINS):
-        (link, who), (trait, ask, answers) = LINKS[links[chain]], TRAITS[traits[chain]]
+        (link, description), (trait, question_template, answers) = LINKS[links[chain]], TRAITS[traits[chain]]
         names = {"a": people[2 * chain], "b": people[2 * chain + 1], "c": rng.choice(answers)}
         facts += [link.format(**names), trait.format(**names)]
         if chain == 0:
-            question, answer = ask.format(who=who.format(**names)), str(names["c"])
+            question, answer = question_template.format(who=description.format(**names)), str(names["c"])
     return Riddle(tuple(facts), 2, question, answer)
 
 
@@ -130,17 +130,17 @@ def _sample(
         )
     text = haystack.piece(rng, room)
     places = [needle_place(text, depth, tokenizer) for depth in rng.random(len(facts))]
-    parts, gold, written = [opening], [], 0
+    pieces, gold, text_position = [opening], [], 0
     for fact in sorted(range(len(facts)), key=places.__getitem__):
-        parts += [text[written : places[fact]], facts[fact]]
-        written = places[fact]
+        pieces += [text[text_position : places[fact]], facts[fact]]
+        text_position = places[fact]
         if fact < riddle.gold:
-            stop = sum(map(len, parts))
+            stop = sum(map(len, pieces))
             gold.append(range(stop - len(facts[fact]), stop))
     context = range(len(opening), length - len(request))
-    asked = _place_of(riddle.question, request, tokenizer)
-    question = range(context.stop + asked.start, context.stop + asked.stop)
-    return RankedPrompt(np.concatenate([*parts, text[written:], request]), context, question, tuple(gold))
+    question_span = _place_of(riddle.question, request, tokenizer)
+    question = range(context.stop + question_span.start, context.stop + question_span.stop)
+    return RankedPrompt(np.concatenate([*pieces, text[text_position:], request]), context, question, tuple(gold))
 
 
 def _place_of(question: str, request: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> range:

@@ -129,29 +129,29 @@ def retrieval_scores(
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
-    heads = mesh.held(measured, measured.dimensions.query_heads)
-    total, successes, best = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
+    heads = mesh.local_heads(measured, measured.dimensions.query_heads)
+    total, successes, best_score = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
     progress(0, len(grid), "0 right")  # preparation is no part of the estimate
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
         if (done - 1) % mesh.groups != mesh.group:
             continue
-        tokens, real = prompt.around(text, needle_place(text, depth, measured.text))
-        steps = answer(measured, tokens, top=len(real), limit=limit)
-        said, result = judged(measured, method, needle, steps)
-        if result > RIGHT:
+        tokens, needle_span = prompt.around(text, needle_place(text, depth, measured.text))
+        steps = answer(measured, tokens, top=len(needle_span), limit=limit)
+        answer_text, score = judge_answer(measured, method, needle, steps)
+        if score > RIGHT:
             successes += 1
-            total += sum(_step_scores(step, real, tokens, method) for step in steps)
-        if result > best[0]:
-            best = result, f"{said[:80]!r} for {getattr(needle, reference)[:80]!r}"
+            total += sum(_step_scores(step, needle_span, tokens, method) for step in steps)
+        if score > best_score[0]:
+            best_score = score, f"{answer_text[:80]!r} for {getattr(needle, reference)[:80]!r}"
         progress(done, len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
-        share, said = max(mesh.processes.gather([best]))
+        share, answer_text = max(mesh.processes.gather([best_score]))
         raise ProfileError(
             f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric_name} was "
-            f"{100 * share:.0f} ({said}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles that "
-            "this model can answer (`needles`), or its instruction-tuned variant"
+            f"{100 * share:.0f} ({answer_text}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles "
+            "that this model can answer (`needles`), or its instruction-tuned variant"
         )
     return measured.profile(
         mesh.total(total, mesh.copies(measured)) / successes,
@@ -181,27 +181,29 @@ def _of_kind(needles: Sequence[Needle], method: str) -> list[Needle]:
         ProfileError: no needle is of either.
     """
     kind = RETRIEVAL_METHODS[method].kind
-    chosen = [needle for needle in needles if needle.kind in (None, kind)]
-    if not chosen:
+    matching = [needle for needle in needles if needle.kind in (None, kind)]
+    if not matching:
         raise ProfileError(
             f'{method} needs {kind} needles, and none of those given is one ("kind"); sets of them are '
             f"{' and '.join(SETS[kind])}"
         )
-    return chosen
+    return matching
 
 
-def _step_scores(step: AnswerStep, real: range, tokens: np.ndarray, method: str) -> np.ndarray:
+def _step_scores(step: AnswerStep, needle_span: range, tokens: np.ndarray, method: str) -> np.ndarray:
     """What the heads of every layer score at one step of an answer: float64 [layers, query_heads]."""
     if method == "headkv-r":
-        return np.array([copy_score(layer, real, tokens, step.token) for layer in step.layers])
-    return np.array([mass_score(layer, real) for layer in step.layers])
+        return np.array([copy_score(layer, needle_span, tokens, step.token) for layer in step.layers])
+    return np.array([mass_score(layer, needle_span) for layer in step.layers])
 
 
-def judged(measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]) -> tuple[str, float]:
+def judge_answer(
+    measured: MeasuredModel, method: str, needle: Needle, steps: Sequence[AnswerStep]
+) -> tuple[str, float]:
     """What an answer says, and how right that is, 0 to 1."""
-    how = RETRIEVAL_METHODS[method]
-    said = text_of(measured.text, [step.token for step in steps], skip_special_tokens=True).strip()
-    return said, how.metric(said, getattr(needle, how.reference))
+    retrieval_method = RETRIEVAL_METHODS[method]
+    answer_text = text_of(measured.text, [step.token for step in steps], skip_special_tokens=True).strip()
+    return answer_text, retrieval_method.metric(answer_text, getattr(needle, retrieval_method.reference))
 
 
 @torch.no_grad()
@@ -224,44 +226,44 @@ def answer(measured: MeasuredModel, tokens: np.ndarray, *, top: int, limit: int)
 
     def attend(stock, module, query, key, value, attention_mask, **options):
         # a sliding layer's cache holds its newest keys only, as many as it sees, if it does not see a chunk
-        seen, size = len(tokens) + len(said), measured.windows[module.layer_idx]
-        visible = key[:, :, -((seen - 1) % size + 1) :] if size and measured.layers.chunked else key
+        length, window = len(tokens) + len(answer_tokens), measured.windows[module.layer_idx]
+        visible_keys = key[:, :, -((length - 1) % window + 1) :] if window and measured.layers.chunked else key
         # fp32, since scores of 16 bits would tie
-        weights = attention_weights(query.float(), visible.float(), scoring_of(query, options))
-        first = seen - visible.shape[2]
-        layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first)
+        weights = attention_weights(query.float(), visible_keys.float(), scoring_of(query, options))
+        first_visible = length - visible_keys.shape[2]
+        layers[module.layer_idx] = most_attended(weights[0, :, 0], top, first_visible)
         return stock(module, query, key, value, attention_mask, **options)
 
-    ends, steps, said = _end_tokens(measured), [], []
+    end_tokens, steps, answer_tokens = _end_tokens(measured), [], []
     with intercepted(model, attend):
         for _ in range(limit):
             layers: dict[int, Attended] = {}
             logits = model(ids[:, -1:], use_cache=True, **{CACHE: cache}).logits
             ids = logits[:, -1:].argmax(-1)
-            said.append(ids.item())
-            if said[-1] in ends or "\n" in text_of(measured.text, said).lstrip():
+            answer_tokens.append(ids.item())
+            if answer_tokens[-1] in end_tokens or "\n" in text_of(measured.text, answer_tokens).lstrip():
                 break
-            steps.append(AnswerStep(said[-1], [layers[layer] for layer in sorted(layers)]))
+            steps.append(AnswerStep(answer_tokens[-1], [layers[layer] for layer in sorted(layers)]))
     return steps
 
 
-def most_attended(weights: torch.Tensor, top: int, first: int = 0) -> Attended:
+def most_attended(weights: torch.Tensor, top: int, first_position: int = 0) -> Attended:
     """The most attended tokens of one query; of equal weights the earlier token's comes first.
 
     Args:
         weights: float32 [query_heads, n], not negative.
         top: how many; all where there are fewer.
-        first: position of the first of the n tokens.
+        first_position: position of the first of the n tokens.
     """
     n = weights.shape[1]
     # the bits of floats that are not negative rise with them; below, a rank that is lower for later tokens
     bits = weights.contiguous().view(torch.int32).long()
-    ranked = (bits << 32) | torch.arange(n - 1, -1, -1, device=weights.device)
-    places = ranked.topk(min(top, n)).indices
-    return Attended(weights.gather(1, places).cpu(), places.cpu() + first)
+    sort_keys = (bits << 32) | torch.arange(n - 1, -1, -1, device=weights.device)
+    places = sort_keys.topk(min(top, n)).indices
+    return Attended(weights.gather(1, places).cpu(), places.cpu() + first_position)
 
 
-def copy_score(attended: Attended, needle: range, tokens: np.ndarray, said: int) -> np.ndarray:
+def copy_score(attended: Attended, needle: range, tokens: np.ndarray, token: int) -> np.ndarray:
     """R of one step: 1/N for a head whose most attended token is in the needle and is the one that is said.
 
     A needle's token that is said twice counts twice, so an answer may come to more than 1: as in the code of both
@@ -271,13 +273,13 @@ def copy_score(attended: Attended, needle: range, tokens: np.ndarray, said: int)
         attended: of one layer.
         needle: N positions.
         tokens: of the prompt, int64.
-        said: the token that the step generated.
+        token: the token that the step generated.
 
     Returns:
         float64 [query_heads].
     """
-    copied = [place for place in needle if tokens[place] == said]
-    return np.isin(attended.positions[:, 0].numpy(), copied) / len(needle)
+    copied_places = [place for place in needle if tokens[place] == token]
+    return np.isin(attended.positions[:, 0].numpy(), copied_places) / len(needle)
 
 
 def mass_score(attended: Attended, needle: range) -> np.ndarray:
@@ -290,7 +292,7 @@ def mass_score(attended: Attended, needle: range) -> np.ndarray:
     Returns:
         float64 [query_heads].
     """
-    weights, positions = (part[:, : len(needle)].numpy() for part in attended)
+    weights, positions = (tensor[:, : len(needle)].numpy() for tensor in attended)
     return (weights * np.isin(positions, needle)).sum(1, dtype=np.float64) / len(needle)
 
 
@@ -299,9 +301,14 @@ def checked_prompts(
 ) -> tuple[list[Prompt], list[int]]:
     """The prompt of each needle and the most tokens of its answer, once all is checked that can fail before a trial."""
     prompts = [Prompt.of(needle, measured.text) for needle in needles]
-    rights = [token_ids(measured.text, getattr(needle, RETRIEVAL_METHODS[method].reference)) for needle in needles]
-    longest, lengths, depths = trials.max_new_tokens, trials.lengths, trials.depths
-    limits = [ANSWER_FACTOR * len(right) if longest is None else longest for right in rights]
+    right_answers = [
+        token_ids(measured.text, getattr(needle, RETRIEVAL_METHODS[method].reference)) for needle in needles
+    ]
+    max_new_tokens, lengths, depths = trials.max_new_tokens, trials.lengths, trials.depths
+    limits = [
+        ANSWER_FACTOR * len(right_answer) if max_new_tokens is None else max_new_tokens
+        for right_answer in right_answers
+    ]
     if not len(lengths) or not len(depths) or min(limits) < 1:
         raise ProfileError("`lengths` and `depths` need a value or more, and an answer needs a token or more")
     if not all(0 <= depth <= 1 for depth in depths):
@@ -324,9 +331,9 @@ def checked_prompts(
 
 def _end_tokens(measured: MeasuredModel) -> set[int]:
     """Tokens that end an answer; chat models have several."""
-    configured = measured.model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*several, measured.text.eos_token_id) if token is not None}
+    eos_token_id = measured.model.generation_config.eos_token_id
+    eos_token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return {token for token in (*eos_token_ids, measured.text.eos_token_id) if token is not None}
 
 
 def _hash(needles: Sequence[Needle]) -> str:

@@ -23,17 +23,17 @@ def settled(gates: np.ndarray, lr: float) -> bool:
         gates: float [LATEST, heads], after each step.
         lr: peak learning rate: how far a gate falls in a step.
     """
-    before, after = (half.mean(0, dtype=np.float64) for half in np.split(gates, 2))
-    moved = np.abs(after - before) > MOST_MOVED * lr * len(gates) / 2
-    return moved.mean() <= EXCEPTIONS and all(
-        _full_heads_stay(before, after, round(share * before.size)) for share in SHARES
+    earlier_means, later_means = (half.mean(0, dtype=np.float64) for half in np.split(gates, 2))
+    has_moved = np.abs(later_means - earlier_means) > MOST_MOVED * lr * len(gates) / 2
+    return has_moved.mean() <= EXCEPTIONS and all(
+        _full_heads_stay(earlier_means, later_means, round(share * earlier_means.size)) for share in SHARES
     )
 
 
-def _full_heads_stay(before: np.ndarray, after: np.ndarray, count: int) -> bool:
+def _full_heads_stay(earlier_means: np.ndarray, later_means: np.ndarray, count: int) -> bool:
     """Whether almost all of the `count` heads with the largest gates are ranked, and the same."""
-    both = _ranked_full(before, count) & _ranked_full(after, count)
-    return count - both.sum() <= math.ceil(EXCEPTIONS * count)
+    full_in_both = _ranked_full(earlier_means, count) & _ranked_full(later_means, count)
+    return count - full_in_both.sum() <= math.ceil(EXCEPTIONS * count)
 
 
 def _ranked_full(gates: np.ndarray, count: int) -> np.ndarray:

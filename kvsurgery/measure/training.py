@@ -97,8 +97,8 @@ def train_gates(
     save()  # a path that cannot be written fails before the work
     try:
         while state.step < options.steps and not _has_settled(state, options, mesh.processes):
-            mine = [prompts(state.step, place) for place in share]
-            losses = training_step(measured, gates, optimizer, mine, options, state.step, mesh)
+            local_prompts = [prompts(state.step, place) for place in share]
+            losses = training_step(measured, gates, optimizer, local_prompts, options, state.step, mesh)
             sparsity = (gates < 0.5).double().mean().item()
             state = state.after((*losses, gates.mean().item(), sparsity), gates, optimizer)
             if kept is not None and state.step % kept.every == 0:
@@ -128,12 +128,12 @@ def training_step(
     measured: MeasuredModel,
     gates: torch.Tensor,
     optimizer: torch.optim.Optimizer,
-    mine: list[tuple[torch.Tensor, ...]],
+    local_prompts: list[tuple[torch.Tensor, ...]],
     options: GateOptions,
     step: int,
     mesh: Mesh = Mesh(),
 ) -> tuple[float, float]:
-    """Move the gates by the mean gradient over all processes' prompts, of which `mine` are this one's.
+    """Move the gates by the mean gradient over all processes' prompts, of which `local_prompts` are this one's.
 
     Returns:
         The loss of the gates as they were, with and without the penalty.
@@ -143,7 +143,7 @@ def training_step(
     """
     gates.grad = torch.zeros_like(gates)
     data_loss = torch.zeros((), device=gates.device)
-    for tokens, targets, *_ in mine:
+    for tokens, targets, *_ in local_prompts:
         if tokens.shape[1] <= options.sink + options.recent:
             raise ProfileError(
                 f"a prompt of {tokens.shape[1]} tokens has nothing outside sink {options.sink} and recent "
@@ -153,24 +153,24 @@ def training_step(
             measured, gates, tokens, targets, options.loss, mesh, sink=options.sink, recent=options.recent
         )
     # processes that share heads alone have the same loss
-    both = torch.cat([gates.grad.flatten() / mesh.copies(measured), data_loss[None] / mesh.tp])
-    mesh.processes.add(both)
-    both /= options.batch
-    if not both.isfinite().all():
+    gradient_and_loss = torch.cat([gates.grad.flatten() / mesh.copies(measured), data_loss[None] / mesh.tp])
+    mesh.processes.add(gradient_and_loss)
+    gradient_and_loss /= options.batch
+    if not gradient_and_loss.isfinite().all():
         raise ProfileError(
-            f"the loss is {both[-1].item():g} in step {step + 1}, or its gradient is not a number; "
+            f"the loss is {gradient_and_loss[-1].item():g} in step {step + 1}, or its gradient is not a number; "
             "try bfloat16 or float32 weights, or a lower learning rate"
         )
     # the mean gate's gradient is the same for every gate
-    gates.grad = both[:-1].view_as(gates) + options.reg / gates.numel()
-    data = both[-1].item()
-    loss = data + options.reg * gates.mean().item()
+    gates.grad = gradient_and_loss[:-1].view_as(gates) + options.reg / gates.numel()
+    mean_data_loss = gradient_and_loss[-1].item()
+    loss = mean_data_loss + options.reg * gates.mean().item()
     for group in optimizer.param_groups:
         group["lr"] = options.lr * rate(step, options.steps)
     optimizer.step()
     with torch.no_grad():
         gates.clamp_(0, 1)
-    return loss, data
+    return loss, mean_data_loss
 
 
 def outcome(profile: HeadProfile) -> list[str]:
@@ -180,21 +180,21 @@ def outcome(profile: HeadProfile) -> list[str]:
         profile: of `train_gates`.
     """
     lines = []
-    steps, done = profile.provenance["steps"], profile.provenance["steps_done"]
-    if done < steps:
+    steps, steps_done = profile.provenance["steps"], profile.provenance["steps_done"]
+    if steps_done < steps:
         lines.append(
-            f"gates settled after {done} of {steps} steps: more steps would hardly change which heads are full"
+            f"gates settled after {steps_done} of {steps} steps: more steps would hardly change which heads are full"
         )
     gates = profile.head_scores[profile.eligible]
-    high = int((gates >= HIGH).sum())
-    if high > gates.size / 2:
-        fix = "raise reg" if done < steps else "train longer, or raise reg"
-        lines.append(f"{high} of {gates.size} gates are {HIGH} or more: they have not separated; {fix}")
-    ranked = int((gates > 0).sum())
-    if ranked < max(SHARES) * gates.size:
+    high_count = int((gates >= HIGH).sum())
+    if high_count > gates.size / 2:
+        advice = "raise reg" if steps_done < steps else "train longer, or raise reg"
+        lines.append(f"{high_count} of {gates.size} gates are {HIGH} or more: they have not separated; {advice}")
+    ranked_count = int((gates > 0).sum())
+    if ranked_count < max(SHARES) * gates.size:
         lines.append(
-            f"{gates.size - ranked} of {gates.size} gates are 0: they have collapsed and rank alike; "
-            f"to keep more than {ranked} heads full, lower reg or train fewer steps"
+            f"{gates.size - ranked_count} of {gates.size} gates are 0: they have collapsed and rank alike; "
+            f"to keep more than {ranked_count} heads full, lower reg or train fewer steps"
         )
     return lines
 
@@ -204,9 +204,9 @@ def fingerprint(measured: MeasuredModel) -> str:
     digest = blake3()
     for name, weight in sorted(decoder_of(measured.model).named_parameters()):
         # of a sharded weight, the first process has the first rows, or the first columns
-        first = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
+        first_numbers = (weight.to_local() if hasattr(weight, "to_local") else weight)[:1].flatten()[:HASHED]
         # a copy, since memory that numpy sees cannot be freed when weights are sharded again
-        digest.update(name.encode() + first.clone().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + first_numbers.clone().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -58,7 +58,7 @@ class TrainingState:
         """The state after another step, whose row joins the history."""
         moments = optimizer.state[gates]
         tensors = gates, moments["exp_avg"], moments["exp_avg_sq"]
-        gates, mean, square = (each.detach().cpu().clone() for each in tensors)
+        gates, mean, square = (tensor.detach().cpu().clone() for tensor in tensors)
         latest = torch.cat([self.latest, gates[None]])[-LATEST:]
         return TrainingState(gates, mean, square, latest, np.vstack([self.history, row]))
 
@@ -89,10 +89,13 @@ class TrainingState:
         Raises:
             ProfileError: no such file, a malformed one, or another training's.
         """
-        state, theirs = cls.require(path)
-        found = sorted(differences(theirs, json.loads(json.dumps(facts))), key=itemgetter(0))
-        if found:
-            phrases = [f"{' '.join(keys)} is {there} there and {here} here" for keys, there, here in found]
+        state, saved_facts = cls.require(path)
+        mismatches = sorted(differences(saved_facts, json.loads(json.dumps(facts))), key=itemgetter(0))
+        if mismatches:
+            phrases = [
+                f"{' '.join(keys)} is {saved_value} there and {current_value} here"
+                for keys, saved_value, current_value in mismatches
+            ]
             raise ProfileError(f"{path} belongs to another training: {', '.join(phrases)}")
         return state
 
@@ -137,13 +140,13 @@ class TrainingState:
             raise ProfileError(f"{path} is not a training checkpoint: {error}") from error
         *floats, history = tensors
         gates, mean, square, latest = floats
-        sound = (
-            all(each.dtype == torch.float32 and each.isfinite().all() for each in floats)
+        is_valid = (
+            all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in floats)
             and (history.dtype, history.shape[1:]) == (torch.float64, (len(HISTORY),))
             and gates.ndim == 2
             and gates.shape == mean.shape == square.shape
             and latest.shape == (min(len(history), LATEST), *gates.shape)
         )
-        if not sound:
+        if not is_valid:
             raise ProfileError(f"training checkpoint {path} is damaged; begin again without `resume`")
         return cls(*floats, history.numpy()), facts

@@ -14,8 +14,8 @@ LETTERS = "ABCD"
 def stated_letter(answer: str, references: Sequence[str]) -> float:
     """1 if "The correct answer is" is followed by the right letter, in parentheses or without (LongBench v2)."""
     answer = answer.replace("*", "")
-    found = (re.search(rf"The correct answer is {form}", answer) for form in (r"\(([A-D])\)", "([A-D])"))
-    return float(next((match[1] for match in found if match), None) in references)
+    matches = (re.search(rf"The correct answer is {form}", answer) for form in (r"\(([A-D])\)", "([A-D])"))
+    return float(next((match[1] for match in matches if match), None) in references)
 
 
 def chosen_option(answer: str, references: Sequence[str]) -> float:
@@ -30,9 +30,9 @@ def chosen_option(answer: str, references: Sequence[str]) -> float:
     if answer in references:
         return 1.0
     answer = _without(answer, "\n\"'.,?!{}")
-    after = _after(answer, ("answer is:", "answer:", "answer is", "option is"))
-    if after is not None:
-        return float(after.startswith(tuple(references)))
+    statement = _text_after(answer, ("answer is:", "answer:", "answer is", "option is"))
+    if statement is not None:
+        return float(statement.startswith(tuple(references)))
     return float(next((word in references for word in answer.split() if word in LETTERS), False))
 
 
@@ -46,36 +46,38 @@ def broken_function(answer: str, references: Sequence[str]) -> float:
     if answer[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
     answer = _without(re.sub("[Oo]ption", " ", answer), "\n`'\"-*")
-    after = _after(answer, ("answer is:", "is:", "answer:", "correct option is:"))
-    return float(after is not None and after.startswith(tuple(references)))
+    statement = _text_after(answer, ("answer is:", "is:", "answer:", "correct option is:"))
+    return float(statement is not None and statement.startswith(tuple(references)))
 
 
 def first_digits(answer: str, references: Sequence[str]) -> float:
     """1 if the first digits said are the right ones (InfiniteBench, passkeys and strings of digits)."""
-    found = re.search("[0-9]+", answer)
-    return float(found is not None and found[0] == references[0])
+    match = re.search("[0-9]+", answer)
+    return float(match is not None and match[0] == references[0])
 
 
 def first_number(answer: str, references: Sequence[str]) -> float:
     """1 if the first number said is the right one; of an integer only what is before the point counts (Math.Find)."""
-    found = re.search(r"([0-9]+)(\.[0-9]+)?", answer)
-    if found is None:
+    match = re.search(r"([0-9]+)(\.[0-9]+)?", answer)
+    if match is None:
         return 0.0
-    return float(float(found[0]) == float(references[0]) if "." in references[0] else _same(found[1], references[0]))
+    return float(
+        float(match[0]) == float(references[0]) if "." in references[0] else _same_integer(match[1], references[0])
+    )
 
 
 def last_number(answer: str, references: Sequence[str]) -> float:
     """1 if the last word said is the right integer (InfiniteBench, Code.Run)."""
     words = _without(answer, "\n.`'\":").split()
-    stated = re.fullmatch("[+-]?[0-9]+", words[-1]) if words else None
-    return float(stated is not None and _same(stated[0].removeprefix("+"), references[0]))
+    match = re.fullmatch("[+-]?[0-9]+", words[-1]) if words else None
+    return float(match is not None and _same_integer(match[0].removeprefix("+"), references[0]))
 
 
 def number_prefix(answer: str, references: Sequence[str]) -> float:
     """Share of the numbers that are right before the first wrong one, signs aside (InfiniteBench, Math.Calc)."""
     correct = 0
-    for found, number in zip(re.findall("[0-9]+", answer), references, strict=False):
-        if not _same(found, number):
+    for digits, number in zip(re.findall("[0-9]+", answer), references, strict=False):
+        if not _same_integer(digits, number):
             break
         correct += 1
     return correct / len(references)
@@ -103,29 +105,29 @@ def cloze_exact(answer: str, references: Sequence[str], choices: Sequence[str]) 
         references: what belongs in each mask.
         choices: how the masks are called.
     """
-    filled = _object(answer)
+    answers = _dict_literal(answer)
     pairs = zip(choices, references, strict=True)
-    return sum(filled.get(mask) == reference for mask, reference in pairs) / len(references)
+    return sum(answers.get(mask) == reference for mask, reference in pairs) / len(references)
 
 
 def cloze_partial(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
     """Share of the masks that an answer fills in with at least one of the right words (LooGLE)."""
-    filled = _object(answer)
-    pairs = [(str(filled.get(mask, "")), words) for mask, words in zip(choices, references, strict=True)]
-    return sum(bool({*found.split()} & {*words.split()}) for found, words in pairs) / len(references)
+    answers = _dict_literal(answer)
+    pairs = [(str(answers.get(mask, "")), words) for mask, words in zip(choices, references, strict=True)]
+    return sum(bool({*answer_text.split()} & {*words.split()}) for answer_text, words in pairs) / len(references)
 
 
-def _object(answer: str) -> dict[Any, Any]:
+def _dict_literal(answer: str) -> dict[Any, Any]:
     """What an answer says as a literal of a dictionary; an empty one if it is none."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is almost Python
-            found = ast.literal_eval(answer.strip())
+            value = ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _same(one: str, other: str) -> bool:
+def _same_integer(one: str, other: str) -> bool:
     """Whether two integers are equal; texts, since what is said may have more digits than Python converts."""
     signs = (text.startswith("-") for text in (one, other))
     return len({*signs}) == 1 and one.lstrip("-0") == other.lstrip("-0")
@@ -140,7 +142,7 @@ def _without(answer: str, characters: str) -> str:
     return re.sub(" +", " ", answer.translate(dict.fromkeys(map(ord, characters), " ")))
 
 
-def _after(answer: str, phrases: Sequence[str]) -> str | None:
+def _text_after(answer: str, phrases: Sequence[str]) -> str | None:
     """What follows the first of some phrases that is in a text, and a space; None: none is."""
     phrase = next((phrase for phrase in phrases if phrase in answer), None)
     return None if phrase is None else answer.partition(phrase)[2][1:]

@@ -24,7 +24,7 @@ def _edits(one: str, other: str) -> int:
     """Characters to insert, delete or replace, at least."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(one, 1):
-        above, row[0] = row[0], i
-        for j, against in enumerate(other, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (character != against))
+        diagonal, row[0] = row[0], i
+        for j, other_character in enumerate(other, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (character != other_character))
     return row[-1]

@@ -41,10 +41,10 @@ def repeated_function(answer: str, references: Sequence[str], choices: Sequence[
     parser, answer = _parser(language), answer.strip()
     blocks = CODE_BLOCK.findall(answer)
     functions = (function for block in blocks if (function := _first_function(parser, block, language)) is not None)
-    found = next(functions, blocks[0] if blocks else answer)
-    similar = {choice: _bleu(found, choice) for choice in choices}
-    best = max(similar, key=similar.__getitem__)
-    return float(best == reference and similar[best] >= SIMILAR)
+    code = next(functions, blocks[0] if blocks else answer)
+    similarities = {choice: _bleu(code, choice) for choice in choices}
+    best_choice = max(similarities, key=similarities.__getitem__)
+    return float(best_choice == reference and similarities[best_choice] >= SIMILAR)
 
 
 def require_parsers() -> None:
@@ -79,11 +79,11 @@ def _first_function(parser: Parser, code: str, language: str) -> str | None:
 
 def _nodes(root: Node) -> Iterator[Node]:
     """All nodes of a syntax tree in the order of the text, outer ones first."""
-    waiting = [root]  # a tree may be deeper than Python's stack
-    while waiting:
-        node = waiting.pop()
+    stack = [root]  # a tree may be deeper than Python's stack
+    while stack:
+        node = stack.pop()
         yield node
-        waiting.extend(reversed(node.children))
+        stack.extend(reversed(node.children))
 
 
 def _is_free(function: Node) -> bool:

@@ -52,14 +52,14 @@ def counts_in_place(answer: str, references: Sequence[str]) -> float:
         references: the right numbers.
     """
     try:
-        found = json.loads(answer.strip(".").replace("json", "").replace("```", "").strip())
+        counts = json.loads(answer.strip(".").replace("json", "").replace("```", "").strip())
     except (ValueError, RecursionError):
         return 0.0
-    if isinstance(found, dict) and all(isinstance(part, list) for part in found.values()):
-        found = [*chain.from_iterable(found.values())]
-    if not isinstance(found, list):
+    if isinstance(counts, dict) and all(isinstance(value, list) for value in counts.values()):
+        counts = [*chain.from_iterable(counts.values())]
+    if not isinstance(counts, list):
         return 0.0
-    return sum(one == int(other) for one, other in zip(found, references, strict=False)) / len(references)
+    return sum(count == int(reference) for count, reference in zip(counts, references, strict=False)) / len(references)
 
 
 def vqa_words(answer: str, references: Sequence[str]) -> float:
@@ -72,10 +72,10 @@ def vqa_words(answer: str, references: Sequence[str]) -> float:
 
 def _vqa(text: str) -> str:
     text = re.sub(r"[\n\t]", " ", text).strip()
-    in_number, spelt = re.search(r"\d,\d", text), text
+    in_number, spelling = re.search(r"\d,\d", text), text
     for mark in PUNCTUATION:
         beside_space = f"{mark} " in text or f" {mark}" in text
-        spelt = spelt.replace(mark, "" if beside_space or in_number else " ")
-    words = re.sub(r"\.(?!\d)", "", spelt).lower().split()
+        spelling = spelling.replace(mark, "" if beside_space or in_number else " ")
+    words = re.sub(r"\.(?!\d)", "", spelling).lower().split()
     words = (DIGITS.get(word, word) for word in words if word not in ARTICLES)
     return " ".join(CONTRACTIONS.get(word, word) for word in words)

@@ -25,10 +25,10 @@ def _without_choices(metric: Callable[[str, Sequence[str]], float]) -> Metric:
     """A metric that has no use for what there is to choose from."""
 
     @wraps(metric)
-    def measured(answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
+    def wrapper(answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
         return metric(answer, references)
 
-    return measured
+    return wrapper
 
 
 # an answer, the references, what there is to choose from -> 0 to 1

@@ -126,9 +126,11 @@ def classification(answer: str, references: Sequence[str], choices: Sequence[str
         references: right classes; the best counts.
         choices: all classes.
     """
-    named = [choice for choice in choices if choice in first_line(answer)]
-    right = [reference for reference in references if reference in named]
-    shares = (1 / sum(reference == name or name not in reference for name in named) for reference in right)
+    named_classes = [choice for choice in choices if choice in first_line(answer)]
+    right_classes = [reference for reference in references if reference in named_classes]
+    shares = (
+        1 / sum(reference == name or name not in reference for name in named_classes) for reference in right_classes
+    )
     return max(shares, default=0.0)
 
 
@@ -185,7 +187,7 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 
 def _sentences(text: str) -> list[list[str]]:
     """Words between spaces of what is between periods, as the `rouge` package has them."""
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _distinct_words(text: str) -> set[str]:
@@ -198,18 +200,20 @@ def _common_places(one: list[str], other: list[str]) -> set[int]:
     # of the first i and the first j words
     longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, word in enumerate(one):
-        for j, against in enumerate(other):
-            longest[i + 1][j + 1] = longest[i][j] + 1 if word == against else max(longest[i][j + 1], longest[i + 1][j])
-    found, i, j = set(), len(one), len(other)
+        for j, other_word in enumerate(other):
+            longest[i + 1][j + 1] = (
+                longest[i][j] + 1 if word == other_word else max(longest[i][j + 1], longest[i + 1][j])
+            )
+    places, i, j = set(), len(one), len(other)
     while i and j:
         if one[i - 1] == other[j - 1]:
-            found.add(i - 1)
+            places.add(i - 1)
             i, j = i - 1, j - 1
         elif longest[i][j - 1] > longest[i - 1][j]:
             j -= 1
         else:
             i -= 1
-    return found
+    return places
 
 
 def _common_words(answer: str, reference: str) -> set[str]:

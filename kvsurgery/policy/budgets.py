@@ -37,8 +37,8 @@ def allocate_budgets(scores: np.ndarray, budget: int, beta: float | None) -> np.
     if scores.size and not scores.sum() > 0:
         raise PolicyError("all heads to budget have a score of 0, which no budget can follow; use another profile")
     pool = budget if beta is None else budget / beta
-    exact = (budget - pool) + scores / max(scores.sum(), np.finfo(float).tiny) * pool * scores.size
-    floors = np.floor(exact).astype(np.int64)
-    missing = budget * scores.size - int(floors.sum())
-    floors[np.lexsort((-scores, floors - exact))[:missing]] += 1
+    exact_budgets = (budget - pool) + scores / max(scores.sum(), np.finfo(float).tiny) * pool * scores.size
+    floors = np.floor(exact_budgets).astype(np.int64)
+    leftover = budget * scores.size - int(floors.sum())
+    floors[np.lexsort((-scores, floors - exact_budgets))[:leftover]] += 1
     return floors

@@ -41,17 +41,17 @@ class Fit:
     @property
     def alternatives(self) -> tuple[Candidate, ...]:
         """The best candidate of each other width that fits, the least harmful first."""
-        best: dict[int, Candidate] = {}
-        for candidate in sorted(self.candidates, key=lambda one: one.worth, reverse=True):
+        best_by_width: dict[int, Candidate] = {}
+        for candidate in sorted(self.candidates, key=lambda item: item.worth, reverse=True):
             if candidate.total <= self.demand.memory and candidate.bits != self.choice.bits:
-                best.setdefault(candidate.bits, candidate)
-        return tuple(best.values())
+                best_by_width.setdefault(candidate.bits, candidate)
+        return tuple(best_by_width.values())
 
 
 def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """The candidates that lose less than any that is as small, from the smallest on."""
     result: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda one: (one.total, *(-value for value in one.worth))):
+    for candidate in sorted(candidates, key=lambda item: (item.total, *(-value for value in item.worth))):
         if not result or candidate.loss < result[-1].loss:
             result.append(candidate)
     return tuple(result)
@@ -86,11 +86,11 @@ def fit(
     """
     if recipe.fit is None:
         raise PolicyError("`fit` is missing: the memory and the context that have to fit")
-    priced = replace(recipe, rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
-    budget = LEAST_BUDGET if priced.rest == "budgeted" else None
+    base_recipe = replace(recipe, rest=recipe.rest or usual_rest(profile, budgets), fit=None, kv_bits=8)
+    budget = LEAST_BUDGET if base_recipe.rest == "budgeted" else None
     # raises what is wrong with the recipe before anything is priced
-    asked = priced.changed(full_heads=0, budget=budget, kv_bits=8 if recipe.kv_streaming else None)
-    beta = decide(profile, model, asked, budgets).recipe.beta
+    checked_recipe = base_recipe.changed(full_heads=0, budget=budget, kv_bits=8 if recipe.kv_streaming else None)
+    beta = decide(profile, model, checked_recipe, budgets).recipe.beta
     scores = kv_scores(profile, recipe.group_reduce, model.sources)[model.eligible]
     if not scores.any():
         raise PolicyError("every score of this profile is 0, so no policy is better than another; use another profile")
@@ -98,22 +98,24 @@ def fit(
     # a strict layout has this many full heads at a time
     run = 1 if recipe.tp_uneven else recipe.tp
     demand = recipe.fit
-    if priced.rest == "budgeted":
+    if base_recipe.rest == "budgeted":
         losses = None
     elif losses is not None and (recipe.sink, recipe.recent) != (losses.sink, losses.recent):
         raise PolicyError(
             f"`kv_measured` has streaming heads of `sink` {losses.sink} and `recent` {losses.recent}, and this recipe "
             f"{recipe.sink} and {recipe.recent}; give the same, or measure again"
         )
-    hows = quantizations(priced, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
-    stored = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
-    prices = Prices(footprint, demand, stored, scores, hows, run, losses)
-    followed = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
-    candidates = [*prices.candidates(priced, followed, beta)]
-    fitting = [candidate for candidate in candidates if candidate.total <= demand.memory]
-    if not fitting:
+    choices = quantizations(base_recipe, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
+    stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
+    prices = Prices(footprint, demand, stored_windows, scores, choices, run, losses)
+    budget_scores = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
+    candidates = [*prices.candidates(base_recipe, budget_scores, beta)]
+    fitting_candidates = [candidate for candidate in candidates if candidate.total <= demand.memory]
+    if not fitting_candidates:
         raise _nothing_fits(candidates, footprint, demand)
-    return Fit(demand, footprint, tuple(candidates), max(fitting, key=lambda candidate: candidate.worth), losses)
+    return Fit(
+        demand, footprint, tuple(candidates), max(fitting_candidates, key=lambda candidate: candidate.worth), losses
+    )
 
 
 def _nothing_fits(candidates: Sequence[Candidate], footprint: Footprint, demand: Demand) -> PolicyError:

@@ -32,49 +32,50 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         raise PolicyError("`kv_bits` auto is for full heads: budgeted heads are not measured; give a width")
     if not any(layer.full for layer in layout.layers):
         raise PolicyError("`kv_bits` auto is for full heads, and this policy has none; leave it out")
-    hows: dict[int, Quantization | None] = {UNQUANTIZED: None}
+    quantizations: dict[int, Quantization | None] = {UNQUANTIZED: None}
     for bits in losses.settings:
-        measured = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses)
-        measured.check_quantization(layout.head_dim)
-        hows[bits] = measured.quantization
-    widths = sorted(hows)
+        width_recipe = measured_recipe(replace(recipe, kv_bits=bits, kv_budget=None), losses)
+        width_recipe.check_quantization(layout.head_dim)
+        quantizations[bits] = width_recipe.quantization
+    widths = sorted(quantizations)
     assert recipe.kv_budget is not None  # as the bits are chosen
     if recipe.kv_budget < widths[0]:
         raise PolicyError(f"`kv_budget`: heads of {layout.head_dim} have at least {widths[0]} bits a value")
-    expected = [
-        np.zeros((losses.model.layers, losses.model.kv_heads)) if how is None else losses.expected(str(bits))
-        for bits, how in sorted(hows.items())
+    expected_losses = [
+        np.zeros((losses.model.layers, losses.model.kv_heads)) if quantization is None else losses.expected(str(bits))
+        for bits, quantization in sorted(quantizations.items())
     ]
-    quantized = [place for place, layer in enumerate(layout.layers) if layer.full]
-    heads = [[*full_heads(layout.layers[place])] for place in quantized]
-    harms = [
-        [float(each[place, some].sum()) for each in expected] for place, some in zip(quantized, heads, strict=True)
+    quantized_layers = [place for place, layer in enumerate(layout.layers) if layer.full]
+    heads = [[*full_heads(layout.layers[place])] for place in quantized_layers]
+    layer_losses = [
+        [float(width_losses[place, layer_heads].sum()) for width_losses in expected_losses]
+        for place, layer_heads in zip(quantized_layers, heads, strict=True)
     ]
-    costs = [[bits * len(some) for bits in widths] for some in heads]
+    costs = [[bits * len(layer_heads) for bits in widths] for layer_heads in heads]
     # budgets are decimal fractions
-    most = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
-    chosen = dict(zip(quantized, least_loss(harms, costs, most), strict=True))
+    max_bits = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
+    columns = dict(zip(quantized_layers, least_loss(layer_losses, costs, max_bits), strict=True))
     layers = tuple(
-        replace(layer, quantization=hows[widths[chosen[place]]] if place in chosen else None)
+        replace(layer, quantization=quantizations[widths[columns[place]]] if place in columns else None)
         for place, layer in enumerate(layout.layers)
     )
     return replace(layout, layers=layers)
 
 
-def least_loss(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], most: int) -> list[int]:
-    """The column of each row with the least sum of losses whose costs sum to at most `most`; on ties, earlier ones.
+def least_loss(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], max_cost: int) -> list[int]:
+    """The column of each row with the least sum of losses whose costs sum to at most `max_cost`; on ties, earlier ones.
 
-    Exact, by dynamic programming over totals of costs. The first columns together cost `most` at most.
+    Exact, by dynamic programming over totals of costs. The first columns together cost `max_cost` at most.
     """
-    least, choices = np.zeros(most + 1), []
+    least_losses, choices = np.zeros(max_cost + 1), []
     for row, amounts in zip(losses, costs, strict=True):
-        totals = np.full((len(row), most + 1), np.inf)
+        totals = np.full((len(row), max_cost + 1), np.inf)
         for column, (loss, amount) in enumerate(zip(row, amounts, strict=True)):
-            totals[column, amount:] = least[: max(most + 1 - amount, 0)] + loss
+            totals[column, amount:] = least_losses[: max(max_cost + 1 - amount, 0)] + loss
         choices.append(totals.argmin(0))
-        least = totals.min(0)
-    found, left = [], most
+        least_losses = totals.min(0)
+    columns, remaining = [], max_cost
     for choice, amounts in zip(reversed(choices), reversed(costs), strict=True):
-        found.append(int(choice[left]))
-        left -= amounts[found[-1]]
-    return found[::-1]
+        columns.append(int(choice[remaining]))
+        remaining -= amounts[columns[-1]]
+    return columns[::-1]

@@ -17,17 +17,20 @@ def measured_recipe(recipe: Recipe, losses: CacheLosses) -> Recipe:
     Raises:
         PolicyError: the recipe quantizes in other groups than were measured, or states what was not measured.
     """
-    how, measured = recipe.quantization, losses.quantization
-    settled = replace(recipe, kv_measured=None)
-    if how is None or (recipe.kv_rotate is not None and recipe.kv_clip is not None):
-        return settled
-    if (how.scheme, how.group_size) != (measured.scheme, measured.group_size):
+    quantization, measured_quantization = recipe.quantization, losses.quantization
+    unmeasured_recipe = replace(recipe, kv_measured=None)
+    if quantization is None or (recipe.kv_rotate is not None and recipe.kv_clip is not None):
+        return unmeasured_recipe
+    if (quantization.scheme, quantization.group_size) != (
+        measured_quantization.scheme,
+        measured_quantization.group_size,
+    ):
         raise PolicyError(
-            f"`kv_measured` has the scheme {measured.scheme} without `kv_group_size`, and this recipe another; give "
-            "the same, or state `kv_rotate` and `kv_clip` in place of `kv_measured`"
+            f"`kv_measured` has the scheme {measured_quantization.scheme} without `kv_group_size`, and this "
+            "recipe another; give the same, or state `kv_rotate` and `kv_clip` in place of `kv_measured`"
         )
     try:
-        best = losses.best(how.bits, recipe.kv_rotate, recipe.kv_clip)
+        best_setting = losses.best(quantization.bits, recipe.kv_rotate, recipe.kv_clip)
     except ProfileError as error:
         raise PolicyError(f"`kv_measured`: {error}") from error
-    return replace(settled, kv_rotate=best.rotate, kv_clip=best.clip)
+    return replace(unmeasured_recipe, kv_rotate=best_setting.rotate, kv_clip=best_setting.clip)

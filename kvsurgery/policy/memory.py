@@ -65,17 +65,17 @@ class Footprint:
             PolicyError: its heads do not divide over the processes.
         """
         model, sliding = family.dimensions(checkpoint.config), family.sliding_dimensions(checkpoint.config)
-        for each in (model, sliding):
-            check_blocks(processes, each.kv_heads)
+        for dimensions in (model, sliding):
+            check_blocks(processes, dimensions.kv_heads)
         share = 1 if family.replicated else processes
-        hidden, tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
+        hidden, is_tied = family.hidden(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
         tensors = [
             tensor
             for tensor in checkpoint.tensors
-            if not (tied and tensor.name == "lm_head.weight")
+            if not (is_tied and tensor.name == "lm_head.weight")
             and not family.is_beyond(family.role(tensor.name).layer, checkpoint.config)
         ]
-        fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
+        is_fused = any(tensor.name.endswith("mlp.gate_up_proj.weight") for tensor in tensors)
         itemsize, inner, vocabulary = 1, 0, 0
         for tensor in tensors:
             width = tensor.shape[-1] if tensor.shape else 0
@@ -84,27 +84,29 @@ class Footprint:
             elif tensor.name.endswith("self_attn.o_proj.weight"):
                 itemsize = max(itemsize, DTYPES[tensor.dtype] // 8)
             elif ALL_EXPERTS.fullmatch(tensor.name):
-                experts, own = tensor.shape[0], -(-tensor.shape[1] // processes)
-                inner = max(inner, experts * (hidden + max(4 * own, hidden + 3 * own)))
+                experts, local_inner = tensor.shape[0], -(-tensor.shape[1] // processes)
+                inner = max(inner, experts * (hidden + max(4 * local_inner, hidden + 3 * local_inner)))
             elif match := DOWN.fullmatch(tensor.name):
                 # the gate after its activation, up, and their product; a fused gate lives as long as its up
-                own = -(-width // processes)
-                held = (4 if match[1] else 3) * own
-                if fused:  # and gathered, by way of a copy
-                    held = 4 * width + (2 * own if processes > 1 else 0)
+                local_inner = -(-width // processes)
+                elements = (4 if match[1] else 3) * local_inner
+                if is_fused:  # and gathered, by way of a copy
+                    elements = 4 * width + (2 * local_inner if processes > 1 else 0)
                 # experts run together, on copies of their tokens
-                inner = max(inner, _experts(checkpoint, family) * (hidden + held) if match[1] else held)
+                inner = max(
+                    inner, _experts_per_token(checkpoint, family) * (hidden + elements) if match[1] else elements
+                )
         if processes > 1:
             # a share of the MLP may be less than a norm in float32 takes, of the state or of queries that are gathered
             queries = model.query_heads * model.head_dim if family.replicated else 0
             inner = max(inner + hidden, 4 * hidden, 9 * queries)
         model, sliding = (
-            replace(each, query_heads=each.query_heads // share, kv_heads=each.kv_heads // share)
-            for each in (model, sliding)
+            replace(dimensions, query_heads=dimensions.query_heads // share, kv_heads=dimensions.kv_heads // share)
+            for dimensions in (model, sliding)
         )
         return cls(
             model,
-            sum(_held(tensor, family, processes) for tensor in tensors),
+            sum(_held_bytes(tensor, family, processes) for tensor in tensors),
             itemsize,
             hidden,
             inner,
@@ -137,7 +139,7 @@ class Footprint:
         return elements * self.itemsize + batch * self.vocabulary * (self.itemsize + 4)
 
 
-def _held(tensor: Tensor, family: Family, processes: int) -> int:
+def _held_bytes(tensor: Tensor, family: Family, processes: int) -> int:
     """Bytes of a tensor that a process holds at most.
 
     Embedding and output layer count whole, which they are before transformers 5.18.
@@ -149,11 +151,11 @@ def _held(tensor: Tensor, family: Family, processes: int) -> int:
         axis = -1 if SPLIT_BY_COLUMNS.fullmatch(role.part) else None
     if role.layer is None or axis is None or not tensor.size:
         return tensor.size
-    along = tensor.shape[axis]
-    return tensor.size // along * -(-along // processes)
+    axis_size = tensor.shape[axis]
+    return tensor.size // axis_size * -(-axis_size // processes)
 
 
-def _experts(checkpoint: Checkpoint, family: Family) -> int:
+def _experts_per_token(checkpoint: Checkpoint, family: Family) -> int:
     """Experts that a token goes through."""
     config = {**family.defaults, **text_config(checkpoint.config)}
     key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])

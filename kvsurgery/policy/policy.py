@@ -132,30 +132,30 @@ def decide(
     """
     if len(model.windows) != profile.model.layers:
         raise PolicyError(f"the profile has {profile.model.layers} layers, the model {len(model.windows)}")
-    eligible, followed = model.eligible, budgets or profile
-    for measured in (profile, followed):
-        if (unmeasured := np.flatnonzero(eligible & ~measured.eligible)).size:
+    eligible, budget_profile = model.eligible, budgets or profile
+    for measured_profile in (profile, budget_profile):
+        if (unmeasured_layers := np.flatnonzero(eligible & ~measured_profile.eligible)).size:
             raise PolicyError(
-                f"layer {unmeasured[0]} has full attention in this model and a sliding window in the profile's, "
-                f"{measured.base_model}; measure this model: kvsurgery profile compute"
+                f"layer {unmeasured_layers[0]} has full attention in this model and a sliding window in the profile's, "
+                f"{measured_profile.base_model}; measure this model: kvsurgery profile compute"
             )
     _check_model(model, profile.model, recipe)
     scores = kv_scores(profile, recipe.group_reduce, model.sources)
     _check_threshold(recipe.threshold, profile.method)
     recipe = completed(recipe, profile, budgets)
-    mask = asked = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
+    mask = asked_mask = full_mask(scores, eligible, recipe.chosen or {"full_heads": 0})
     if recipe.tp > 1 and not recipe.tp_uneven:
-        mask = best_heads(scores, eligible, (2 * int(asked.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
-    layers = _layers(mask, _budgets(mask, followed, model, recipe), recipe)
+        mask = best_heads(scores, eligible, (2 * int(asked_mask.sum()) + recipe.tp) // (2 * recipe.tp), recipe.tp)
+    layers = _layers(mask, _budgets(mask, budget_profile, model, recipe), recipe)
     layout = _layout(layers, model, profile.model, recipe, losses)
     options = {"method": profile.method, **_options(recipe, losses)}
-    if "query" not in (profile.granularity, followed.granularity):
+    if "query" not in (profile.granularity, budget_profile.granularity):
         options.pop("group_reduce", None)
     if budgets is None:
         options.pop("budgets_from", None)
     elif "budgets_from" in options:  # the file's content, not its place
         options["budgets_from"] = f"{budgets.method} {budgets.hash[:16]}"
-    return Policy(layout, recipe, options, rounded=int(mask.sum() - asked.sum()))
+    return Policy(layout, recipe, options, rounded=int(mask.sum() - asked_mask.sum()))
 
 
 def keep_all(
@@ -167,12 +167,12 @@ def keep_all(
         PolicyError: the recipe asks for other heads, fields are out of range, or no layer has full attention.
     """
     _check_model(model, dimensions, recipe)
-    others = ("rest", "budget", "budgets_from", "hold")
-    asked = [*recipe.chosen, *(name for name in others if getattr(recipe, name) is not None)]
-    if asked:
+    score_fields = ("rest", "budget", "budgets_from", "hold")
+    stated_fields = [*recipe.chosen, *(name for name in score_fields if getattr(recipe, name) is not None)]
+    if stated_fields:
         raise PolicyError(
-            f"`{asked[0]}` chooses heads by scores, and no profile with scores is given; add one, or leave it out, and "
-            "every head stays full"
+            f"`{stated_fields[0]}` chooses heads by scores, and no profile with scores is given; add one, or leave it "
+            "out, and every head stays full"
         )
     recipe = recipe.trimmed()
     layers = _layers(np.ones((dimensions.layers, dimensions.kv_heads), dtype=bool), None, recipe)
@@ -190,13 +190,13 @@ def completed(recipe: Recipe, profile: HeadProfile, budgets: HeadProfile | None 
             "with `budgets_from`, the profile only chooses the full heads; say how many with `full_heads` or "
             "`sparsity`, or leave the profile out"
         )
-    rest, followed = recipe.rest or usual_rest(profile, budgets), budgets or profile
+    rest, budget_profile = recipe.rest or usual_rest(profile, budgets), budgets or profile
     values: dict[str, Any] = {"rest": rest}
     if rest == "budgeted":
-        values["beta"] = usual_beta(followed) if recipe.beta is None else recipe.beta
+        values["beta"] = usual_beta(budget_profile) if recipe.beta is None else recipe.beta
     if rest == "streaming" and not recipe.chosen:
         values["sparsity"] = 0.75 if profile.model.group == 1 else 0.5
-    if profile.granularity == followed.granularity == "kv":
+    if profile.granularity == budget_profile.granularity == "kv":
         values["group_reduce"] = Recipe.group_reduce
     return replace(recipe, **values).trimmed()
 
@@ -206,9 +206,9 @@ def usual_rest(profile: HeadProfile, budgets: HeadProfile | None = None) -> Rest
     return "budgeted" if budgets else SCORE_METHODS[profile.method].rest
 
 
-def usual_beta(followed: HeadProfile) -> float | None:
+def usual_beta(budget_profile: HeadProfile) -> float | None:
     """How budgets follow the scores of a profile, where a recipe does not say: shares and budgets as they are."""
-    method = SCORE_METHODS.get(followed.method)
+    method = SCORE_METHODS.get(budget_profile.method)
     return None if method and method.divides else BETA
 
 
@@ -224,8 +224,8 @@ def _check_model(model: ModelLayers, dimensions: ModelDimensions, recipe: Recipe
     """Raise PolicyError where no layer has full attention, or heads do not come in so many blocks."""
     if not model.eligible.any():
         raise PolicyError("every layer of this model has a sliding window already; there is nothing to convert")
-    for own in (dimensions, model.sliding or dimensions):
-        check_blocks(recipe.tp, own.kv_heads)
+    for layer_dimensions in (dimensions, model.sliding or dimensions):
+        check_blocks(recipe.tp, layer_dimensions.kv_heads)
 
 
 def _layout(
@@ -236,11 +236,11 @@ def _layout(
     losses: CacheLosses | None,
 ) -> KVLayout:
     """The layout of a model whose layers with full attention become these, with the cache that a recipe asks for."""
-    every = tuple(
-        layer if changes else _unchanged(place, len(layer.blocks), model, dimensions)
-        for place, (layer, changes) in enumerate(zip(layers, model.eligible, strict=True))
+    all_layers = tuple(
+        layer if is_converted else _unconverted_layer(place, len(layer.blocks), model, dimensions)
+        for place, (layer, is_converted) in enumerate(zip(layers, model.eligible, strict=True))
     )
-    layout = KVLayout(every, dimensions.head_dim)
+    layout = KVLayout(all_layers, dimensions.head_dim)
     if recipe.kv_bits == AUTO:
         assert losses is not None  # as the recipe names their file
         return with_layer_bits(layout, recipe, losses)
@@ -253,39 +253,39 @@ def _layout(
         layout = layout.quantized(quantization)
     except ValueError as error:
         raise PolicyError(f"`kv_bits`: {error}") from error
-    least = 2 * (quantization.residual + TILE)
+    min_window = 2 * (quantization.residual + TILE)
     windows = [layer.recent for layer in layout.layers if layer.native or recipe.rest == "streaming"]
-    if quantization.streaming and windows and max(windows) < least:
+    if quantization.streaming and windows and max(windows) < min_window:
         raise PolicyError(
-            f"`kv_streaming` is for windows of at least {least} tokens, and the longest has {max(windows)}; leave it "
-            "out"
+            f"`kv_streaming` is for windows of at least {min_window} tokens, and the longest has {max(windows)}; leave "
+            "it out"
         )
-    of_kind = counts(layout)
-    if not of_kind[FULL] + of_kind[BUDGETED] and not quantization.streaming:
+    head_counts = counts(layout)
+    if not head_counts[FULL] + head_counts[BUDGETED] and not quantization.streaming:
         raise PolicyError("`kv_bits` is for full and budgeted heads, and this policy has none; leave it out")
     return layout
 
 
-def _budgets(full: np.ndarray, followed: HeadProfile, model: ModelLayers, recipe: Recipe) -> np.ndarray | None:
+def _budgets(full: np.ndarray, budget_profile: HeadProfile, model: ModelLayers, recipe: Recipe) -> np.ndarray | None:
     """int64 [layers, kv_heads]: the budget of each head that has one; None where heads stream."""
     if recipe.rest != "budgeted":
         return None
     _check_selection(recipe.selection)
-    scores = kv_scores(followed, recipe.group_reduce, model.sources)
-    budgets, others = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
+    scores = kv_scores(budget_profile, recipe.group_reduce, model.sources)
+    budgets, budgeted_mask = np.zeros(scores.shape, dtype=np.int64), ~full & model.eligible[:, None]
     if recipe.budget is not None:
-        budgets[others] = allocate_budgets(scores[others], recipe.budget, recipe.beta)
-    elif SCORE_METHODS[followed.method].kind == "budget" and recipe.beta is None:
-        budgets[others] = scores[others]
+        budgets[budgeted_mask] = allocate_budgets(scores[budgeted_mask], recipe.budget, recipe.beta)
+    elif SCORE_METHODS[budget_profile.method].kind == "budget" and recipe.beta is None:
+        budgets[budgeted_mask] = scores[budgeted_mask]
     else:
         raise PolicyError(
             "`budget` is missing: tokens of the prompt that a budgeted head keeps; or set `rest` to streaming"
         )
-    least, sinks = budgets[others].min(initial=MAX_BUDGET), recipe.selection.sinks
-    if least < sinks:
+    min_budget, sinks = budgets[budgeted_mask].min(initial=MAX_BUDGET), recipe.selection.sinks
+    if min_budget < sinks:
         raise PolicyError(
             f"`select` {recipe.select} keeps the first {sinks} tokens in every budgeted head, and the smallest budget "
-            f"is {least}; raise `budget` or `beta`"
+            f"is {min_budget}; raise `budget` or `beta`"
         )
     return budgets
 
@@ -300,30 +300,30 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
         selection = recipe.selection
     result = []
     for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.tp)):
-        keep = () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
-        result.append(LayerLayout(blocks, *sizes, budgets=keep, selection=selection, order=order))
+        tokens = () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
+        result.append(LayerLayout(blocks, *sizes, budgets=tokens, selection=selection, order=order))
     return result
 
 
-def _unchanged(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
+def _unconverted_layer(place: int, blocks: int, model: ModelLayers, dimensions: ModelDimensions) -> LayerLayout:
     """A layer with linear attention, a window of its own or the KV cache of an earlier one, in this many blocks."""
-    window, own = model.windows[place], model.sliding or dimensions
+    window, layer_dimensions = model.windows[place], model.sliding or dimensions
     if place in model.sources:
         return LayerLayout((), 0, 1, source=model.sources[place])
     if not window:
         return LayerLayout((), 0, 1)
-    parts, order = ((0, own.kv_heads // blocks),) * blocks, tuple(range(own.kv_heads))
-    head_dim = None if own.head_dim == dimensions.head_dim else own.head_dim
-    return LayerLayout(parts, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
+    layer_blocks, order = ((0, layer_dimensions.kv_heads // blocks),) * blocks, tuple(range(layer_dimensions.kv_heads))
+    head_dim = None if layer_dimensions.head_dim == dimensions.head_dim else layer_dimensions.head_dim
+    return LayerLayout(layer_blocks, 0, window, native=True, order=order, head_dim=head_dim, chunked=model.chunked)
 
 
 def _check_threshold(threshold: float | None, method: str) -> None:
     """Raise PolicyError where no score of a method can lie there."""
-    most = SCORE_METHODS[method].most
-    if threshold is None or 0 <= threshold <= (np.finfo(float).max if most is None else most):
+    max_score = SCORE_METHODS[method].most
+    if threshold is None or 0 <= threshold <= (np.finfo(float).max if max_score is None else max_score):
         return
-    lies = "is a finite number of 0 or more" if most is None else f"lies in [0, {most:g}]"
-    raise PolicyError(f"`threshold` {lies} for {method} scores, got {threshold}")
+    allowed_range = "is a finite number of 0 or more" if max_score is None else f"lies in [0, {max_score:g}]"
+    raise PolicyError(f"`threshold` {allowed_range} for {method} scores, got {threshold}")
 
 
 def _check_streaming(sink: int, recent: int) -> None:

@@ -58,10 +58,10 @@ class Candidate:
     total: int
     loss: float
 
-    def recipe(self, asked: Recipe) -> Recipe:
+    def recipe(self, base_recipe: Recipe) -> Recipe:
         """What makes `decide` decide it, of a recipe that leaves this to `fit`."""
         bits = self.quantization and self.quantization.bits
-        return asked.changed(full_heads=self.full_heads, rest=self.rest, budget=self.budget, kv_bits=bits)
+        return base_recipe.changed(full_heads=self.full_heads, rest=self.rest, budget=self.budget, kv_bits=bits)
 
     @property
     def bits(self) -> int:
@@ -99,141 +99,158 @@ class Prices:
         self.shares = scores.shape[1] // footprint.model.kv_heads
         # as `decide` ranks them
         self.ranking = ranked_heads(scores, run)
-        self.top = self._sums(scores)
+        self.score_sums = self._sums(scores)
         full_attention = [window is None for window in windows]
         # by cache, of the first heads of the ranking
-        self.added: dict[str, np.ndarray] | None = None
+        self.loss_sums: dict[str, np.ndarray] | None = None
         if losses is not None:
-            self.added = {name: self._sums(losses.expected(name)[full_attention]) for name in losses.heads}
-        native = [window for window in windows if window is not None]
+            self.loss_sums = {name: self._sums(losses.expected(name)[full_attention]) for name in losses.heads}
+        native_windows = [window for window in windows if window is not None]
         sliding = footprint.sliding or footprint.model
         heads, head_dim = ((0, sliding.kv_heads),), sliding.head_dim
-        self.native = {
-            how: sum(
-                self._one_bytes(kv_layout.LayerLayout(heads, 0, window, quantization=how, head_dim=head_dim))
-                for window in native
+        self.native_bytes = {
+            quantization: sum(
+                self._layer_bytes(kv_layout.LayerLayout(heads, 0, window, quantization=quantization, head_dim=head_dim))
+                for window in native_windows
             )
-            for how in quantizations
+            for quantization in quantizations
         }
         chunks = min(demand.chunk, demand.prompt), demand.prompt
         self.workspaces = {chunk: self._workspace(chunk) for chunk in chunks}
 
-    def candidates(self, recipe: Recipe, followed: np.ndarray, beta: float | None) -> Iterator[Candidate]:
+    def candidates(self, recipe: Recipe, budget_scores: np.ndarray, beta: float | None) -> Iterator[Candidate]:
         """Candidates whose other heads become what a recipe says; budgets follow scores float32 [layers, kv_heads]."""
         if recipe.rest == "streaming":
             yield from self.streaming(range(0, self.heads + 1, self.run), recipe.sink, recipe.recent)
         else:
             yield from self.streaming([self.heads], 0, 1)  # every head full
-            yield from self.budgeted(followed, beta, recipe.selection)
+            yield from self.budgeted(budget_scores, beta, recipe.selection)
 
     def streaming(self, counts: Sequence[int], sink: int, recent: int) -> Iterator[Candidate]:
         """Candidates with this many full heads, whose others stream."""
-        context, own = self.demand.context, self.heads // self.shares
+        context, process_heads = self.demand.context, self.heads // self.shares
         for quantization in self.quantizations:
             layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantization=quantization)
-            one = self._one_bytes(layout)
-            full = self._bytes(np.array([context]), quantization)
+            streaming_bytes = self._layer_bytes(layout)
+            full_bytes = self._head_bytes(np.array([context]), quantization)
             for count in counts:
                 if count or quantization is None or quantization.streaming:
                     # processes differ by no more than one full head, which may be smaller than one that streams
-                    fulls = count // self.shares, -(-count // self.shares)
-                    kv = max(part * full + (own - part) * one for part in fulls)
+                    full_counts = count // self.shares, -(-count // self.shares)
+                    kv = max(
+                        full_count * full_bytes + (process_heads - full_count) * streaming_bytes
+                        for full_count in full_counts
+                    )
                     yield self._candidate(count, "streaming", None, quantization, kv, self._loss(count, layout))
 
     def _loss(self, count: int, layout: Any) -> float:
         """What is lost with this many full heads, whose others stream as in a layout."""
         tokens, quantization = layout.sink + layout.recent, layout.quantization
-        if self.added is None:
-            top, total, fidelity = float(self.top[count]), float(self.top[-1]), _fidelity(quantization)
+        if self.loss_sums is None:
+            full_score, total, fidelity = (
+                float(self.score_sums[count]),
+                float(self.score_sums[-1]),
+                _fidelity(quantization),
+            )
             share = min(tokens, self.demand.context) / self.demand.context
-            kept = top * fidelity + (total - top) * share * (fidelity if layout.quantized_window else 1)
-            return 1 - kept / total
+            kept_score = full_score * fidelity + (total - full_score) * share * (
+                fidelity if layout.quantized_window else 1
+            )
+            return 1 - kept_score / total
         loss = 0.0
         if tokens < self.demand.context:
-            streaming = self.added[STREAMING_CACHE]
-            loss += streaming[-1] - streaming[count]
+            streaming_losses = self.loss_sums[STREAMING_CACHE]
+            loss += streaming_losses[-1] - streaming_losses[count]
         if quantization is not None:
-            quantized = self.added[str(quantization.bits)]
-            loss += quantized[-1 if layout.quantized_window else count]
+            quantization_losses = self.loss_sums[str(quantization.bits)]
+            loss += quantization_losses[-1 if layout.quantized_window else count]
         return loss
 
     def _sums(self, amounts: np.ndarray) -> np.ndarray:
         """float64 [heads + 1]: sums over the first heads of the ranking, of amounts [layers, kv_heads]."""
         return np.concatenate([[0.0], amounts.flat[self.ranking].cumsum(dtype=np.float64)])
 
-    def budgeted(self, followed: np.ndarray, beta: float | None, selection: kv_layout.Selection) -> Iterator[Candidate]:
+    def budgeted(
+        self, budget_scores: np.ndarray, beta: float | None, selection: kv_layout.Selection
+    ) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads]; where budgets
         hold, only with a cache that they can have: in the model's dtype, or quantized per token."""
-        quantizations = [how for how in self.quantizations if how is None or selection.quantizable(how)]
-        most = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
-        demand, others = self.demand, np.ones(self.scores.shape, dtype=bool)
+        quantizations = [choice for choice in self.quantizations if choice is None or selection.quantizable(choice)]
+        max_held = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
+        demand, budgeted_mask = self.demand, np.ones(self.scores.shape, dtype=bool)
         window = min(selection.window, demand.prompt)
         for count in range(0, self.heads, -(-self.heads // FULL_HEAD_STEPS // self.run) * self.run):
-            others.flat[self.ranking[:count]] = False
-            scores = self.scores[others]
-            if not followed[others].any():  # a pool cannot follow them
+            budgeted_mask.flat[self.ranking[:count]] = False
+            scores = self.scores[budgeted_mask]
+            if not budget_scores[budgeted_mask].any():  # a pool cannot follow them
                 return
             for budget in _budgets(demand.prompt):
-                budgets = np.zeros(others.shape, dtype=np.int64)
-                budgets[others] = allocate_budgets(followed[others], budget, beta)
+                budgets = np.zeros(budgeted_mask.shape, dtype=np.int64)
+                budgets[budgeted_mask] = allocate_budgets(budget_scores[budgeted_mask], budget, beta)
                 tokens = np.minimum(budgets, demand.prompt - window) + window + demand.new_tokens
-                tokens = np.minimum(tokens, budgets + most)
-                tokens[~others] = demand.context
-                scored = np.minimum(budgets, demand.context if selection.select == kv_layout.ACCUMULATED else 0)
-                shares = float(scores.astype(np.float64) @ np.log1p(tokens[others])) / log1p(demand.context)
+                tokens = np.minimum(tokens, budgets + max_held)
+                tokens[~budgeted_mask] = demand.context
+                scored_tokens = np.minimum(budgets, demand.context if selection.select == kv_layout.ACCUMULATED else 0)
+                shares = float(scores.astype(np.float64) @ np.log1p(tokens[budgeted_mask])) / log1p(demand.context)
                 if self.shares > 1:
-                    orders = [blocks.order for blocks in arrange(~others, budgets, self.shares)]
-                    tokens, scored = (np.take_along_axis(part, np.array(orders), 1) for part in (tokens, scored))
-                # [layers, heads of each process, process after process]
-                processes = [*zip(*(np.split(part, self.shares, axis=1) for part in (tokens, scored)), strict=True)]
-                for quantization in quantizations:
-                    kept = (float(self.top[count]) + shares) * _fidelity(quantization)
-                    kv = max(
-                        self._bytes(held, quantization) + kv_layout.SCORE_BYTES * int(own.sum())
-                        for held, own in processes
+                    orders = [blocks.order for blocks in arrange(~budgeted_mask, budgets, self.shares)]
+                    tokens, scored_tokens = (
+                        np.take_along_axis(table, np.array(orders), 1) for table in (tokens, scored_tokens)
                     )
-                    yield self._candidate(count, "budgeted", budget, quantization, kv, 1 - kept / float(self.top[-1]))
+                # [layers, heads of each process, process after process]
+                processes = [
+                    *zip(*(np.split(table, self.shares, axis=1) for table in (tokens, scored_tokens)), strict=True)
+                ]
+                for quantization in quantizations:
+                    kept_score = (float(self.score_sums[count]) + shares) * _fidelity(quantization)
+                    kv = max(
+                        self._head_bytes(held_tokens, quantization) + kv_layout.SCORE_BYTES * int(held_scored.sum())
+                        for held_tokens, held_scored in processes
+                    )
+                    yield self._candidate(
+                        count, "budgeted", budget, quantization, kv, 1 - kept_score / float(self.score_sums[-1])
+                    )
 
     def _candidate(self, count, rest, budget, quantization, kv: int, loss: float) -> Candidate:
-        kv = self.demand.batch * (kv + self.native[quantization])
-        budgeted = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
+        kv = self.demand.batch * (kv + self.native_bytes[quantization])
+        budgeted_heads = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
-            (fixed[quantization is not None] + budgeted * waiting, chunk)
-            for chunk, (fixed, waiting) in self.workspaces.items()
+            (fixed_bytes[quantization is not None] + budgeted_heads * head_bytes, chunk)
+            for chunk, (fixed_bytes, head_bytes) in self.workspaces.items()
         )
         total = self.footprint.weights + kv + workspace
         # rounded, so that sums in another order tie
         return Candidate(count, rest, budget, quantization, kv, chunk, total, round(float(loss), 12))
 
-    def _one_bytes(self, layout: Any) -> int:
+    def _layer_bytes(self, layout: Any) -> int:
         """Bytes of one sequence in a layer."""
         head_dim = layout.head_dim or self.footprint.model.head_dim
         return layout.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
 
-    def _bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
+    def _head_bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
         """Bytes of one sequence's heads that keep this many tokens each."""
         head_dim, itemsize = self.footprint.model.head_dim, self.footprint.itemsize
         if quantization is None:
             return int(tokens.sum()) * 2 * head_dim * itemsize
         # no more tokens than 64 bits can add
-        sink, residual = (min(kept, MAX_TOKENS) for kept in (quantization.sink, quantization.residual))
+        sink, residual = (min(count, MAX_TOKENS) for count in (quantization.sink, quantization.residual))
         return int(replace(quantization, sink=sink, residual=residual).head_bytes(tokens, head_dim, itemsize).sum())
 
     def _workspace(self, chunk: int) -> tuple[tuple[int, int], int]:
         """Bytes that a prefill takes beside keys and values: unquantized, quantized, and for each budgeted head."""
-        demand, fixed = self.demand, self._in_flight(chunk, 0)
+        demand, in_flight_bytes = self.demand, self._in_flight(chunk, 0)
         states = demand.batch * self.footprint.states
-        plain, quantized = (
-            fixed + states + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
+        unquantized_bytes, quantized_bytes = (
+            in_flight_bytes + states + self.footprint.activation_bytes(demand.batch, demand.context, chunk, tiles)
             for tiles in (False, chunk < demand.prompt)
         )
-        return (plain, quantized), self._in_flight(chunk, 1) - fixed
+        return (unquantized_bytes, quantized_bytes), self._in_flight(chunk, 1) - in_flight_bytes
 
-    def _in_flight(self, chunk: int, budgeted: int) -> int:
+    def _in_flight(self, chunk: int, budgeted_count: int) -> int:
         """Bytes of keys and values beyond the cache at the peak of a prefill, with this many budgeted heads."""
         model, demand = self.footprint.model, self.demand
-        blocks = ((model.kv_heads - budgeted, budgeted),)
-        layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted, kv_layout.Selection())
+        blocks = ((model.kv_heads - budgeted_count, budgeted_count),)
+        layer = kv_layout.LayerLayout(blocks, 0, 1, False, (0,) * budgeted_count, kv_layout.Selection())
         sliding = self.footprint.sliding or model
         native = kv_layout.LayerLayout(((0, sliding.kv_heads),), 0, 1, native=True, head_dim=sliding.head_dim)
         layout = kv_layout.KVLayout((layer, native), model.head_dim)
@@ -250,9 +267,9 @@ def quantizations(recipe: Recipe, head_dim: int, widths: Iterable[int]) -> list[
     result: list[Quantization | None] = [None]
     for bits in widths:
         if head_dim * bits % 16 == 0:  # codes fill whole words
-            stored = replace(recipe, kv_bits=bits)
-            stored.check_quantization(head_dim)
-            result.append(stored.quantization)
+            quantized_recipe = replace(recipe, kv_bits=bits)
+            quantized_recipe.check_quantization(head_dim)
+            result.append(quantized_recipe.quantization)
     return result
 
 

@@ -52,28 +52,30 @@ def with_reform(
     return replace(policy, recipe=replace(policy.recipe, reform=sizes), options=options, reform=reform)
 
 
-def _fitting(reform: Reform, positions: int, given: dict[str, Any]) -> Reform:
+def _fitting(reform: Reform, positions: int, stated_sizes: dict[str, Any]) -> Reform:
     """The sizes, those that are not given halved until they fit the model's positions."""
     while reform.chunk + reform.encode_budget > positions:
-        larger = max(
-            (name for name in ("chunk", "encode_budget") if name not in given),
+        larger_field = max(
+            (name for name in ("chunk", "encode_budget") if name not in stated_sizes),
             key=lambda name: getattr(reform, name),
             default=None,
         )
-        if larger is None or getattr(reform, larger) < 2:
-            fixed = next((name for name in ("chunk", "encode_budget") if given.get(name, 0) >= positions), None)
-            if fixed:
+        if larger_field is None or getattr(reform, larger_field) < 2:
+            fixed_field = next(
+                (name for name in ("chunk", "encode_budget") if stated_sizes.get(name, 0) >= positions), None
+            )
+            if fixed_field:
                 raise PolicyError(
-                    f"`reform.{fixed}` {given[fixed]} leaves no room in the {positions} positions of the model; give a "
-                    "smaller one"
+                    f"`reform.{fixed_field}` {stated_sizes[fixed_field]} leaves no room in the {positions} positions "
+                    "of the model; give a smaller one"
                 )
             raise PolicyError(
                 f"`reform.chunk` {reform.chunk} and `reform.encode_budget` {reform.encode_budget} together exceed the "
                 f"{positions} positions of the model; give smaller ones"
             )
-        reform = replace(reform, **{larger: getattr(reform, larger) // 2})
+        reform = replace(reform, **{larger_field: getattr(reform, larger_field) // 2})
     while reform.recompute_budget > positions:
-        if "recompute_budget" in given:
+        if "recompute_budget" in stated_sizes:
             raise PolicyError(
                 f"`reform.recompute_budget` {reform.recompute_budget} exceeds the {positions} positions of the model; "
                 "give a smaller one"

@@ -46,35 +46,37 @@ def arrange(full: np.ndarray, budgets: np.ndarray | None, blocks: int) -> list[B
     weights = [[0, 0] for _ in range(blocks)]  # full heads and budgets of the layers so far
     shares = []  # of each layer, how many full heads each block has, and which budgeted ones
     for layer, row in enumerate(full):
-        even, more = divmod(int(row.sum()), blocks)
-        counts = [even] * blocks
-        for block in _lightest(weights)[:more]:
+        even_count, extra_count = divmod(int(row.sum()), blocks)
+        counts = [even_count] * blocks
+        for block in _lightest(weights)[:extra_count]:
             counts[block] += 1
         for weight, count in zip(weights, counts, strict=True):
             weight[0] += count
-        dealt: list[list[int]] = [[] for _ in range(blocks)]
+        dealt_heads: list[list[int]] = [[] for _ in range(blocks)]
         if budgets is not None:
-            left = [head for head in np.argsort(-budgets[layer], kind="stable").tolist() if not row[head]]
-            while left:
-                turn = [block for block in _lightest(weights) if counts[block] + len(dealt[block]) < size]
-                for block, head in zip(turn, left, strict=False):
-                    dealt[block].append(head)
+            remaining = [head for head in np.argsort(-budgets[layer], kind="stable").tolist() if not row[head]]
+            while remaining:
+                open_blocks = [block for block in _lightest(weights) if counts[block] + len(dealt_heads[block]) < size]
+                for block, head in zip(open_blocks, remaining, strict=False):
+                    dealt_heads[block].append(head)
                     weights[block][1] += int(budgets[layer, head])
-                left = left[len(turn) :]
-        shares.append((counts, dealt))
-    order = _balanced(weights)
-    return [_ordered(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)]
+                remaining = remaining[len(open_blocks) :]
+        shares.append((counts, dealt_heads))
+    order = _balanced_order(weights)
+    return [
+        _layer_blocks(row, order, *share, size, budgets is not None) for row, share in zip(full, shares, strict=True)
+    ]
 
 
-def _ordered(
-    full: np.ndarray, order: Sequence[int], counts: list[int], dealt: list[list[int]], size: int, budgeted: bool
+def _layer_blocks(
+    full: np.ndarray, order: Sequence[int], counts: list[int], dealt_heads: list[list[int]], size: int, budgeted: bool
 ) -> Blocks:
     """One layer's heads, block after block."""
-    whole, others = (iter(np.flatnonzero(part).tolist()) for part in (full, ~full))
+    full_heads, other_heads = (iter(np.flatnonzero(mask).tolist()) for mask in (full, ~full))
     heads: list[int] = []
     for block in order:
-        heads += islice(whole, counts[block])
-        heads += sorted(dealt[block]) if budgeted else islice(others, size - counts[block])
+        heads += islice(full_heads, counts[block])
+        heads += sorted(dealt_heads[block]) if budgeted else islice(other_heads, size - counts[block])
     return Blocks(tuple(heads), tuple((counts[block], size - counts[block]) for block in order))
 
 
@@ -83,14 +85,14 @@ def _lightest(weights: list[list[int]]) -> list[int]:
     return sorted(range(len(weights)), key=lambda block: weights[block])
 
 
-def _balanced(weights: list[list[int]]) -> list[int]:
+def _balanced_order(weights: list[list[int]]) -> list[int]:
     """Blocks in an order in which pairs of neighbors, and pairs of pairs, are about as heavy as others."""
     runs = [([block], *weight) for block, weight in enumerate(weights)]
     while len(runs) % 2 == 0 and len({run[1:] for run in runs}) > 1:
         runs.sort(key=lambda run: run[1:])
-        half = len(runs) // 2
+        half_count = len(runs) // 2
         runs = [
             tuple(one + other for one, other in zip(*pair, strict=True))
-            for pair in zip(runs[:half], runs[: -half - 1 : -1], strict=True)
+            for pair in zip(runs[:half_count], runs[: -half_count - 1 : -1], strict=True)
         ]
     return [block for run in runs for block in run[0]]

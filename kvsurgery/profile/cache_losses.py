@@ -92,16 +92,16 @@ class CacheLosses(TensorFile):
     def __post_init__(self) -> None:
         if not self.settings or not set(self.settings) <= set(MEASURED_WIDTHS) or not all(self.settings.values()):
             raise ProfileError(f"measured cache losses are of 8, 4, 3 and 2 bits, got {[*self.settings]}")
-        for setting in (one for some in self.settings.values() for one in some):
+        for setting in (entry for entries in self.settings.values() for entry in entries):
             if setting.rotate not in ROTATIONS or type(setting.clip) is not bool or not _is_loss(setting.loss):
                 raise ProfileError(f"unknown setting of a quantized cache: {setting}")
         sizes = self.sink, self.recent, self.context
         if any(type(size) is not int or size < 0 for size in sizes):
             raise ProfileError(f'"sink", "recent" and "context" are numbers of tokens, got {sizes}')
-        for one in self.combinations:
-            counts = type(one.streaming) is int and 0 <= one.streaming <= self.model.layers * self.model.kv_heads
-            if not (isinstance(one.name, str) and _is_loss(one.expected) and _is_loss(one.measured) and counts):
-                raise ProfileError(f"losses of several heads are finite numbers of 0 or more, got {one}")
+        for entry in self.combinations:
+            is_count = type(entry.streaming) is int and 0 <= entry.streaming <= self.model.layers * self.model.kv_heads
+            if not (isinstance(entry.name, str) and _is_loss(entry.expected) and _is_loss(entry.measured) and is_count):
+                raise ProfileError(f"losses of several heads are finite numbers of 0 or more, got {entry}")
         if not isinstance(self.provenance, dict) or not isinstance(self.provenance.get("data", {}), dict):
             raise ProfileError("the provenance of measured cache losses must be a JSON object")
         # in one order, however they come: equal losses are equal bytes
@@ -150,11 +150,15 @@ class CacheLosses(TensorFile):
         """
         if bits not in self.settings:
             raise ProfileError(f"{bits} bits were not measured, only {', '.join(map(str, self.settings))}")
-        fitting = [one for one in self.settings[bits] if rotate in (None, one.rotate) and clip in (None, one.clip)]
-        if not fitting:
-            stated = ", ".join(f"{name} {value}" for name, value in (("rotate", rotate), ("clip", clip)) if value)
-            raise ProfileError(f"{stated} was not measured at {bits} bits; leave it or the measurement out")
-        return min(fitting, key=lambda one: one.loss)
+        candidates = [
+            setting
+            for setting in self.settings[bits]
+            if rotate in (None, setting.rotate) and clip in (None, setting.clip)
+        ]
+        if not candidates:
+            restrictions = ", ".join(f"{name} {value}" for name, value in (("rotate", rotate), ("clip", clip)) if value)
+            raise ProfileError(f"{restrictions} was not measured at {bits} bits; leave it or the measurement out")
+        return min(candidates, key=lambda setting: setting.loss)
 
     def expected(self, cache: str) -> np.ndarray:
         """float64 [layers, kv_heads]: how much each head adds to the loss of several, which is about their sum.
@@ -168,12 +172,14 @@ class CacheLosses(TensorFile):
         windows = self.windows or [None] * self.model.layers
         eligible = np.repeat([window is None for window in windows], self.model.kv_heads)
         ranking = [place for place in losses.argsort(axis=None, kind="stable") if eligible[place]]
-        start, before = 0, 0.0
-        for count, measured in sorted((one.streaming, one.measured) for one in self.combinations if one.streaming):
-            part, start = ranking[start:count], count
-            if total := losses.flat[part].sum():
-                losses.flat[part] *= max(measured - before, 0.0) / total
-            before = max(before, measured)
+        start, previous_loss = 0, 0.0
+        for count, measured_loss in sorted(
+            (combination.streaming, combination.measured) for combination in self.combinations if combination.streaming
+        ):
+            places, start = ranking[start:count], count
+            if total := losses.flat[places].sum():
+                losses.flat[places] *= max(measured_loss - previous_loss, 0.0) / total
+            previous_loss = max(previous_loss, measured_loss)
         return losses
 
     @classmethod
@@ -183,11 +189,11 @@ class CacheLosses(TensorFile):
             content = json.loads(metadata["content"])
             return cls(
                 settings={
-                    int(bits): tuple(WholeCacheLoss(**one) for one in some)
-                    for bits, some in content["settings"].items()
+                    int(bits): tuple(WholeCacheLoss(**entry) for entry in entries)
+                    for bits, entries in content["settings"].items()
                 },
                 heads=heads,
-                combinations=tuple(Combination(**one) for one in content["combinations"]),
+                combinations=tuple(Combination(**entry) for entry in content["combinations"]),
                 quantization=Quantization(**content["quantization"]),
                 model=ModelDimensions(**content["model"]),
                 windows=None if content["windows"] is None else tuple(content["windows"]),
@@ -201,8 +207,8 @@ class CacheLosses(TensorFile):
         """All but the losses of single heads, as JSON."""
         return {
             **{name: getattr(self, name) for name in COPIED_FIELDS},
-            "settings": {bits: [asdict(one) for one in some] for bits, some in self.settings.items()},
-            "combinations": [asdict(one) for one in self.combinations],
+            "settings": {bits: [asdict(entry) for entry in entries] for bits, entries in self.settings.items()},
+            "combinations": [asdict(entry) for entry in self.combinations],
             "quantization": asdict(self.quantization),
             "model": asdict(self.model),
             "windows": self.windows,

@@ -91,8 +91,8 @@ class Comparison:
         names = ("base_model", "base_revision", "method", "granularity", "sink", "recent", "hash")
         return {
             **{
-                which: {name: getattr(profile, name) for name in names}
-                for which, profile in zip("ab", self.profiles, strict=True)
+                label: {name: getattr(profile, name) for name in names}
+                for label, profile in zip("ab", self.profiles, strict=True)
             },
             "model": asdict(self.profiles[0].model),
             "granularity": self.granularity,
@@ -128,8 +128,11 @@ def compare(a: HeadProfile, b: HeadProfile, group_reduce: Literal["mean", "max"]
         granularity=granularity,
         group_reduce=group_reduce if queries else None,
         unit=unit,
-        values=np.array(scores if unit == "score" else [ranks(of, eligible) for of in scores], dtype=np.float64),
-        spearman=_spearman(*(of[eligible] for of in scores)),
+        values=np.array(
+            scores if unit == "score" else [ranks(profile_scores, eligible) for profile_scores in scores],
+            dtype=np.float64,
+        ),
+        spearman=_spearman(*(profile_scores[eligible] for profile_scores in scores)),
         overlaps=tuple(_overlap(a, b, sparsity, group_reduce, eligible) for sparsity in SPARSITIES),
         eligible=eligible,
     )
@@ -150,13 +153,17 @@ def common_scores(
                 f"the {profile.method} profile of {profile.base_model} has embedding heads and no scores to compare or "
                 "merge; leave it out"
             )
-    first = profiles[0]
+    first_profile = profiles[0]
     for profile in profiles[1:]:
-        if profile.model != first.model:
-            here, there = asdict(first.model), asdict(profile.model)
-            differs = ", ".join(f"{name} {here[name]} and {there[name]}" for name in here if here[name] != there[name])
+        if profile.model != first_profile.model:
+            first_dimensions, dimensions = asdict(first_profile.model), asdict(profile.model)
+            differences = ", ".join(
+                f"{name} {first_dimensions[name]} and {dimensions[name]}"
+                for name in first_dimensions
+                if first_dimensions[name] != dimensions[name]
+            )
             raise ProfileError(
-                f"{first.base_model} and {profile.base_model} are different models ({differs}); "
+                f"{first_profile.base_model} and {profile.base_model} are different models ({differences}); "
                 "give profiles of one model"
             )
     if all(profile.granularity == "query" for profile in profiles):
@@ -170,15 +177,18 @@ def common_windows(profiles: Sequence[HeadProfile]) -> tuple[int | None, ...] | 
     Raises:
         ProfileError: they say different things.
     """
-    known = {profile.windows: profile.base_model for profile in profiles if profile.windows is not None}
-    if len(known) > 1:
-        [(some, first), (others, second), *_] = known.items()
-        layer = next(layer for layer, pair in enumerate(zip(some, others, strict=True)) if pair[0] != pair[1])
-        raise ProfileError(
-            f"{first} and {second} are different models: layer {layer} has {_attention(some[layer])} in one and "
-            f"{_attention(others[layer])} in the other; give profiles of one model"
+    models_by_windows = {profile.windows: profile.base_model for profile in profiles if profile.windows is not None}
+    if len(models_by_windows) > 1:
+        [(first_windows, first_model), (second_windows, second_model), *_] = models_by_windows.items()
+        layer = next(
+            layer for layer, pair in enumerate(zip(first_windows, second_windows, strict=True)) if pair[0] != pair[1]
         )
-    return next(iter(known), None)
+        raise ProfileError(
+            f"{first_model} and {second_model} are different models: layer {layer} has "
+            f"{_attention(first_windows[layer])} in one and {_attention(second_windows[layer])} in the other; "
+            "give profiles of one model"
+        )
+    return next(iter(models_by_windows), None)
 
 
 def _attention(window: int | None) -> str:
@@ -189,8 +199,8 @@ def _attention(window: int | None) -> str:
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Pearson's correlation of the places of scores; None where all are equal."""
-    mean = (a.size + 1) / 2
-    x, y = places(a).ravel() - mean, places(b).ravel() - mean
+    mean_place = (a.size + 1) / 2
+    x, y = places(a).ravel() - mean_place, places(b).ravel() - mean_place
     spread = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / spread) if spread else None
 
@@ -198,5 +208,5 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 def _overlap(
     a: HeadProfile, b: HeadProfile, sparsity: float, group_reduce: Literal["mean", "max"], eligible: np.ndarray
 ) -> Overlap:
-    here, there = (full_heads(profile, sparsity, group_reduce, eligible) for profile in (a, b))
-    return Overlap(sparsity, int(eligible.sum()) * a.model.kv_heads, int(here.sum()), int((here & there).sum()))
+    full_a, full_b = (full_heads(profile, sparsity, group_reduce, eligible) for profile in (a, b))
+    return Overlap(sparsity, int(eligible.sum()) * a.model.kv_heads, int(full_a.sum()), int((full_a & full_b).sum()))

@@ -96,18 +96,20 @@ class Ranking:
     def check(self, model: ModelDimensions) -> None:
         """Raise ProfileError where it is of another shape than the model."""
         for name, ranks in self.tensors().items():
-            expected = (model.layers, columns_of(name.rpartition(".")[2], model))
-            if ranks.shape != expected:
-                raise ProfileError(f"{name} has shape {list(ranks.shape)}, {list(expected)} is needed for {model}")
+            expected_shape = (model.layers, columns_of(name.rpartition(".")[2], model))
+            if ranks.shape != expected_shape:
+                raise ProfileError(
+                    f"{name} has shape {list(ranks.shape)}, {list(expected_shape)} is needed for {model}"
+                )
 
     def best(self, task: str) -> list[EmbeddingHead]:
         """All heads by their rank in a task, best first; of equal ones the earlier layer, then state, then head."""
-        ranked = [
+        ranked_heads = [
             (self.mnr[task][state][layer, head], EmbeddingHead(layer, state, head))
             for state in STATES
             for layer, head in np.ndindex(*self.mnr[task][state].shape)
         ]
-        return [head for _, head in sorted(ranked)]
+        return [head for _, head in sorted(ranked_heads)]
 
     def pick(self) -> tuple[EmbeddingHead, ...]:
         """The four heads that make a token's embedding, by place.
@@ -115,12 +117,12 @@ class Ranking:
         The best two pattern heads of layers below 70% of depth, then the best two multi-hop heads that are left; of
         one task four, where no other was measured.
         """
-        chosen: list[EmbeddingHead] = []
+        heads: list[EmbeddingHead] = []
         for task, kinds in self.mnr.items():
-            below = len(kinds["q"]) * (PATTERN_DEPTH if task == "pattern" else 1)
-            left = (head for head in self.best(task) if head.layer < below and head not in chosen)
-            chosen += [head for head, _ in zip(left, range(CHOSEN_HEADS // len(self.mnr)), strict=False)]
-        return tuple(sorted(chosen))
+            layer_limit = len(kinds["q"]) * (PATTERN_DEPTH if task == "pattern" else 1)
+            remaining = (head for head in self.best(task) if head.layer < layer_limit and head not in heads)
+            heads += [head for head, _ in zip(remaining, range(CHOSEN_HEADS // len(self.mnr)), strict=False)]
+        return tuple(sorted(heads))
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The tensors of a file, by name: `mnr.pattern.q`, ..."""

@@ -12,40 +12,40 @@ from kvsurgery.errors import PolicyError
 from kvsurgery.profile.head_profile import HeadProfile
 
 
-def full_mask(scores: np.ndarray, eligible: np.ndarray, chosen: dict[str, float]) -> np.ndarray:
+def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]) -> np.ndarray:
     """The full heads that an option asks for: bool [layers, kv_heads].
 
     Args:
         scores: [layers, kv_heads].
         eligible: bool [layers], those with full attention.
-        chosen: one of `sparsity`, `threshold` and `full_heads`, as `decide` takes them.
+        choice: one of `sparsity`, `threshold` and `full_heads`, as `decide` takes them.
 
     Raises:
         PolicyError: its value is out of range.
     """
-    [(how, value)], heads = chosen.items(), int(eligible.sum()) * scores.shape[1]
-    if how == "threshold":
+    [(option, value)], heads = choice.items(), int(eligible.sum()) * scores.shape[1]
+    if option == "threshold":
         # in the precision of the scores: a score of 0.3 reaches a threshold of 0.3
         with np.errstate(over="ignore"):
             return (scores >= np.float32(value)) & eligible[:, None]
-    if how == "sparsity":
+    if option == "sparsity":
         if not 0 <= value <= 1:
             raise PolicyError(f"`sparsity` lies in [0, 1], got {value}")
         # of the number as written: 0.575 of 100 heads is 57.5, in floats 57.49999999999999
-        full = heads - round(Fraction(str(value)) * heads)
+        full_count = heads - round(Fraction(str(value)) * heads)
     else:
-        full = int(value)
-        if not 0 <= full <= heads:
-            raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full}")
-    return best_heads(scores, eligible, full)
+        full_count = int(value)
+        if not 0 <= full_count <= heads:
+            raise PolicyError(f"`full_heads` lies in [0, {heads}] for this model, got {full_count}")
+    return best_heads(scores, eligible, full_count)
 
 
 def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
     """bool [layers, kv_heads]: the best `count * size` heads, a multiple of `size` in every layer."""
-    chosen = np.zeros(scores[eligible].shape, dtype=bool)
-    chosen.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
+    eligible_mask = np.zeros(scores[eligible].shape, dtype=bool)
+    eligible_mask.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
     mask = np.zeros(scores.shape, dtype=bool)
-    mask[eligible] = chosen
+    mask[eligible] = eligible_mask
     return mask
 
 
@@ -56,9 +56,9 @@ def ranked_heads(scores: np.ndarray, size: int = 1) -> np.ndarray:
     first ones of every layer, and no other choice of as many heads has a larger sum.
     """
     # stable on the negated scores: equal scores go to the earlier layer, then the earlier head
-    ranked = np.argsort(-scores, axis=1, kind="stable")
-    sums = np.take_along_axis(scores, ranked, 1).reshape(len(scores), -1, size).sum(2, dtype=np.float64)
-    places = ranked + scores.shape[1] * np.arange(len(scores))[:, None]
+    order = np.argsort(-scores, axis=1, kind="stable")
+    sums = np.take_along_axis(scores, order, 1).reshape(len(scores), -1, size).sum(2, dtype=np.float64)
+    places = order + scores.shape[1] * np.arange(len(scores))[:, None]
     return places.reshape(-1, size)[np.argsort(-sums, axis=None, kind="stable")].ravel()
 
 

@@ -113,9 +113,9 @@ class HeadProfile(TensorFile):
                 f"profile scores have shape {list(scores.shape)}, but {self.base_model} has {self.model.layers} layers "
                 f"of {heads} {self.granularity} heads"
             )
-        bad = np.argwhere(~np.isfinite(scores))
-        if len(bad):
-            layer, head = bad[0]
+        invalid_places = np.argwhere(~np.isfinite(scores))
+        if len(invalid_places):
+            layer, head = invalid_places[0]
             raise ProfileError(
                 f"profile score of layer {layer}, head {head} is {scores[layer, head]}; measure it again"
             )

@@ -28,18 +28,21 @@ def draw(profile: HeadProfile, width: int, color: bool) -> Text:
         width: columns of the terminal; heads that do not fit follow in a second block.
         color: colored cells, else characters.
     """
-    beside = {}
+    side_columns = {}
     for sparsity in SPARSITIES:
         counts = full_per_layer(profile, sparsity)
-        beside[f"{sparsity * 100:.0f}"] = [SLIDES if count is None else str(count) for count in counts]
+        side_columns[f"{sparsity * 100:.0f}"] = [SLIDES if count is None else str(count) for count in counts]
     scores = profile.head_scores
-    top = ceiling(profile.method, scores)
-    reduced = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
+    scale_end = ceiling(profile.method, scores)
+    reduced_note = ", query heads averaged over their KV head" if profile.granularity == "query" else ""
     kind = "linear attention" if 0 in (profile.windows or ()) else "a sliding window"
-    slides = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
-    text = Text(f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}{reduced}{slides}\n\n")
-    text.append(_map([_levels(scores, top)], beside, width, color))
-    text.append(_scale(top, color))
+    slides_note = "" if profile.eligible.all() else f"; {SLIDES} marks layers with {kind}"
+    text = Text(
+        f"right: full KV heads of the layer at sparsity {', '.join(map(str, SPARSITIES))}"
+        f"{reduced_note}{slides_note}\n\n"
+    )
+    text.append(_map([_levels(scores, scale_end)], side_columns, width, color))
+    text.append(_scale(scale_end, color))
     return text
 
 
@@ -47,23 +50,24 @@ def draw_comparison(comparison: Comparison, width: int, color: bool) -> Text:
     """Two maps side by side, A on the left, and each layer's mean absolute difference; arguments as of `draw`."""
     kind = kind_of_head(comparison.granularity)
     text = Text(f"{comparison.unit}s of {kind}s: A, B, and the layer's mean |B - A| as a share of the scale\n\n")
-    beside = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
-    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], beside, width, color))
+    side_columns = {"diff": [f"{difference:.0%}" for difference in comparison.layer_differences / comparison.ceiling]}
+    text.append(_map([_levels(values, comparison.ceiling) for values in comparison.values], side_columns, width, color))
     text.append(_scale(comparison.ceiling, color))
     return text
 
 
-def _levels(values: np.ndarray, top: float) -> np.ndarray:
-    """Of each value, its tenth of the range from 0 to `top`."""
-    # a tiny top would overflow the quotient; float64 holds the least float32
-    return np.minimum(values.astype(np.float64) / top * len(SHADES), len(SHADES) - 1).astype(int)
+def _levels(values: np.ndarray, scale_end: float) -> np.ndarray:
+    """Of each value, its tenth of the range from 0 to `scale_end`."""
+    # a tiny scale would overflow the quotient; float64 holds the least float32
+    return np.minimum(values.astype(np.float64) / scale_end * len(SHADES), len(SHADES) - 1).astype(int)
 
 
-def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, color: bool) -> Text:
+def _map(maps: Sequence[np.ndarray], side_columns: dict[str, list[str]], width: int, color: bool) -> Text:
     """Levels [layers, heads], maps side by side, and right of them columns of text by their title."""
     layers, heads = maps[0].shape
     columns = [
-        [cell.rjust(1 + max(map(len, (title, *cells)))) for cell in (title, *cells)] for title, cells in beside.items()
+        [cell.rjust(1 + max(map(len, (title, *cells)))) for cell in (title, *cells)]
+        for title, cells in side_columns.items()
     ]
     margins = ["".join(row) for row in zip(*columns, strict=True)]
     room = max((width - len("layer|") - len(margins[0])) // len(maps) - len("|"), 8)
@@ -71,13 +75,13 @@ def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, c
     block = min(heads, room // 8 * 8)
     text = Text()
     for start in range(0, heads, block):
-        shown = range(start, min(start + block, heads))
-        marks = "".join(f"{head:<{8 * cell}}" for head in shown[::8])[: len(shown) * cell]
-        text.append(f"layer|{f'{marks:<{len(shown) * cell}}|' * len(maps)}{margins[0]}\n")
+        block_heads = range(start, min(start + block, heads))
+        marks = "".join(f"{head:<{8 * cell}}" for head in block_heads[::8])[: len(block_heads) * cell]
+        text.append(f"layer|{f'{marks:<{len(block_heads) * cell}}|' * len(maps)}{margins[0]}\n")
         for layer in range(layers):
             text.append(f"{layer:>5}|")
             for levels in maps:
-                for level in levels[layer, shown.start : shown.stop]:
+                for level in levels[layer, block_heads.start : block_heads.stop]:
                     text.append(*_cell(level, cell, color))
                 text.append("|")
             text.append(f"{margins[1 + layer]}\n")
@@ -85,11 +89,11 @@ def _map(maps: Sequence[np.ndarray], beside: dict[str, list[str]], width: int, c
     return text
 
 
-def _scale(top: float, color: bool) -> Text:
+def _scale(scale_end: float, color: bool) -> Text:
     text = Text("scale|")
     for level in range(len(SHADES)):
         text.append(*_cell(level, 1, color))
-    text.append(f"| 0 to {top:.4g}")
+    text.append(f"| 0 to {scale_end:.4g}")
     return text
 
 

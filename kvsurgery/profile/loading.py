@@ -47,25 +47,25 @@ def load(source: str | Path, kind: type[HeadProfile] | type[CacheLosses] | None 
     if remote is None:
         return kind.load(path)
     try:
-        found = kind.load(path)
+        loaded_file = kind.load(path)
     except ProfileError as error:
         raise ProfileError(str(error).replace(str(path), remote.address)) from error
-    return replace(found, provenance={**found.provenance, "file": remote.address})
+    return replace(loaded_file, provenance={**loaded_file.provenance, "file": remote.address})
 
 
 def load_scores(source: str | Path) -> HeadProfile:
     """Read a profile of head scores, which a file of measured losses has too."""
-    found = load(source)
-    return found.head_profile if isinstance(found, CacheLosses) else found
+    loaded_file = load(source)
+    return loaded_file.head_profile if isinstance(loaded_file, CacheLosses) else loaded_file
 
 
 def load_losses(source: str | Path) -> CacheLosses:
     """Read a file of measured losses."""
-    found = load(source, CacheLosses)
-    assert isinstance(found, CacheLosses)  # as asked for
-    return found
+    losses = load(source, CacheLosses)
+    assert isinstance(losses, CacheLosses)  # as asked for
+    return losses
 
 
-def pinned(source: str, found: TensorFile) -> str:
+def pinned(source: str, tensor_file: TensorFile) -> str:
     """The address, by commit, of what was read from an address; a path stays as it is."""
-    return found.address or source if is_address(source) else source
+    return tensor_file.address or source if is_address(source) else source

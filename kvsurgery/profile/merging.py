@@ -66,7 +66,7 @@ def merge(
     patterns = {(profile.sink, profile.recent) for profile in profiles}
     sink, recent = patterns.pop() if len(patterns) == 1 else (None, None)
     return HeadProfile(
-        scores=_merged(np.array(scores, dtype=np.float64), eligible, how),
+        scores=_merge_scores(np.array(scores, dtype=np.float64), eligible, how),
         method="rank-product" if how == "rank-product" else methods.pop(),
         granularity=granularity,
         base_model=base_model,
@@ -79,22 +79,22 @@ def merge(
     )
 
 
-def _merged(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
+def _merge_scores(scores: np.ndarray, eligible: np.ndarray, how: str) -> np.ndarray:
     """float64 [profiles, layers, heads] -> [layers, heads]; products of ranks are 0 in layers that are not eligible."""
     if how == "max":
         return scores.max(axis=0)
     if how == "mean":
         return scores.mean(axis=0)
     with np.errstate(divide="ignore"):
-        return np.exp(np.mean([np.log(ranks(of, eligible)) for of in scores], axis=0))
+        return np.exp(np.mean([np.log(ranks(profile_scores, eligible)) for profile_scores in scores], axis=0))
 
 
 def _provenance(profiles: Sequence[HeadProfile], granularity: str, how: str, group_reduce: str) -> dict[str, Any]:
     names = ("hash", "method", "base_model", "base_revision", "provenance")
-    reduced = granularity == "kv" and any(profile.granularity == "query" for profile in profiles)
+    is_reduced = granularity == "kv" and any(profile.granularity == "query" for profile in profiles)
     return {
         "merge": how,
         "sources": [{name: getattr(profile, name) for name in names} for profile in profiles],
         "tool": f"kvsurgery {__version__}",
-        **({"group_reduce": group_reduce} if reduced else {}),
+        **({"group_reduce": group_reduce} if is_reduced else {}),
     }

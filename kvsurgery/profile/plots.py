@@ -39,20 +39,20 @@ def plot(profile: HeadProfile, path: str | Path) -> None:
     figure, (bars, axes) = _figure(layers, heads, maps=1)
     # the heads that stay full at a sparsity are among those of a lower one
     for sparsity, blue in zip(SPARSITIES, BLUES, strict=True):
-        full = full_heads(profile, sparsity).sum(axis=1)
-        bars.bar(range(layers), full, width=1, color=blue, label=f"{sparsity:.0%}")
+        full_counts = full_heads(profile, sparsity).sum(axis=1)
+        bars.bar(range(layers), full_counts, width=1, color=blue, label=f"{sparsity:.0%}")
     kind = "linear" if 0 in (profile.windows or ()) else "sliding"
     for layer in np.flatnonzero(~profile.eligible):
-        first = layer == profile.eligible.argmin()
-        bars.axvspan(layer - 0.5, layer + 0.5, color=GRAY, lw=0, label=kind if first else None)
+        is_first = layer == profile.eligible.argmin()
+        bars.axvspan(layer - 0.5, layer + 0.5, color=GRAY, lw=0, label=kind if is_first else None)
     bars.set_ylabel("full KV heads")
     bars.set_yticks([0, profile.model.kv_heads])
     # above the color bar, whose room it does not need to add to
     legend = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False, "handlelength": 1}
     bars.legend(title="sparsity", fontsize="small", title_fontsize="small", **legend).set_in_layout(False)
     bars.set_title(f"{_name(profile)}\n{profile.method} scores", fontsize="medium", parse_math=False)
-    top = ceiling(profile.method, profile.scores)
-    image = _map(axes, profile.scores, profile.granularity, profile.model.group, "viridis", (0, top))
+    scale_end = ceiling(profile.method, profile.scores)
+    image = _map(axes, profile.scores, profile.granularity, profile.model.group, "viridis", (0, scale_end))
     figure.colorbar(image, ax=axes, label="score", pad=0.02)
     save_figure(figure, path)
 
@@ -64,21 +64,21 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
     layers, heads = comparison.difference.shape
-    figure, (bars, *both, apart) = _figure(layers, heads, maps=3)
+    figure, (bars, *map_axes, difference_axes) = _figure(layers, heads, maps=3)
     bars.bar(range(layers), comparison.layer_differences, width=1, color=BLUES[1])
     bars.set_ylabel("mean |B − A|")
     bars.set_ylim(bottom=0)
     rho = "undefined" if comparison.spearman is None else f"{comparison.spearman:.3f}"
     bars.set_title(f"Spearman rank correlation {rho}", fontsize="medium")
-    heads_are = comparison.granularity, comparison.profiles[0].model.group
-    for axes, which, profile, values in zip(both, "AB", comparison.profiles, comparison.values, strict=True):
-        image = _map(axes, values, *heads_are, "viridis", (0, comparison.ceiling))
-        axes.set_title(f"{which}: {_name(profile)}, {profile.method}", fontsize="medium", parse_math=False)
-    figure.colorbar(image, ax=both, label=comparison.unit, pad=0.02)
-    most = float(np.abs(comparison.difference).max()) or 1.0
-    image = _map(apart, comparison.difference, *heads_are, "RdBu_r", (-most, most))
-    apart.set_title("B − A", fontsize="medium")
-    figure.colorbar(image, ax=apart, label=comparison.unit, pad=0.02)
+    head_layout = comparison.granularity, comparison.profiles[0].model.group
+    for axes, label, profile, values in zip(map_axes, "AB", comparison.profiles, comparison.values, strict=True):
+        image = _map(axes, values, *head_layout, "viridis", (0, comparison.ceiling))
+        axes.set_title(f"{label}: {_name(profile)}, {profile.method}", fontsize="medium", parse_math=False)
+    figure.colorbar(image, ax=map_axes, label=comparison.unit, pad=0.02)
+    max_difference = float(np.abs(comparison.difference).max()) or 1.0
+    image = _map(difference_axes, comparison.difference, *head_layout, "RdBu_r", (-max_difference, max_difference))
+    difference_axes.set_title("B − A", fontsize="medium")
+    figure.colorbar(image, ax=difference_axes, label=comparison.unit, pad=0.02)
     save_figure(figure, path)
 
 
@@ -94,15 +94,15 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
     loss, data_loss, mean_gate, sparsity = history.T
     steps = np.arange(1, len(history) + 1)
     figure = new_figure(9, 5)
-    above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(steps, loss, color=BLUES[2], lw=1, label="loss")
-    above.plot(steps, data_loss, color=BLUES[1], lw=1, label="without the mean gate")
-    below.plot(steps, mean_gate, color=BLUES[2], lw=1, label="mean gate")
-    below.plot(steps, sparsity, color=BLUES[1], lw=1, label="gates under 0.5")
-    above.set_ylim(bottom=0)
-    below.set_ylim(-0.02, 1.02)
-    below.set_xlabel("step")
-    for axes in (above, below):
+    loss_axes, gate_axes = figure.subplots(2, 1, sharex=True)
+    loss_axes.plot(steps, loss, color=BLUES[2], lw=1, label="loss")
+    loss_axes.plot(steps, data_loss, color=BLUES[1], lw=1, label="without the mean gate")
+    gate_axes.plot(steps, mean_gate, color=BLUES[2], lw=1, label="mean gate")
+    gate_axes.plot(steps, sparsity, color=BLUES[1], lw=1, label="gates under 0.5")
+    loss_axes.set_ylim(bottom=0)
+    gate_axes.set_ylim(-0.02, 1.02)
+    gate_axes.set_xlabel("step")
+    for axes in (loss_axes, gate_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     save_figure(figure, path)
@@ -110,9 +110,9 @@ def plot_training(history: np.ndarray, path: str | Path) -> None:
 
 def _figure(layers: int, heads: int, maps: int) -> tuple[Figure, list[Axes]]:
     """A row for bars and below it rows for maps, with the layers as their common columns."""
-    across, down = max(min(CELL * layers, ACROSS), 6), max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
-    figure = new_figure(across + 1.6, BARS + maps * (down + 0.3) + 1)
-    axes = list(figure.subplots(1 + maps, 1, sharex=True, height_ratios=[BARS, *[down] * maps]))
+    width, height = max(min(CELL * layers, ACROSS), 6), max(min(CELL * heads, 10 if maps == 1 else 4.5), 1.6)
+    figure = new_figure(width + 1.6, BARS + maps * (height + 0.3) + 1)
+    axes = list(figure.subplots(1 + maps, 1, sharex=True, height_ratios=[BARS, *[height] * maps]))
     axes[0].spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("layer")
     axes[-1].set_xticks(_ticks(layers))

@@ -39,11 +39,11 @@ class Published:
 
     def commands(self, model: str) -> tuple[str, ...]:
         """The commands that import the scores for a model of this name."""
-        out = f"{self.format}.safetensors"
+        file = f"{self.format}.safetensors"
         if self.repository is None or self.path is None:
-            return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", out]),)
+            return (shlex.join(["kvsurgery", "profile", "import", self.format, self.model, "-o", file]),)
         path = f"{self.repository.partition('/')[2]}/{self.path}"
-        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model, "-o", out]
+        words = ["kvsurgery", "profile", "import", self.format, path, *self.options, "--model", model, "-o", file]
         return f"git clone https://github.com/{self.repository}", shlex.join(words)
 
 
@@ -52,13 +52,13 @@ def published() -> tuple[Published, ...]:
     """Every known profile, in the order of the list; those that come with this package last."""
     content = _content()
 
-    def one(entry: Mapping[str, Any]) -> Published:
+    def to_published(entry: Mapping[str, Any]) -> Published:
         model = content["models"][entry["model"]]
         fields: dict[str, Any] = {**entry, "options": tuple(entry.get("options", ()))}
         return Published(family=model["type"], dimensions=ModelDimensions(*model["shape"]), **fields)
 
-    shipped = [{"format": "reform", "model": name} for name in tomllib.loads(HEADS.read_text(encoding="utf-8"))]
-    return tuple(one(entry) for entry in (*content["profiles"], *shipped))
+    shipped_entries = [{"format": "reform", "model": name} for name in tomllib.loads(HEADS.read_text(encoding="utf-8"))]
+    return tuple(to_published(entry) for entry in (*content["profiles"], *shipped_entries))
 
 
 def normal(name: str) -> str:
@@ -69,11 +69,11 @@ def normal(name: str) -> str:
 def ancestors(names: Iterable[str]) -> frozenset[str]:
     """Normal names of the models that models with these names were made from, themselves left out."""
     bases = {normal(name): normal(base) for name, base in _content()["bases"].items()}
-    found: set[str] = set()
+    ancestor_names: set[str] = set()
     for name in map(normal, names):
-        while (name := bases.get(name, "")) and name not in found:
-            found.add(name)
-    return frozenset(found)
+        while (name := bases.get(name, "")) and name not in ancestor_names:
+            ancestor_names.add(name)
+    return frozenset(ancestor_names)
 
 
 @cache

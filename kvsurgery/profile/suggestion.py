@@ -94,29 +94,29 @@ class Suggestion:
 
 def suggestions(model: ModelIdentity) -> list[Suggestion]:
     """All published profiles, the best fit first."""
-    judged = [_judged(entry, model) for entry in published()]
-    return sorted(judged, key=lambda one: list(FITS).index(one.fit))
+    results = [_suggestion_of(entry, model) for entry in published()]
+    return sorted(results, key=lambda suggestion: list(FITS).index(suggestion.fit))
 
 
-def _judged(entry: Published, model: ModelIdentity) -> Suggestion:
-    measured, origins = normal(entry.model), ancestors([entry.model])
+def _suggestion_of(entry: Published, model: ModelIdentity) -> Suggestion:
+    measured_name, origin_names = normal(entry.model), ancestors([entry.model])
     if entry.dimensions != model.dimensions:
         return Suggestion(entry, "no", f"{entry.model} has {entry.dimensions}")
     if entry.family != model.family:
         return Suggestion(entry, "no", f"{entry.model} is a {entry.family} model, and this is a {model.family} model")
-    if measured in model.names:
+    if measured_name in model.names:
         return Suggestion(entry, "measured", f"measured on {entry.model}")
-    if measured in model.ancestors:
+    if measured_name in model.ancestors:
         return Suggestion(entry, "related", f"measured on {entry.model}, which this model was made from")
-    if model.names & origins:
+    if model.names & origin_names:
         return Suggestion(entry, "related", f"measured on {entry.model}, which was made from this model")
-    if shared := model.ancestors & origins:
-        return Suggestion(entry, "related", f"measured on {entry.model}; both were made from {min(shared)}")
+    if shared_ancestors := model.ancestors & origin_names:
+        return Suggestion(entry, "related", f"measured on {entry.model}; both were made from {min(shared_ancestors)}")
     return Suggestion(entry, "shape", f"measured on {entry.model}, which is not known to be related")
 
 
 def _base_models(card: str) -> list[str]:
     """What the front matter of a card gives as `base_model`: a name or a list of them."""
-    front = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
-    found = re.search(r"^base_model:(.*(?:\n[ -].*)*)", front[1], re.MULTILINE) if front else None
-    return re.findall(r"[\w.-]*\w/\w[\w.-]*", found[1]) if found else []
+    front_matter = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
+    base_model = re.search(r"^base_model:(.*(?:\n[ -].*)*)", front_matter[1], re.MULTILINE) if front_matter else None
+    return re.findall(r"[\w.-]*\w/\w[\w.-]*", base_model[1]) if base_model else []

@@ -63,13 +63,15 @@ def describe(profile: HeadProfile) -> str:
     at_max = int((scores == scores.max()).sum())
     linear = (profile.windows or ()).count(0)
     sliding = int((~profile.eligible).sum()) - linear
-    windows = f"\n{sliding} of {layers} layers have a sliding window of the model's own: no head of theirs can be full"
-    states = f"\n{linear} of {layers} layers have linear attention: their scores are not read"
+    windows_note = (
+        f"\n{sliding} of {layers} layers have a sliding window of the model's own: no head of theirs can be full"
+    )
+    states_note = f"\n{linear} of {layers} layers have linear attention: their scores are not read"
     return (
         f"{model}{profile.method} scores of {layers} x {heads} {kind_of_head(profile.granularity)}s: "
         f"{scores.min():.4g} to {scores.max():.4g}, mean {scores.mean(dtype=np.float64):.4g}, "
         f"{at_max} of {scores.size} at the maximum"
-        f"{windows if sliding else ''}{states if linear else ''}"
+        f"{windows_note if sliding else ''}{states_note if linear else ''}"
     )
 
 
@@ -79,11 +81,12 @@ def describe_comparison(comparison: Comparison) -> str:
     correlation = "undefined, one profile scores all heads alike" if rho is None else f"{rho:.3f}"
     differences = comparison.layer_differences / comparison.ceiling
     # equal differences: the earlier layer first
-    most = [layer for layer in np.argsort(-differences, kind="stable")[:MOST_DIFFERENT] if differences[layer]]
+    most_different = [layer for layer in np.argsort(-differences, kind="stable")[:MOST_DIFFERENT] if differences[layer]]
     count, kind = comparison.difference[comparison.eligible].size, kind_of_head(comparison.granularity)
     return (
         f"Spearman rank correlation of {count} {kind}s: {correlation}\n"
-        f"layers that differ most: {', '.join(f'{layer} ({differences[layer]:.0%})' for layer in most) or 'none'}"
+        "layers that differ most: "
+        f"{', '.join(f'{layer} ({differences[layer]:.0%})' for layer in most_different) or 'none'}"
     )
 
 

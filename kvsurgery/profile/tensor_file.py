@@ -145,8 +145,8 @@ def read(path: str | Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.nda
             if metadata.get("format") != kind.format:
                 raise ProfileError(f"{path} is not a {kind.name}; {kind.source}")
             if metadata.get("version") != kind.version:
-                found = metadata.get("version")
-                raise ProfileError(f"{path} has {kind.name} version {found}; this tool reads {kind.version}")
+                version = metadata.get("version")
+                raise ProfileError(f"{path} has {kind.name} version {version}; this tool reads {kind.version}")
             names = sorted(file.keys())
             for name in names:
                 dtype = file.get_slice(name).get_dtype()

@@ -33,10 +33,10 @@ def around_turn(
     if not tokenizer.chat_template:
         return None
     content = [{"type": "text", "text": CONTENT}] if as_parts else CONTENT
-    filled = _filled(tokenizer, [{"role": "user", "content": content}])
-    if filled.count(CONTENT) != 1:
+    prompt = _fill_template(tokenizer, [{"role": "user", "content": content}])
+    if prompt.count(CONTENT) != 1:
         raise UnsupportedModel("the chat template does not show the user's turn as it is, once")
-    before, after = filled.split(CONTENT)
+    before, after = prompt.split(CONTENT)
     return before, after
 
 
@@ -46,14 +46,14 @@ def turn_with_context(tokenizer: PreTrainedTokenizerBase, context: str, question
     Raises:
         UnsupportedModel: the template cannot be used.
     """
-    around = around_turn(tokenizer)
-    if around is None:
-        parts = first_tokens(tokenizer) + token_ids(tokenizer, context), token_ids(tokenizer, question)
+    frame = around_turn(tokenizer)
+    if frame is None:
+        token_lists = first_tokens(tokenizer) + token_ids(tokenizer, context), token_ids(tokenizer, question)
     else:
-        before, after = around
-        parts = token_ids(tokenizer, before + context), token_ids(tokenizer, question + after)
-    first, second = (np.array(part, dtype=np.int64) for part in parts)
-    return first, second
+        before, after = frame
+        token_lists = token_ids(tokenizer, before + context), token_ids(tokenizer, question + after)
+    context_tokens, question_tokens = (np.array(tokens, dtype=np.int64) for tokens in token_lists)
+    return context_tokens, question_tokens
 
 
 def between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -64,8 +64,8 @@ def between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     names = ("user", "assistant", "user")
     turns = [{"role": role, "content": f"{CONTENT}{number}"} for number, role in enumerate(names)]
-    filled = _filled(tokenizer, turns) if tokenizer.chat_template else ""
-    _, answer, rest = filled.partition(f"{CONTENT}1")
+    prompt = _fill_template(tokenizer, turns) if tokenizer.chat_template else ""
+    _, answer, rest = prompt.partition(f"{CONTENT}1")
     between, question, _ = rest.partition(f"{CONTENT}2")
     if not answer or not question:
         raise UnsupportedModel("a conversation needs a chat template that shows its turns as they are")
@@ -83,17 +83,17 @@ def turn_tokens(tokenizer: PreTrainedTokenizerBase, content: str, lead: str = ""
     Raises:
         UnsupportedModel: the template cannot be used.
     """
-    around = around_turn(tokenizer) if chat else None
-    if around is None:
+    frame = around_turn(tokenizer) if chat else None
+    if frame is None:
         return np.array(first_tokens(tokenizer) + token_ids(tokenizer, content + lead), dtype=np.int64)
-    before, after = around
+    before, after = frame
     return np.array(token_ids(tokenizer, before + content + after + lead), dtype=np.int64)
 
 
-def _filled(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, turns: list[dict[str, Any]]) -> str:
+def _fill_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, turns: list[dict[str, Any]]) -> str:
     try:
-        filled = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **TEMPLATE_OPTIONS)
     except Exception as error:  # whatever a template raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UnsupportedModel(f"the chat template cannot be filled in: {reason}") from error
-    return filled if isinstance(filled, str) else ""
+    return prompt if isinstance(prompt, str) else ""

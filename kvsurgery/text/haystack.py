@@ -77,28 +77,28 @@ class Haystack:
             TextError: it cannot be read, is too short, or is mostly unknown to the tokenizer.
         """
         if source is None:
-            parts, name = islice(_generated(seed), length), "generated text"
+            texts, name = islice(_generated_texts(seed), length), "generated text"
         elif os.path.exists(source):
-            parts, name = [_file(source)], os.path.basename(source)
+            texts, name = [_file_text(source)], os.path.basename(source)
         elif dataset := dataset_of(source):
-            parts, name = _dataset(source, *dataset), source
+            texts, name = _dataset_texts(source, *dataset), source
         else:
             raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
-        special, read, count, unknown, seen = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
-        for part in parts:
-            read.append(np.array(token_ids(tokenizer, part), dtype=np.int64))
-            count += (~np.isin(read[-1], special)).sum()
+        special_tokens, read, count, unknown, total = special_ids(tokenizer), [np.empty(0, dtype=np.int64)], 0, 0, 0
+        for text in texts:
+            read.append(np.array(token_ids(tokenizer, text), dtype=np.int64))
+            count += (~np.isin(read[-1], special_tokens)).sum()
             unknown += (read[-1] == tokenizer.unk_token_id).sum()
-            seen += len(read[-1])
+            total += len(read[-1])
             # of a language that the tokenizer does not know, no more has to be read to tell
-            if count >= length or (seen >= length and unknown > MAX_UNKNOWN * seen):
+            if count >= length or (total >= length and unknown > MAX_UNKNOWN * total):
                 break
         tokens = np.concatenate(read)
-        if unknown > MAX_UNKNOWN * seen:
+        if unknown > MAX_UNKNOWN * total:
             raise TextError(
-                f"{unknown / seen:.0%} of {name} is unknown to the tokenizer; give a text that it knows (`text`)"
+                f"{unknown / total:.0%} of {name} is unknown to the tokenizer; give a text that it knows (`text`)"
             )
-        haystack = cls(tokens[~np.isin(tokens, special)], name)
+        haystack = cls(tokens[~np.isin(tokens, special_tokens)], name)
         haystack.require(length)
         return haystack
 
@@ -143,19 +143,19 @@ def check_text(source: str | None) -> None:
     if source is None:
         return
     if os.path.exists(source):
-        _file(source)
+        _file_text(source)
     elif dataset := dataset_of(source):
         require_datasets(dataset[0])
     else:
         raise TextError(f"cannot read text {source}: there is no such file, and it is not the Hub id of a dataset")
 
 
-def _file(path: str) -> str:
+def _file_text(path: str) -> str:
     with reading_text(path, "text"), open(path, encoding="utf-8") as file:
         return file.read(MAX_CHARACTERS)
 
 
-def _dataset(source: str, dataset: str, config: str | None) -> Iterator[str]:
+def _dataset_texts(source: str, dataset: str, config: str | None) -> Iterator[str]:
     """Texts of a dataset's training split."""
     for row in dataset_rows(dataset, config, "train"):
         if not isinstance(row.get("text"), str):
@@ -163,7 +163,7 @@ def _dataset(source: str, dataset: str, config: str | None) -> Iterator[str]:
         yield row["text"] + "\n\n"
 
 
-def _generated(seed: int) -> Iterator[str]:
+def _generated_texts(seed: int) -> Iterator[str]:
     """Paragraphs of plain sentences, without end."""
     rng = random.Random(seed)
     while True:

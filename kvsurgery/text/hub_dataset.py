@@ -47,10 +47,10 @@ def dataset_rows(dataset: str, config: str | None, split: str) -> Iterator[dict[
     try:
         yield from load_dataset(dataset, config, split=split, streaming=True)
     except Exception as error:  # whatever the library or the network raises
-        reason, *more = (str(error) or type(error).__name__).splitlines()
+        reason, *more_lines = (str(error) or type(error).__name__).splitlines()
         if reason.startswith("Config name is missing"):  # the second line names those that there are
-            several = f"dataset {dataset} has several configurations; give one, as {dataset}:NAME."
-            raise TextError(" ".join([several, *more[:1]])) from error
+            message = f"dataset {dataset} has several configurations; give one, as {dataset}:NAME."
+            raise TextError(" ".join([message, *more_lines[:1]])) from error
         raise TextError(
             f"{dataset} is not a local file, and as a dataset of the Hub it cannot be read: {reason}"
         ) from error

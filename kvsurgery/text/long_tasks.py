@@ -30,4 +30,4 @@ def long_task(number: int, seed: int) -> str:
     if number % 2 == 0:
         return SUM_TASK.format(", ".join(map(str, rng.integers(2, LARGEST + 1, NUMBERS))))
     pairs = zip(rng.permutation(STORY_NAMES)[:PEOPLE], rng.permutation(STORY_WORDS)[:PEOPLE], strict=True)
-    return LIST_TASK.format("; ".join(f"{name} chose {thing}" for name, thing in pairs))
+    return LIST_TASK.format("; ".join(f"{name} chose {word}" for name, word in pairs))

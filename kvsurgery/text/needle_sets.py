@@ -36,11 +36,11 @@ class NeedleChoice:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {right} of {self.trials}" for name, right in self.right.items())
-        chosen = (
+        message = (
             f"needles: {self.name}, the hardest set of which the {self.model} model answers at least half at "
             f"{self.tokens:,} tokens ({counts})"
         )
-        return chosen if self.model == "original" else f"{chosen}; the original was not there to choose by"
+        return message if self.model == "original" else f"{message}; the original was not there to choose by"
 
 
 def read_set(source: str) -> tuple[Needle, ...]:
@@ -49,8 +49,8 @@ def read_set(source: str) -> tuple[Needle, ...]:
     Raises:
         TextError: as `read_needles`.
     """
-    shipped = source in (name for names in SETS.values() for name in names)
-    return read_needles(FOLDER / f"{source}.jsonl" if shipped else source)
+    is_shipped = source in (name for names in SETS.values() for name in names)
+    return read_needles(FOLDER / f"{source}.jsonl" if is_shipped else source)
 
 
 def trial_places(depths: Sequence[float]) -> list[tuple[int, float]]:
@@ -77,12 +77,12 @@ def choose_set(
     Raises:
         TextError: no set is answered.
     """
-    right: dict[str, int] = {}
+    right_counts: dict[str, int] = {}
     for name in SETS[kind]:
-        right[name] = count(name)
-        if 2 * right[name] >= TRIALS:
-            return NeedleChoice(name, right, TRIALS, tokens, model)
-    counts = ", ".join(f"{name} {number}" for name, number in right.items())
+        right_counts[name] = count(name)
+        if 2 * right_counts[name] >= TRIALS:
+            return NeedleChoice(name, right_counts, TRIALS, tokens, model)
+    counts = ", ".join(f"{name} {number}" for name, number in right_counts.items())
     raise TextError(
         f"the {model} model answers no set of {kind} needles in at least half of {TRIALS} trials at {tokens:,} tokens "
         f"(right: {counts}); give shorter `lengths`, another `text`, needles of your own (a file as `needles`), or "

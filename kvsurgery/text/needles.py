@@ -66,8 +66,8 @@ class Needle:
                 raise TextError(f'"{key}" is empty')
         places = self.needle.count(self.real_needle)
         if places != 1:
-            found = "not a part" if not places else f"{places} times a part"
-            raise TextError(f'"real_needle" {short(self.real_needle)} is {found} of "needle"; it must be once')
+            occurrence = "not a part" if not places else f"{places} times a part"
+            raise TextError(f'"real_needle" {short(self.real_needle)} is {occurrence} of "needle"; it must be once')
         if self.kind not in (None, *NEEDLE_KINDS):
             raise TextError(f'"kind" is {" or ".join(NEEDLE_KINDS)}, got {short(self.kind)}')
 
@@ -148,11 +148,13 @@ class Prompt:
         ids, spans = _inside_text(" " + needle.needle, tokenizer)
         start = 1 + needle.needle.index(needle.real_needle)
         end = start + len(needle.real_needle)
-        covering = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
+        covering_tokens = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
         if needle.cue:
             _check_spelling(needle.cue, tokenizer)
         opening, request = _frame(needle.question, needle.cue, tokenizer)
-        return cls(np.array(opening, int), np.array(ids), range(covering[0], covering[-1] + 1), np.array(request))
+        return cls(
+            np.array(opening, int), np.array(ids), range(covering_tokens[0], covering_tokens[-1] + 1), np.array(request)
+        )
 
     @property
     def overhead(self) -> int:
@@ -184,13 +186,13 @@ def needle_place(text: np.ndarray, depth: float, tokenizer: PreTrainedTokenizerB
 
 def _ends(text: np.ndarray, low: int, high: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Places from `low` to `high` where the text before is a whole sentence."""
-    last = text[low - 1 : high]
-    likely = [token for token in np.unique(last).tolist() if ENDING.search(_decode([token], tokenizer))]
-    for place in (low + np.flatnonzero(np.isin(last, likely))).tolist():
-        near = text[max(0, place - ENDING_TOKENS) : place + 1].tolist()
-        before = _decode(near[:-1], tokenizer)
-        follows = _decode(near, tokenizer)[len(before) :]
-        if UNSPACED_END.search(before) or (SENTENCE_END.search(before) and follows[:1].isspace()):
+    last_tokens = text[low - 1 : high]
+    ending_tokens = [token for token in np.unique(last_tokens).tolist() if ENDING.search(_decode([token], tokenizer))]
+    for place in (low + np.flatnonzero(np.isin(last_tokens, ending_tokens))).tolist():
+        nearby_tokens = text[max(0, place - ENDING_TOKENS) : place + 1].tolist()
+        text_before = _decode(nearby_tokens[:-1], tokenizer)
+        text_after = _decode(nearby_tokens, tokenizer)[len(text_before) :]
+        if UNSPACED_END.search(text_before) or (SENTENCE_END.search(text_before) and text_after[:1].isspace()):
             yield place
 
 
@@ -204,21 +206,23 @@ def _check_spelling(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         raise TextError(
             f"the tokenizer does not know all words of {short(text)}; give needles in words that it knows (`needles`)"
         )
-    special = set(ids).intersection(special_ids(tokenizer))
-    if special:
-        raise TextError(f"{short(text)} spells the special token {_decode([min(special)], tokenizer)}; reword it")
+    special_tokens = set(ids).intersection(special_ids(tokenizer))
+    if special_tokens:
+        raise TextError(
+            f"{short(text)} spells the special token {_decode([min(special_tokens)], tokenizer)}; reword it"
+        )
 
 
 def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Token ids before and after the text; the cue comes last, where the answer begins."""
-    asked = (CHAT_QUESTION if tokenizer.chat_template else PLAIN_QUESTION).format(question=question)
+    question_text = (CHAT_QUESTION if tokenizer.chat_template else PLAIN_QUESTION).format(question=question)
     # a small vocabulary may not have the words around the question; then the question stands alone
-    if tokenizer.unk_token_id in token_ids(tokenizer, asked):
-        asked = question
-    around = around_turn(tokenizer)
-    before, after = around or ("", "")
-    opening = first_tokens(tokenizer) if around is None else token_ids(tokenizer, before)
-    request = f"\n\n{asked}{after}"
+    if tokenizer.unk_token_id in token_ids(tokenizer, question_text):
+        question_text = question
+    frame = around_turn(tokenizer)
+    before, after = frame or ("", "")
+    opening = first_tokens(tokenizer) if frame is None else token_ids(tokenizer, before)
+    request = f"\n\n{question_text}{after}"
     if cue:
         request += cue if request[-1].isspace() else " " + cue
     return opening, _inside_text(request, tokenizer)[0]
@@ -226,16 +230,16 @@ def _frame(question: str, cue: str, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 def _inside_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of text that follows other text, without what marks a beginning, and the characters each spells."""
-    for before in ("a", ""):
-        encoding = tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
-        start = len(before)
-        own = [
+    for other_text in ("a", ""):
+        encoding = tokenizer(other_text + text, add_special_tokens=False, return_offsets_mapping=True)
+        start = len(other_text)
+        token_spans = [
             (token, (first - start, last - start))
             for token, (first, last) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
             if last > start
         ]
         # a token that spells the end of the other text too: then the text as it is by itself
-        if own[0][1][0] >= 0:
+        if token_spans[0][1][0] >= 0:
             break
-    ids, spans = zip(*own, strict=True)
+    ids, spans = zip(*token_spans, strict=True)
     return list(ids), list(spans)

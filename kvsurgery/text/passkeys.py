@@ -68,16 +68,16 @@ class PasskeyWords:
                 raise TextError(f"the tokenizer does not know all words of {words.strip()!r}")
             return ids
 
-        around = around_turn(tokenizer) if chat else None
+        frame = around_turn(tokenizer) if chat else None
 
         def ask(ordinal: str) -> list[int]:
             words = asked.replace(ORDINAL, ordinal)
-            if around is None:
+            if frame is None:
                 return encode(words)
             question, mark, answer = words.rpartition("?")
-            return encode(question + mark) + token_ids(tokenizer, around[1]) + encode(answer.lstrip())
+            return encode(question + mark) + token_ids(tokenizer, frame[1]) + encode(answer.lstrip())
 
-        start = first_tokens(tokenizer) if around is None else token_ids(tokenizer, around[0])
+        start = first_tokens(tokenizer) if frame is None else token_ids(tokenizer, frame[0])
         statements = (hidden.replace(ORDINAL, ordinal).partition(KEY) for ordinal in ORDINALS[:count])
         return cls(
             start + encode(opening),

@@ -24,17 +24,17 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before any text."""
-    plain, whole = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]
-    return whole[: next(start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)]
+    period, ids = token_ids(tokenizer, "."), tokenizer(".")["input_ids"]
+    return ids[: next(start for start in range(len(ids)) if ids[start : start + len(period)] == period)]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that stand for no text."""
-    added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
-    return sorted({*tokenizer.all_special_ids, *added})
+    added_special = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
+    return sorted({*tokenizer.all_special_ids, *added_special})
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
     """int64: the token ids of a model with this vocabulary that are neither special nor added."""
-    apart = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
-    return np.array([token for token in range(min(len(tokenizer), vocabulary)) if token not in apart])
+    excluded_ids = {*special_ids(tokenizer), *tokenizer.added_tokens_decoder}
+    return np.array([token for token in range(min(len(tokenizer), vocabulary)) if token not in excluded_ids])

@@ -27,7 +27,7 @@ from tests.helpers.vocabularies import KINDS, TURN, tokenizer
 
 NEEDLES = read_set("phrase")
 KNOWN = [
-    *islice(haystack._generated(0), 60),
+    *islice(haystack._generated_texts(0), 60),
     *(part for needle in NEEDLES for part in (needle.needle, needle.real_needle, needle.answer)),
     *(form.format(question=needle.question) for needle in NEEDLES for form in (PLAIN_QUESTION, CHAT_QUESTION)),
     *(OPENING, "user", "assistant", " ".join(f"word{number}" for number in range(400))),

@@ -134,7 +134,7 @@ class TestLosses:
             measured_model(gemma()),
             tokens(1, 2000)[0].numpy(),
             SMALL,
-            first=(1,),
+            prefix_tokens=(1,),
             data={"text": "random"},
             progress=lambda done, of: steps.append((done, of)),
         )
@@ -172,7 +172,7 @@ class TestLosses:
     def test_a_permuted_model_has_the_losses_of_its_original(self, measured) -> None:
         order = ((2, 0, 3, 1),) * 4
         moved = cache_losses(
-            measured_model(gemma(), permutation=order), tokens(1, 2000)[0].numpy(), SMALL, first=(1,), data={}
+            measured_model(gemma(), permutation=order), tokens(1, 2000)[0].numpy(), SMALL, prefix_tokens=(1,), data={}
         )
         for name, losses in measured[0].heads.items():
             assert np.allclose(moved.heads[name][:, list(order[0])], losses)

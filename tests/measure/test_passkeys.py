@@ -16,7 +16,7 @@ from tests.helpers.families import stock
 from tests.helpers.measured_models import measured_model
 from tests.helpers.vocabularies import KINDS, tokenizer
 
-WORDS = [*islice(haystack._generated(1), 200), OPENING]
+WORDS = [*islice(haystack._generated_texts(1), 200), OPENING]
 WORDS += [f"{HIDDEN} {ASKED}".format(ordinal=ordinal, key=" ") for ordinal in ORDINALS]
 
 
@@ -94,10 +94,12 @@ def test_any_tokenizer(kind):
 
 
 def test_the_shortest_context_that_holds_the_passkeys(measured, passkeys):
-    exact = Passkeys.of(measured, Contexts(passkeys.least, passkeys.least), count=6, size=9)
-    assert exact(0, 0).tokens.shape[1] == passkeys.least
-    with pytest.raises(ProfileError, match=f"6 passkeys of 9 tokens take a context of {passkeys.least} tokens or more"):
-        Passkeys.of(measured, Contexts(passkeys.least - 1, 1000), count=6, size=9)
+    exact = Passkeys.of(measured, Contexts(passkeys.min_tokens, passkeys.min_tokens), count=6, size=9)
+    assert exact(0, 0).tokens.shape[1] == passkeys.min_tokens
+    with pytest.raises(
+        ProfileError, match=f"6 passkeys of 9 tokens take a context of {passkeys.min_tokens} tokens or more"
+    ):
+        Passkeys.of(measured, Contexts(passkeys.min_tokens - 1, 1000), count=6, size=9)
 
 
 @pytest.mark.parametrize(

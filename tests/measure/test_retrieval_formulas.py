@@ -27,7 +27,7 @@ def test_the_most_attended_by_hand():
 
 
 def test_positions_go_on_from_the_first():
-    assert most_attended(WEIGHTS, 2, first=100).positions.tolist() == [[101, 103], [100, 105], [102, 104]]
+    assert most_attended(WEIGHTS, 2, first_position=100).positions.tolist() == [[101, 103], [100, 105], [102, 104]]
 
 
 def test_fewer_keys_than_asked_for():

@@ -75,10 +75,10 @@ class PasskeyMethod(ContextMethod):
             ProfileError: it has not.
         """
         count, size = self.count, self.passkey_tokens
-        if self.shortest <= (least := 2 * count * size):
+        if self.shortest <= (min_tokens := 2 * count * size):
             raise ProfileError(
-                f"{count} passkeys of {size} tokens, hidden and recalled, take more than {least} tokens; give a longer "
-                "`min_context`, or fewer or shorter passkeys"
+                f"{count} passkeys of {size} tokens, hidden and recalled, take more than {min_tokens} tokens; give a "
+                "longer `min_context`, or fewer or shorter passkeys"
             )
 
     def passkey_prompts(self, measured: MeasuredModel) -> Passkeys:

@@ -47,29 +47,31 @@ class Duo(PasskeyMethod, GateMethod):
             raise ProfileError("`minutes` chooses `steps`; leave one of them out")
 
     def check_passkeys(self) -> None:
-        chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
-        if self.loss == "distill" and not chosen_later:
+        is_chosen_later = self.minutes is not None and None in (self.min_context, self.passkeys)
+        if self.loss == "distill" and not is_chosen_later:
             super().check_passkeys()
 
-    def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
+    def planned(
+        self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, saved_facts: Mapping[str, Any] | None
+    ) -> Self:
         from kvsurgery.measure.pace import Lengths, TrainingPlan, paced, step_seconds
         from kvsurgery.measure.passkeys import passkey_words
 
         if self.minutes is None:
             return self
-        if begun is not None:
-            plan = TrainingPlan.of(begun)
+        if saved_facts is not None:
+            plan = TrainingPlan.of(saved_facts)
         else:
             if self.loss == "distill":
                 passkey_words(measured, self.count)
             reporter.note("timing some steps of the training")
-            asked = Lengths(self.min_context, self.max_context, self.passkeys)
+            lengths = Lengths(self.min_context, self.max_context, self.passkeys)
             seconds = step_seconds(measured, self.options(), mesh)
-            plan = paced(self.minutes, seconds, measured.max_context, asked, self.sink + self.recent)
-            chosen = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
-            reporter.note(f"chosen for {self.minutes:g} min: {chosen}")
-        given = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}
-        return replace(self, minutes=None, until_settled=True, **(vars(plan) | given))
+            plan = paced(self.minutes, seconds, measured.max_context, lengths, self.sink + self.recent)
+            choices = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
+            reporter.note(f"chosen for {self.minutes:g} min: {choices}")
+        settings = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}
+        return replace(self, minutes=None, until_settled=True, **(vars(plan) | settings))
 
     def prompts(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter) -> Passkeys | Passages:
         from kvsurgery.measure.prompts import Passages

@@ -86,15 +86,15 @@ class GateMethod(ContextMethod):
         from kvsurgery.measure.training import KeptState, train_gates
         from kvsurgery.measure.training_state import TrainingState
 
-        begun = TrainingState.require(self.checkpoint)[1] if self.checkpoint and self.resume else None
-        planned = self.planned(measured, mesh, reporter, begun)
-        if begun is not None:
-            reg = begun.get("reg") if self.reg is None else self.reg
-            planned = replace(planned, reg=reg, until_settled=begun.get("until_settled", False))
-        options = planned.options()
-        prompts = planned.prompts(measured, mesh, reporter)
+        saved_facts = TrainingState.require(self.checkpoint)[1] if self.checkpoint and self.resume else None
+        method = self.planned(measured, mesh, reporter, saved_facts)
+        if saved_facts is not None:
+            reg = saved_facts.get("reg") if self.reg is None else self.reg
+            method = replace(method, reg=reg, until_settled=saved_facts.get("until_settled", False))
+        options = method.options()
+        prompts = method.prompts(measured, mesh, reporter)
 
-        if begun is None:
+        if saved_facts is None:
             reporter.progress(0, options.steps)  # preparation is no part of the estimate
         profile, history = train_gates(
             measured,
@@ -114,11 +114,13 @@ class GateMethod(ContextMethod):
         Raises:
             ProfileError: a number is out of range.
         """
-        given = {field.name: getattr(self, field.name) for field in fields(GateOptions)}
-        return GateOptions(**{name: value for name, value in given.items() if value is not None})
+        settings = {field.name: getattr(self, field.name) for field in fields(GateOptions)}
+        return GateOptions(**{name: value for name, value in settings.items() if value is not None})
 
-    def planned(self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, begun: Mapping[str, Any] | None) -> Self:
-        """The method with settings that depend on the model; `begun` are the facts of a training to go on with."""
+    def planned(
+        self, measured: MeasuredModel, mesh: Mesh, reporter: Reporter, saved_facts: Mapping[str, Any] | None
+    ) -> Self:
+        """The method with settings that depend on the model; `saved_facts` are of a training to go on with."""
         return self
 
     @abstractmethod

@@ -63,7 +63,7 @@ class KVBits(Method):
             measured,
             text.tokens,
             sizes,
-            first=first_tokens(measured.text),
+            prefix_tokens=first_tokens(measured.text),
             data={"text": text.name},
             progress=reporter.progress,
             mesh=mesh,

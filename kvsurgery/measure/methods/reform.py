@@ -40,12 +40,12 @@ class Reform(Method):
         from kvsurgery.profile.embedding_heads import RANKING_TASKS
         from kvsurgery.text.haystack import Haystack, tokens_needed
 
-        needed = tokens_needed(self.text, self.context)
-        haystack = Haystack.read(self.text, measured.text, needed, self.seed)
-        drawn = {"count": self.samples, "length": self.context, "seed": self.seed}
+        needed_tokens = tokens_needed(self.text, self.context)
+        haystack = Haystack.read(self.text, measured.text, needed_tokens, self.seed)
+        prompt_options = {"count": self.samples, "length": self.context, "seed": self.seed}
         profile = embedding_ranking(
             measured,
-            {task: ranked_prompts(task, measured.text, haystack, **drawn) for task in RANKING_TASKS},
+            {task: ranked_prompts(task, measured.text, haystack, **prompt_options) for task in RANKING_TASKS},
             recurrence=replace(PAPER, chunk=self.chunk),
             data={"text": haystack.name, "seed": self.seed},
             progress=reporter.progress,

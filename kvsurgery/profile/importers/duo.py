@@ -38,8 +38,8 @@ def import_duo(path: str | Path, model: ProfiledModel) -> HeadProfile:
         scores,
         "duo",
         {**origin("DuoAttention", path, raw), "training": training},
-        sink=_whole(options, "sink_size", 0),
-        recent=_whole(options, "recent_size", 1),
+        sink=_whole_number(options, "sink_size", 0),
+        recent=_whole_number(options, "recent_size", 1),
     )
 
 
@@ -48,8 +48,8 @@ def _options(path: Path) -> dict[str, Any]:
     return parse_object(path, read(path)) if os.path.exists(path) else {}
 
 
-def _whole(options: dict[str, Any], name: str, least: int) -> int | None:
+def _whole_number(options: dict[str, Any], name: str, minimum: int) -> int | None:
     value = options.get(name)
-    if value is not None and (type(value) is not int or value < least):
-        raise ProfileError(f"config.json beside the gates: {name} must be a whole number >= {least}, got {value!r}")
+    if value is not None and (type(value) is not int or value < minimum):
+        raise ProfileError(f"config.json beside the gates: {name} must be a whole number >= {minimum}, got {value!r}")
     return value

@@ -19,21 +19,21 @@ from kvsurgery.version import __version__
 LARGEST_SCORES_FILE = 1 << 30
 
 
-def read(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `most` is given.
+def read(path: Path, max_size: int | None = None) -> bytes:
+    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `max_size` is given.
 
     Raises:
         ProfileError: it cannot be read, or is too large for head scores.
     """
-    most = LARGEST_SCORES_FILE if most is None else most
+    max_size = LARGEST_SCORES_FILE if max_size is None else max_size
     try:
         with open(path, "rb") as file:
-            large = os.fstat(file.fileno()).st_size > most
-            raw = b"" if large else file.read(most + 1)  # a device or a pipe has no size
+            is_too_large = os.fstat(file.fileno()).st_size > max_size
+            raw = b"" if is_too_large else file.read(max_size + 1)  # a device or a pipe has no size
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror}") from error
-    if large or len(raw) > most:
-        raise ProfileError(f"{path} is over {most >> 20:,} MiB; this is not a file of head scores")
+    if is_too_large or len(raw) > max_size:
+        raise ProfileError(f"{path} is over {max_size >> 20:,} MiB; this is not a file of head scores")
     return raw
 
 
@@ -75,12 +75,12 @@ def parse_table(path: Path, raw: bytes, number_of: Callable[[Path, int, str], fl
     return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
 
 
-def read_shares(path: Path, slack: float, what: str, model: ProfiledModel) -> tuple[np.ndarray, bytes]:
+def read_shares(path: Path, slack: float, noun: str, model: ProfiledModel) -> tuple[np.ndarray, bytes]:
     """float64 [layers, kv_heads]: a file's tab-separated numbers from 0 to 1, clipped; and the file's bytes.
 
     Args:
         slack: how far outside of [0, 1] a number may be.
-        what: what a number is, for messages: "DuoAttention gate".
+        noun: what a number is, for messages: "DuoAttention gate".
 
     Raises:
         ProfileError: the file is unreadable, not such a table, or of another shape.
@@ -92,7 +92,7 @@ def read_shares(path: Path, slack: float, what: str, model: ProfiledModel) -> tu
         except ValueError:
             raise ProfileError(f"{path}, line {number}: {cell[:40]!r} is not a number") from None
         if not -slack <= score <= 1 + slack:
-            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is not a {what}")
+            raise ProfileError(f"{path}, line {number}: {score} is outside [0, 1]; this is not a {noun}")
         return score
 
     raw = read(path)

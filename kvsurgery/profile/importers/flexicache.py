@@ -30,8 +30,8 @@ def import_flexicache(
     path = Path(path)
     raw = read(path)
     content = parse_object(path, raw)
-    lists, entry = _chosen(path, content, model.name if entry is None and model.name in content else entry, "model")
-    pairs, heads = _chosen(path, lists, heads, f"list of {entry}")
+    lists, entry = _select(path, content, model.name if entry is None and model.name in content else entry, "model")
+    pairs, heads = _select(path, lists, heads, f"list of {entry}")
     if not isinstance(pairs, list):
         raise ProfileError(f"{path}: {heads} of {entry} is not a list of heads")
     dimensions = model.dimensions
@@ -41,15 +41,15 @@ def import_flexicache(
     return model.profile(scores, "flexicache", {**origin("FlexiCache", path, raw), "entry": entry, "heads": heads})
 
 
-def _chosen(path: Path, content: Any, name: str | None, what: str) -> tuple[Any, str]:
+def _select(path: Path, content: Any, name: str | None, noun: str) -> tuple[Any, str]:
     """One value of an object, and its name."""
     if not isinstance(content, Mapping) or not content:
-        raise ProfileError(f"{path} holds no {what}")
+        raise ProfileError(f"{path} holds no {noun}")
     if name is None and len(content) == 1:
         name = next(iter(content))
     if name is None or name not in content:
-        listed = ", ".join(list(content)[:20])
-        raise ProfileError(f"{path} has the {what}: {listed}; " + (f"not {name}" if name else "say which"))
+        names = ", ".join(list(content)[:20])
+        raise ProfileError(f"{path} has the {noun}: {names}; " + (f"not {name}" if name else "say which"))
     return content[name], name
 
 

@@ -33,24 +33,24 @@ def import_headkv(path: str | Path, model: ProfiledModel, method: str = "headkv-
     raw = read(path)
     trials = parse_object(path, raw)
     layers, heads = model.dimensions.layers, model.dimensions.query_heads
-    expected = f"{model.name} has {layers} layers of {heads} query heads; was another model measured?"
+    expectation = f"{model.name} has {layers} layers of {heads} query heads; was another model measured?"
     if len(trials) != layers * heads:
-        raise ProfileError(f"{path} holds {len(trials)} heads, but {expected}")
+        raise ProfileError(f"{path} holds {len(trials)} heads, but {expectation}")
     places = {f"{layer}-{head}": (layer, head) for layer in range(layers) for head in range(heads)}
     # as many keys as heads, so an unknown key also shows as a missing one
-    missing = [key for key in places if key not in trials]
-    if missing:
-        raise ProfileError(f"{path} lacks head {missing[0]!r} (layer-head), but {expected}")
+    missing_keys = [key for key in places if key not in trials]
+    if missing_keys:
+        raise ProfileError(f"{path} lacks head {missing_keys[0]!r} (layer-head), but {expectation}")
 
     scores = np.empty((layers, heads))
     for key, place in places.items():
-        scores[place] = _mean(path, key, trials[key])
+        scores[place] = _mean_score(path, key, trials[key])
     counts = [len(trials[key]) for key in places]
     facts = {**origin("HeadKV", path, raw), "trials": [min(counts), max(counts)]}
     return model.profile(scores, method, facts, granularity="query")
 
 
-def _mean(path: Path, key: str, trials: Any) -> float:
+def _mean_score(path: Path, key: str, trials: Any) -> float:
     if not isinstance(trials, list) or not trials:
         raise ProfileError(f"{path}: head {key} has no list of trials, so no score; measure it again")
     for trial in trials:

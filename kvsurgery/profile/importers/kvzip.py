@@ -44,11 +44,11 @@ def _table(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
             tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises whatever its opcodes run into
         raise ProfileError(f"{path} is not a tensor that torch loads without running code") from error
-    plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not plain or not tensor.is_floating_point():
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_plain or not tensor.is_floating_point():
         raise ProfileError(f"{path} holds no tensor of scores")
-    expected = (model.dimensions.layers, model.dimensions.kv_heads)
-    if [size for size in tensor.shape if size > 1] == [size for size in expected if size > 1]:
-        tensor = tensor.reshape(expected)
+    expected_shape = (model.dimensions.layers, model.dimensions.kv_heads)
+    if [size for size in tensor.shape if size > 1] == [size for size in expected_shape if size > 1]:
+        tensor = tensor.reshape(expected_shape)
     check_kv_heads(path, tensor.shape, model)  # before the copy: a tensor may repeat one element
     return tensor.detach().float().numpy()

@@ -33,14 +33,16 @@ def import_lu_kv(path: str | Path, model: ProfiledModel, keep: int) -> HeadProfi
         raise ProfileError(f"a curve of LU-KV keeps 1 to {PERCENTS} per cent of the cache, got {keep}")
     path = Path(path)
     raw = read(path)
-    removed = _curves(path, raw, model)
-    means = removed.mean(axis=(1, 2))
-    if not -SLACK <= removed.min() <= removed.max() <= 1 + SLACK:  # also false of NaN
-        raise ProfileError(f"{path} has {removed.min():.4g} to {removed.max():.4g}; removed shares lie in [0, 1]")
+    removed_shares = _curves(path, raw, model)
+    means = removed_shares.mean(axis=(1, 2))
+    if not -SLACK <= removed_shares.min() <= removed_shares.max() <= 1 + SLACK:  # also false of NaN
+        raise ProfileError(
+            f"{path} has {removed_shares.min():.4g} to {removed_shares.max():.4g}; removed shares lie in [0, 1]"
+        )
     if means[0] >= means[-1]:
         raise ProfileError(f"{path} removes no more in its last row than in its first; this is not a curve of LU-KV")
-    kept = 1 - np.clip(removed[PERCENTS - keep], 0, 1)
-    return model.profile(kept, "lu-kv", {**origin("LU-KV", path, raw), "keep_percent": keep})
+    kept_shares = 1 - np.clip(removed_shares[PERCENTS - keep], 0, 1)
+    return model.profile(kept_shares, "lu-kv", {**origin("LU-KV", path, raw), "keep_percent": keep})
 
 
 def _curves(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
@@ -53,8 +55,8 @@ def _curves(path: Path, raw: bytes, model: ProfiledModel) -> np.ndarray:
     except Exception as error:  # a damaged header raises whatever Python's tokenizer runs into
         raise ProfileError(f"{path} is not a .npy file of numbers") from error
     if dtype.kind != "f" or len(shape) != 3 or shape[0] != PERCENTS:
-        wanted = f"floats of {PERCENTS} x layers x KV heads"
-        raise ProfileError(f"{path} holds {dtype} of {' x '.join(map(str, shape)) or 'no axis'}, not {wanted}")
+        expected_layout = f"floats of {PERCENTS} x layers x KV heads"
+        raise ProfileError(f"{path} holds {dtype} of {' x '.join(map(str, shape)) or 'no axis'}, not {expected_layout}")
     check_kv_heads(path, shape[1:], model)
     if np.prod(shape, dtype=object) * dtype.itemsize != len(raw) - file.tell():
         raise ProfileError(f"{path} has {len(raw)} bytes, which is not what its header says; fetch it again")

@@ -23,16 +23,16 @@ def import_reform(name: str) -> HeadProfile:
     Raises:
         ProfileError: the paper has no choice for it.
     """
-    published = tomllib.loads(HEADS.read_text(encoding="utf-8"))
-    for model_id, chosen in published.items():
+    entries = tomllib.loads(HEADS.read_text(encoding="utf-8"))
+    for model_id, entry in entries.items():
         if name.lower() in (model_id.lower(), model_id.lower().partition("/")[2]):
             return HeadProfile(
                 None,
                 REFORM,
                 None,
                 base_model=model_id,
-                model=ModelDimensions(*chosen["model"]),
+                model=ModelDimensions(*entry["model"]),
                 provenance={"source": "arXiv:2506.01215", "origin": "REFORM", "tool": f"kvsurgery {__version__}"},
-                embedding_heads=EmbeddingHead.parse(chosen["heads"]),
+                embedding_heads=EmbeddingHead.parse(entry["heads"]),
             )
-    raise ProfileError(f"REFORM's paper chose no heads for {name!r}; it did for {', '.join(published)}")
+    raise ProfileError(f"REFORM's paper chose no heads for {name!r}; it did for {', '.join(entries)}")
