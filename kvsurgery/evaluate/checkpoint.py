@@ -125,11 +125,11 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         raise not_loaded(folder, error) from error
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
-    stated = model.generation_config
-    ends = stated.eos_token_id if isinstance(stated.eos_token_id, list) else [stated.eos_token_id]
-    ends = [token for token in ends if token is not None]
-    pad = stated.pad_token_id if stated.pad_token_id is not None else [*ends, 0][0]
-    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad)
+    defaults = model.generation_config
+    end_tokens = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
+    end_tokens = [token for token in end_tokens if token is not None]
+    pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*end_tokens, 0][0]
+    model.generation_config = GenerationConfig(eos_token_id=end_tokens or None, pad_token_id=pad_token)
     return model
 
 
