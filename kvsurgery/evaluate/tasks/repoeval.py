@@ -65,11 +65,11 @@ class RepoEvalTask:
         path = Path(self.source)
         if not path.is_dir():
             check_readable(path)
-            return {_short(path.stem): self.source}
-        return {_short(name): path for name, path in named_files(self.source, FILES, None, "RepoEval").items()}
+            return {_short_name(path.stem): self.source}
+        return {_short_name(name): path for name, path in named_files(self.source, FILES, None, "RepoEval").items()}
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     return re.sub(r"_level_completion|_context|\.test", "", name)
 
 
