@@ -61,10 +61,10 @@ def test_prompt_and_answer_are_as_long_as_asked_for(kind, task, length, seed, ch
     try:
         [sample] = samples(whom, (length,), (task,))
     except TextError as error:
-        min_units = re.fullmatch(
+        match = re.fullmatch(
             rf"RULER's {task} takes (\d+) tokens or more, not {length}; give longer `lengths`", str(error)
         )
-        assert int(min_units[1]) > length
+        assert int(match[1]) > length
         assert task in ("vt", "cwe")
     else:
         assert 0.99 * length <= len(sample.tokens) + sample.limit <= length
