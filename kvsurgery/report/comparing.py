@@ -71,11 +71,11 @@ def _lines(comparison: Comparison, task: TaskResult) -> Iterator[Line]:
             yield Line(entry.name, [place])
     for entry in comparison.sweeps:
         for line in lines_of(entry.sweep, task):
-            several = len(comparison.sweeps) > 1 or len(comparison.entries) > 0
-            yield Line(_series(entry.name, line.name) if several else line.name, line.places, line.joined)
+            is_prefixed = len(comparison.sweeps) > 1 or len(comparison.entries) > 0
+            yield Line(_series_name(entry.name, line.name) if is_prefixed else line.name, line.places, line.joined)
 
 
-def _series(sweep: str, series: str) -> str:
+def _series_name(sweep: str, series: str) -> str:
     return sweep if series == "converted" else f"{sweep}: {series}"
 
 
