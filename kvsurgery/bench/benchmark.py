@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvsurgery.bench.caches import stored_bytes
-from kvsurgery.bench.contenders import contenders, load_models, usable
+from kvsurgery.bench.contenders import contenders, load_models, usable_contenders
 from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
@@ -63,7 +63,7 @@ def benchmark(
     with started_processes(device_name) as processes:
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
-        measured_contenders, left_out = usable(contenders(converted, original, part))
+        measured_contenders, left_out = usable_contenders(contenders(converted, original, part))
         bandwidth = read_bandwidth(converted.device)
         rows = measure(measured_contenders, work, bandwidth, progress if processes.rank == 0 else silent, processes)
     return Bench(

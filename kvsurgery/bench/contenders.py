@@ -120,7 +120,7 @@ def load_models(
         copy_code(folder)
     converted = load(folder, device=str(device), dtype=dtype, tp=processes.world)
     if source is None and not is_distributed:
-        return converted, sharing(converted, AutoConfig.from_pretrained(folder))
+        return converted, shared_stock_model(converted, AutoConfig.from_pretrained(folder))
     return converted, load(source or folder, device=str(device), dtype=dtype, tp=processes.world, stock=True)
 
 
@@ -128,7 +128,7 @@ def _stock_config(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("kv_surgery", "auto_map")}
 
 
-def sharing(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
+def shared_stock_model(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
     """The stock model of a config over the parameters and buffers of a converted one."""
     stock_class = next(
         base
@@ -177,17 +177,17 @@ def contenders(
         yield Contender(f"{ORIGINAL}, {backend} int{bits}", original, lambda prompt, new, make=make: make(), layout)
 
 
-def usable(candidates: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
+def usable_contenders(candidates: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that run here, and why the others do not."""
-    usable_contenders, left_out = [], {}
+    runnable_contenders, left_out = [], {}
     for contender in candidates:
         is_required = contender.name in (CONVERTED, ORIGINAL)
         reason = "" if is_required else unusable(lambda candidate=contender: candidate.make(1, 1))
         if reason:
             left_out[contender.name] = reason
         else:
-            usable_contenders.append(contender)
-    return usable_contenders, left_out
+            runnable_contenders.append(contender)
+    return runnable_contenders, left_out
 
 
 def step_weights(model: PreTrainedModel, batch: int) -> int:

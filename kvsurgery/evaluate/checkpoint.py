@@ -28,7 +28,7 @@ from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 
 GENERATION_CONFIG = "generation_config.json"
-SAMPLED = 256  # first bytes of every tensor, which a fingerprint covers
+SAMPLED_BYTES = 256  # first bytes of every tensor, which a fingerprint covers
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -148,7 +148,7 @@ def fingerprint(folder: str | Path) -> str:
         with open(shard.path, "rb") as file:
             for tensor in shard.tensors:
                 file.seek(tensor.start)
-                digest.update(file.read(min(SAMPLED, tensor.size)))
+                digest.update(file.read(min(SAMPLED_BYTES, tensor.size)))
     return digest.hexdigest()[:32]
 
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.templates.kv_cache import CACHE
 
-LAST = 50  # tokens of a prompt that come one by one before a short answer
-REPORTED = 16  # steps between two calls of `progress`
+LAST_TOKENS = 50  # tokens of a prompt that come one by one before a short answer
+STEPS_PER_REPORT = 16  # steps between two calls of `progress`
 
 
 class Reading:
@@ -183,7 +183,7 @@ def _read_and_answer(
     """Read the rest of the prompt, its last tokens one by one before a short answer, and answer."""
     columns, shortest_prompt = reading.ids.shape[1], int(reading.mask.sum(1).min())
     # generate reads the last token; every row has one before those that come one by one
-    single_steps = min(LAST, shortest_prompt - 1, columns - reading.columns_read) if limit <= SHORT_ANSWER else 1
+    single_steps = min(LAST_TOKENS, shortest_prompt - 1, columns - reading.columns_read) if limit <= SHORT_ANSWER else 1
     if prefill_columns := columns - single_steps - reading.columns_read:
         reading.prefill(prefill_columns, chunk)
     for _ in range(single_steps - 1):
@@ -235,7 +235,7 @@ def mean_nll(
     logits, losses = reading.prefill(prompt, chunk), []
     for column in range(prompt, columns):
         losses.append(F.cross_entropy(logits, reading.ids[:, column], reduction="none"))
-        if progress is not None and (column + 1 - prompt) % REPORTED == 0:
+        if progress is not None and (column + 1 - prompt) % STEPS_PER_REPORT == 0:
             progress(column + 1 - prompt)
         if column + 1 < columns:
             logits = reading.feed(1)

@@ -107,8 +107,8 @@ def image_prompt(processor: ProcessorMixin, parts: Sequence[str], paths: Sequenc
     special_texts = [tokenizer.convert_ids_to_tokens(token) for token in special_ids(tokenizer)]
     special_pattern = re.compile("|".join(map(re.escape, sorted([*special_texts, placeholder], key=len, reverse=True))))
     text = placeholder.join(special_pattern.sub(" ", part) for part in parts)
-    before, after = around_turn(processor, as_parts=True) or (text_of(tokenizer, first_tokens(tokenizer)), "")
-    return ImagePrompt(processor, before + text + after, tuple(paths))
+    prefix, suffix = around_turn(processor, as_parts=True) or (text_of(tokenizer, first_tokens(tokenizer)), "")
+    return ImagePrompt(processor, prefix + text + suffix, tuple(paths))
 
 
 def _image(path: Path) -> Image:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def read_prompts(
     path: str | None,
-    shipped: Mapping[str, Mapping[str, Any]],
+    shipped_prompts: Mapping[str, Mapping[str, Any]],
     required_field: str,
     optional_fields: Collection[str],
     example_file: str,
@@ -27,7 +27,7 @@ def read_prompts(
     """Prompts by dataset, of a JSON file if there is one.
 
     Args:
-        shipped: by dataset, what has the `prompt` to use without a file.
+        shipped_prompts: by dataset, what has the `prompt` to use without a file.
         required_field: the field that every prompt must have, which the context fills in.
         optional_fields: fields that a prompt may have.
         example_file: a file of this kind, for the error.
@@ -36,7 +36,7 @@ def read_prompts(
         TextError: it is no JSON object of texts, or they have other fields than a row fills in.
     """
     if path is None:
-        return {dataset: entry["prompt"] for dataset, entry in shipped.items()}
+        return {dataset: entry["prompt"] for dataset, entry in shipped_prompts.items()}
     prompts = read_json(path)
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise TextError(f"{path} must be a JSON object of prompts by dataset, such as {example_file}")
@@ -56,7 +56,7 @@ def read_prompts(
     return prompts
 
 
-def shortened(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, chat: bool = True) -> np.ndarray:
+def truncated_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, chat: bool = True) -> np.ndarray:
     """int64 [tokens, at most `room`]: a prompt as `turn_tokens` has it, without its middle where it is too long.
 
     Raises:

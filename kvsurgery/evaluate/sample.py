@@ -119,8 +119,8 @@ class Sample:
     @property
     def positions(self) -> int:
         """The most tokens in the cache after the last answer."""
-        later = self.conversation.later if self.conversation else ()
-        return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later)
+        later_turns = self.conversation.later if self.conversation else ()
+        return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later_turns)
 
 
 def batched(samples: Sequence[Sample], size: int) -> list[list[Sample]]:

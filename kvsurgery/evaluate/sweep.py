@@ -90,7 +90,7 @@ class Grid:
             KVSurgeryError: no conversion can be done, whatever the policy.
         """
         combinations = product(*self.distinct_axes.values())
-        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in combinations]
+        settings = [self._setting(dict(zip(self.axes, values, strict=True))) for values in combinations]
         refusals = [setting for setting in settings if isinstance(setting, Refused)]
         if len(refusals) == len(settings):
             raise PolicyError(f"no setting gives a policy: {refusals[0].reason}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 4.6, 2.9  # inches of a panel
 FONT = 10  # points; on a phone, a panel is about as wide in CSS pixels as here in points
-LONGEST = 28  # letters of a name in a chart
+MAX_NAME_WIDTH = 28  # letters of a name in a chart
 MOST_TICKS = 7
 
 
@@ -167,7 +167,7 @@ def plain_size(count: float) -> str:
     return size(count).replace(".00", "")
 
 
-def label(name: Any, max_width: int = LONGEST) -> str:
+def label(name: Any, max_width: int = MAX_NAME_WIDTH) -> str:
     """A name from a file as a chart can show it: on one line, of a long one the end."""
     text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(name))
     # letters of East Asia are as wide as two

@@ -47,7 +47,7 @@ def quality_chart(comparison: Comparison) -> Chart | None:
     """A panel for each task: every checkpoint and every series of a sweep, over the KV bytes of the longest sample."""
     sizes = [
         (run.tokens, run.dense_bytes)
-        for run in comparison.evaluated
+        for run in comparison.evaluations
         if run.tokens is not None and run.dense_bytes is not None
     ]
     if not sizes:
@@ -92,7 +92,7 @@ def _page(comparison: Comparison, chart: Chart | None) -> str:
         names=[entry.name for entry in entries],
         rows=checkpoint_rows(comparison) if entries else [],
         sweeps=[(entry, sweep_columns(entry.sweep), sweep_rows(entry.sweep)) for entry in sweeps],
-        evaluated=bool(comparison.evaluated),
+        evaluated=bool(comparison.evaluations),
         notices=comparison.notices,
         runs=[*_runs(comparison)],
     )

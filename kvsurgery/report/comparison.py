@@ -75,7 +75,7 @@ class Comparison:
     notices: tuple[str, ...]
 
     @property
-    def evaluated(self) -> list[Results | Sweep]:
+    def evaluations(self) -> list[Results | Sweep]:
         """The results that have scores."""
         return [entry.results for entry in self.entries if entry.results] + [entry.sweep for entry in self.sweeps]
 
@@ -83,7 +83,7 @@ class Comparison:
     def tasks(self) -> list[TaskResult]:
         """The tasks of all results, each as the results with the most samples have it."""
         tasks: dict[tuple[str, str], TaskResult] = {}
-        for results in self.evaluated:
+        for results in self.evaluations:
             for task in results.original if isinstance(results, Sweep) else results.tasks:
                 key = task.task, task.metric
                 if key not in tasks or task.count > tasks[key].count:
@@ -127,7 +127,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     )
 
 
-def _evaluated(entries: Sequence[Entry | SweepEntry]) -> list[tuple[Entry | SweepEntry, Results | Sweep]]:
+def _evaluations(entries: Sequence[Entry | SweepEntry]) -> list[tuple[Entry | SweepEntry, Results | Sweep]]:
     pairs = [(entry, entry.sweep if isinstance(entry, SweepEntry) else entry.results) for entry in entries]
     return [(entry, results) for entry, results in pairs if results is not None]
 
@@ -152,7 +152,7 @@ def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
             surgery = entry.checkpoint["surgery"]
             facts = {"name": surgery["base_model"], "commit": surgery["base_revision"]}
             facts["shape"] = entry.checkpoint["dimensions"]
-        if _evaluated([entry]):
+        if _evaluations([entry]):
             original = _settings(entry.folder)["models"].get(ORIGINAL)
             facts |= {"weights": original["fingerprint"]} if original else {}
         entry_facts.append((entry, facts))
@@ -170,9 +170,9 @@ def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
 
 def _check_samples(entries: Sequence[Entry | SweepEntry]) -> None:
     """Refuse scores on other samples, and KV bytes in other dtypes."""
-    evaluated = _evaluated(entries)
-    for entry, results in evaluated[1:]:
-        first_entry, first_results = evaluated[0]
+    evaluations = _evaluations(entries)
+    for entry, results in evaluations[1:]:
+        first_entry, first_results = evaluations[0]
         paths = f"{entry.folder} and {first_entry.folder}"
         if _settings(entry.folder)["samples"] != _settings(first_entry.folder)["samples"]:
             differences = _differences(first_results.settings, results.settings)
@@ -203,9 +203,9 @@ def _differences(
 
 def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
     """What differs between results that can be compared: settings, versions and devices, numbers of samples, bytes."""
-    evaluated = _evaluated(entries)
+    evaluations = _evaluations(entries)
     benchmarks = [(entry, entry.bench) for entry in entries if isinstance(entry, Entry) and entry.bench]
-    for kind, runs in (("evaluations", evaluated), ("benchmarks", benchmarks)):
+    for kind, runs in (("evaluations", evaluations), ("benchmarks", benchmarks)):
         if not runs:
             continue
         (first_entry, first_run), *other_runs = runs
@@ -215,8 +215,8 @@ def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
                 differences += _differences(first_run.settings, run.settings)
             for name, first_value, value in differences:
                 yield f"The {kind} differ in {name}: {first_entry.name} has {first_value}, {entry.name} has {value}."
-    yield from _sample_counts(evaluated)
-    for entry, results in evaluated:
+    yield from _sample_counts(evaluations)
+    for entry, results in evaluations:
         if not isinstance(results, Results):
             continue
         if ORIGINAL not in results.models:
@@ -231,9 +231,9 @@ def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
             )
 
 
-def _sample_counts(evaluated: Sequence[tuple[Entry | SweepEntry, Results | Sweep]]) -> Iterator[str]:
+def _sample_counts(evaluations: Sequence[tuple[Entry | SweepEntry, Results | Sweep]]) -> Iterator[str]:
     counts: dict[str, dict[int, list[str]]] = {}
-    for entry, results in evaluated:
+    for entry, results in evaluations:
         runs = results.points if isinstance(results, Sweep) else [results]
         for task in (task for run in runs for task in run.tasks):
             names = counts.setdefault(task.task, {}).setdefault(task.count, [])

@@ -75,7 +75,7 @@ def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
     if not surgery:
         return
     layers = zip(surgery["heads"], surgery["full_heads"], strict=True)
-    counts = kinds_of(heads for heads, full in layers if full is not None)
+    counts = kinds_of(heads for heads, full_heads in layers if full_heads is not None)
     yield Tile(f"{counts[FULL]:,} of {counts.total():,}", f"KV heads {FULL.keeps}")
     row = surgery["kv_bytes"][-1]  # at the model's own maximum
     ratio = row["after"] / row["before"]

@@ -54,8 +54,8 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
     }
 
 
-def _report_link(evaluated: bool) -> str:
-    intervals = "Intervals are 95% bootstrap intervals. " if evaluated else ""
+def _report_link(has_scores: bool) -> str:
+    intervals = "Intervals are 95% bootstrap intervals. " if has_scores else ""
     page = f"Download and open the [full report]({FOLDER}/{PAGE})"
     return f"{intervals}{page} for more figures and the commands that reproduce them."
 

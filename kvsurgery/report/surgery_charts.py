@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # opacity of the least and of the largest budget, and how many levels there are
-FAINTEST, STRONGEST, LEVELS = 0.15, 0.75, 8
+MIN_OPACITY, MAX_OPACITY, LEVELS = 0.15, 0.75, 8
 LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(), strict=True))
 
 
@@ -50,7 +50,7 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
             return {"facecolor": LIGHT[color]}
         # of few levels, so that a page stays small
         level = round((head - min_budget) / max(max_budget - min_budget, 1) * (LEVELS - 1)) / (LEVELS - 1)
-        return {"facecolor": LIGHT[color], "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
+        return {"facecolor": LIGHT[color], "alpha": MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * level}
 
     cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
     square = cell.transform_path(Path.unit_rectangle())

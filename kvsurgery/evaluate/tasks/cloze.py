@@ -21,7 +21,7 @@ from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.tokens import first_tokens, text_of, token_ids
 
 WORD = re.compile(r"(?<= )[^\W\d_]{4,}(?=[.,;:!?])")  # the last word of a sentence or clause
-SPARE = 256  # tokens after a passage's length, in one of which its last word is looked for
+SPARE_TOKENS = 256  # tokens after a passage's length, in one of which its last word is looked for
 TRIES = 50  # pieces of text that are looked through for a word
 
 
@@ -52,7 +52,7 @@ class ClozeTask:
         """
         self.check()
         prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
-        needed_tokens = tokens_needed(self.text, max(lengths) + SPARE)
+        needed_tokens = tokens_needed(self.text, max(lengths) + SPARE_TOKENS)
         haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         for number, length in islice(product(range(self.passages), lengths), limit):
             passage, word = _passage(reader, haystack, max(lengths), min(lengths) - len(prefix), number)
@@ -71,7 +71,7 @@ def _passage(reader: Reader, haystack: Haystack, max_length: int, window: int, n
     """int64: the tokens before a word that stands among the last `window` of them too, and the word."""
     rng = np.random.default_rng([reader.seed, number])
     for _ in range(TRIES):
-        piece = haystack.piece(rng, max_length + SPARE)
+        piece = haystack.piece(rng, max_length + SPARE_TOKENS)
         text, passage_text = (text_of(reader.tokenizer, part) for part in (piece, piece[:max_length]))
         for match in WORD.finditer(text, len(passage_text)):
             tokens = token_ids(reader.tokenizer, text[: match.start() - 1])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import (
     OPTION_FIELDS,
     named_files,
@@ -59,7 +59,7 @@ class InfiniteBenchTask:
                 yield Sample(
                     task=f"infinitebench/{task}",
                     name=str(number),
-                    tokens=shortened(reader.tokenizer, prompt, reader.max_context - tokens),
+                    tokens=truncated_prompt(reader.tokenizer, prompt, reader.max_context - tokens),
                     metric=metric,
                     answers=right_answers(row, metric, place),
                     limit=tokens,

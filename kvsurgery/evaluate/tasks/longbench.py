@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import check_source, named_files, read_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.metrics.words import chinese_words
@@ -92,7 +92,7 @@ class LongBenchTask:
         return Sample(
             task=f"longbench-e/{dataset}" if self.extended else f"longbench/{dataset}",
             name=str(number),
-            tokens=shortened(reader.tokenizer, prompt, room, chat=DATASETS[dataset].get("chat", True)),
+            tokens=truncated_prompt(reader.tokenizer, prompt, room, chat=DATASETS[dataset].get("chat", True)),
             metric=metric,
             answers=tuple(row["answers"]),
             choices=tuple(classes),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import shortened
+from kvsurgery.evaluate.prompts import truncated_prompt
 from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, setting
@@ -70,7 +70,7 @@ class LongBenchV2Task:
             yield Sample(
                 task="longbench_v2",
                 name=row["_id"],
-                tokens=shortened(reader.tokenizer, prompt, room),
+                tokens=truncated_prompt(reader.tokenizer, prompt, room),
                 metric="stated_letter",
                 answers=(row["answer"],),
                 limit=ANSWER_TOKENS,

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
@@ -58,7 +58,7 @@ class LoogleTask:
                 yield Sample(
                     task=f"loogle/{task}",
                     name=f"{number}/{turn}",
-                    tokens=shortened(reader.tokenizer, prompt, room),
+                    tokens=truncated_prompt(reader.tokenizer, prompt, room),
                     metric=spec["metric"],
                     also=tuple(spec["also"]),
                     answers=answers,

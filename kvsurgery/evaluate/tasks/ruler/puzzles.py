@@ -26,29 +26,29 @@ SHORT_PROMPT = 4096  # tokens below which examples and lists of words are smalle
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 NEEDLE = "Register: {key} has the {kind} {value}."
-HIDDEN = (
+NIAH_PROMPT = (
     "One or more entries of a register are somewhere in the text below, each with a name and its {kind}. Keep them in "
     "mind while you read; the question comes at the end.\n\n{context}\n\n"
     "This was the text. Which {kinds} does the register have for {query}?"
 )
-FOUND = " For {query} the register has the {kinds}"
-TRACK = (
+NIAH_LEAD = " For {query} the register has the {kinds}"
+TRACKING_PROMPT = (
     "Some lines of the text below begin with LET. Each gives a variable a number, or the value that another variable "
     "has.\n\n{context}\n\nQuestion: Which variables have the value {value} after the last line? Name all of them."
 )
-TRACKED = " Answer: The value {value} is that of {count} variables:"
-COMMON = (
+TRACKING_LEAD = " Answer: The value {value} is that of {count} variables:"
+COMMON_PROMPT = (
     "This is a list of words with numbers before them. Ten of the words are in it more often than the rest.\n\n"
     "{context}\n\nQuestion: Which ten words does the list have most often?"
 )
-LISTED = " Answer: The list has these ten words most often:"
-FREQUENT = (
+COMMON_LEAD = " Answer: The list has these ten words most often:"
+FREQUENT_PROMPT = (
     "The words of the text below are in code, and there are dots (...) between them. Count how often every word comes."
     "\n\n{context}\n\nQuestion: Which three words come most often, if the dots do not count? Name them, and explain "
     "nothing."
 )
-COUNTED = " Answer: The three words that come most often are:"
-DOCUMENTS = (
+FREQUENT_LEAD = " Answer: The three words that come most often are:"
+QUESTION_PROMPT = (
     "A question comes after these numbered documents. Most of them have nothing to do with it.\n\n{context}\n\n"
     "Question: {question}\nWrite the answer alone, in a few words."
 )
@@ -56,8 +56,8 @@ DOCUMENTS = (
 HOPS, CHAIN_LINES, FEW_LINES = 4, 15, 5  # of variable tracking; lines of the example, and where prompts are short
 LISTED_WORDS = 10  # that are common
 PAIRS = 300_000  # of words, at most, that a list is made of
-CODED = 6  # letters of a coded word
-LEAST_CODED = 53  # for the fourth word to be there less often than the third
+CODED_LETTERS = 6  # letters of a coded word
+MIN_CODED_WORDS = 53  # for the fourth word to be there less often than the third
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Niah:
         query = ", ".join(queried_keys[:-1]) + f", and {queried_keys[-1]}" if len(queried_keys) > 1 else queried_keys[0]
         words = {"kind": kind, "kinds": self.value if len(answers) > 1 else kind, "query": query}
         return Puzzle(
-            write=lambda units, fillers: HIDDEN.format(context=context(units, fillers), **words),
-            lead=FOUND.format(**words),
+            write=lambda units, fillers: NIAH_PROMPT.format(context=context(units, fillers), **words),
+            lead=NIAH_LEAD.format(**words),
             answers=answers,
             max_fillers=0 if self.haystack == "essay" else 200,
         )
@@ -149,9 +149,9 @@ def variable_tracking(rng: random.Random, length: int) -> Puzzle:
 
         def write(lines: int, fillers: int) -> str:
             context_lines = _insert([NOISE] * lines, [int(place * (lines + 1)) for place in places], links)
-            return TRACK.format(context="\n".join(context_lines + _noise(fillers)), value=value)
+            return TRACKING_PROMPT.format(context="\n".join(context_lines + _noise(fillers)), value=value)
 
-        return variables, TRACKED.format(count=len(variables), value=value), write
+        return variables, TRACKING_LEAD.format(count=len(variables), value=value), write
 
     variables, lead, write = make_chain(3)
     example = f"{write(FEW_LINES if length < SHORT_PROMPT else CHAIN_LINES, 0)}{lead} {' '.join(variables)}\n\n"
@@ -174,7 +174,7 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
     ) -> str:
         words = [*words[:LISTED_WORDS] * common_repeats, *words[LISTED_WORDS:] * rare_repeats, *fillers]
         random.Random(seed).shuffle(words)
-        return COMMON.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
+        return COMMON_PROMPT.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
 
     # of these tokens, a list's item takes two at least
     count = length // 2 // rare_repeats
@@ -187,14 +187,16 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
 
     words = pool[: 20 if is_short else 40]
     common_list = " ".join(f"{number}. {word}" for number, word in enumerate(words[:LISTED_WORDS], 1))
-    example = f"{list_prompt(words, *((3, 1) if is_short else (10, 3)), (), rng.random())}{LISTED} {common_list}\n\n"
+    example = (
+        f"{list_prompt(words, *((3, 1) if is_short else (10, 3)), (), rng.random())}{COMMON_LEAD} {common_list}\n\n"
+    )
     rng.shuffle(pool)
     words, seed = pool[:count], rng.random()
     return Puzzle(
         write=lambda count, fillers: (
             example + list_prompt(words[:count], common_repeats, rare_repeats, words[count : count + 1] * fillers, seed)
         ),
-        lead=LISTED,
+        lead=COMMON_LEAD,
         answers=tuple(words[:LISTED_WORDS]),
         min_units=LISTED_WORDS,
         max_fillers=rare_repeats - 1,
@@ -205,7 +207,7 @@ def frequent_words(rng: random.Random, length: int) -> Puzzle:
     """Coded words, as often as Zipf's law has it; the most frequent is dots, and the three after it are asked for."""
     coded_words: dict[str, None] = {}
     while len(coded_words) < max(5, length // 50):
-        coded_words["".join(rng.choices(string.ascii_lowercase, k=CODED))] = None
+        coded_words["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
     words, seed = ["...", *coded_words][: len(coded_words)], rng.random()
 
     def write(count: int, fillers: int) -> str:
@@ -213,9 +215,9 @@ def frequent_words(rng: random.Random, length: int) -> Puzzle:
         counts = [int(count * 6 / (math.pi * rank) ** 2) for rank in range(1, len(words) + 1)]
         text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)] + words[:1] * fillers
         random.Random(seed).shuffle(text)
-        return FREQUENT.format(context=" ".join(text))
+        return FREQUENT_PROMPT.format(context=" ".join(text))
 
-    return Puzzle(write, COUNTED, tuple(words[1:4]), min_units=LEAST_CODED, max_fillers=100)
+    return Puzzle(write, FREQUENT_LEAD, tuple(words[1:4]), min_units=MIN_CODED_WORDS, max_fillers=100)
 
 
 def question(rng: random.Random, questions: Questions, number: int) -> Puzzle:
@@ -235,7 +237,7 @@ def question(rng: random.Random, questions: Questions, number: int) -> Puzzle:
         context = "\n\n".join(f"[{place}]\n{text}" for place, text in enumerate(texts, 1))
         # what is left is less than a document, or than its heading
         context += "\n" * bool(cut_words) + " ".join(cut_words)
-        return DOCUMENTS.format(context=context, question=entry.question)
+        return QUESTION_PROMPT.format(context=context, question=entry.question)
 
     return Puzzle(write, " Answer:", entry.answers, min_units=len(entry.documents), max_fillers=1000)
 

@@ -45,8 +45,8 @@ LISTS = {"vt": variable_tracking, "cwe": common_words, "fwe": frequent_words}
 QUESTIONS = ("qa_1", "qa_2")
 TASKS = (*NIAH, *LISTS, *QUESTIONS)
 LIMITS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}  # tokens of an answer
-NEAR = 200  # this part of a length may be left
-FIRST = 64  # units more, at first, to see what a unit takes
+TOLERANCE_DIVISOR = 200  # this part of a length may be left
+FIRST_STEP = 64  # units more, at first, to see what a unit takes
 
 Draw = Callable[[random.Random, int, int], Puzzle]  # from a length and a number
 
@@ -204,13 +204,13 @@ class _Room:
         Args:
             tokens: the prompt of `low`.
         """
-        tolerance = self.length // NEAR
+        tolerance = self.length // TOLERANCE_DIVISOR
         start, upper, upper_tokens, tries = (low, len(tokens)), high + 1, None, 0
         while low + 1 < upper and (remaining := self.tokens - len(tokens)) > tolerance:
             aim, tries = remaining - tolerance // 2, tries + 1
             if upper_tokens is None:
                 gained_tokens = len(tokens) - start[1]
-                step = aim * (low - start[0]) // gained_tokens if gained_tokens else max(FIRST, low)
+                step = aim * (low - start[0]) // gained_tokens if gained_tokens else max(FIRST_STEP, low)
             else:
                 step = aim * (upper - low) // (upper_tokens - len(tokens)) if tries % 2 else (upper - low) // 2
             number = min(max(low + step, low + 1), upper - 1)
