@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvsurgery.bench.caches import stored_bytes
-from kvsurgery.bench.contenders import contenders, load_models, usable
+from kvsurgery.bench.contenders import contenders, load_models, usable_contenders
 from kvsurgery.bench.measure import Workload, measure
 from kvsurgery.bench.results import Bench
 from kvsurgery.bench.timing import read_bandwidth
@@ -50,9 +50,9 @@ def benchmark(
         CheckpointError: `folder` was not converted, or not for this many processes, or a model cannot be loaded.
         KVSurgeryError: a device that is not there, weights that do not fit, or prompts beyond the context.
     """
-    facts, surgery = _inspected(folder)
-    where = usable_device(device)
-    work = workload or default_workload(folder, where)
+    facts, surgery = _inspect_converted(folder)
+    device_name = usable_device(device)
+    work = workload or default_workload(folder, device_name)
     positions, budget = read_text_config(folder).max_position_embeddings, _recompute_budget(surgery)
     for length in work.lengths:
         if length + work.new > positions and (budget is None or length <= budget):
@@ -60,18 +60,18 @@ def benchmark(
                 f"{length:,} and {work.new:,} new tokens are beyond the {positions:,} positions of {folder}; "
                 "measure shorter prompts"
             )
-    with started_processes(where) as processes:
+    with started_processes(device_name) as processes:
         converted, original = load_models(folder, source, processes, dtype)
         part = (0, 1) if surgery.replicated else (processes.rank, processes.world)
-        found, left_out = usable(contenders(converted, original, part))
+        measured_contenders, left_out = usable_contenders(contenders(converted, original, part))
         bandwidth = read_bandwidth(converted.device)
-        rows = measure(found, work, bandwidth, progress if processes.rank == 0 else silent, processes)
+        rows = measure(measured_contenders, work, bandwidth, progress if processes.rank == 0 else silent, processes)
     return Bench(
         models={CONVERTED: str(folder), ORIGINAL: str(source or folder)},
         command=command,
         settings={
             **asdict(work),
-            "device": where,
+            "device": device_name,
             "dtype": str(converted.dtype).removeprefix("torch."),
             "processes": processes.world,
             "attention": original.get_decoder().config._attn_implementation,
@@ -80,7 +80,7 @@ def benchmark(
         checkpoint=facts.to_json(),
         weights=sum(map(stored_bytes, original.parameters())),
         bandwidth=bandwidth,
-        contenders=tuple(contender.name for contender in found),
+        contenders=tuple(contender.name for contender in measured_contenders),
         left_out=left_out,
         rows=rows,
     )
@@ -93,7 +93,7 @@ def default_workload(folder: Path, device: str | None = None, new: int = Workloa
         CheckpointError: `folder` was not converted.
         KVSurgeryError: `new` is out of range, or the device is not there.
     """
-    _, surgery = _inspected(folder)
+    _, surgery = _inspect_converted(folder)
     kind = torch.device(usable_device(device)).type
     room = max(read_text_config(folder).max_position_embeddings - new, 1)
     return Workload(default_lengths(kind, room, _recompute_budget(surgery)), new=new, chunk=DEFAULT_CHUNK[kind])
@@ -101,11 +101,11 @@ def default_workload(folder: Path, device: str | None = None, new: int = Workloa
 
 def default_lengths(device: str, room: int, budget: int | None) -> tuple[int, ...]:
     """Lengths of prompts that fit into the room, and with a recompute budget also twice and four times that budget."""
-    within = {min(length, room) for length in DEFAULT_LENGTHS[device]}
-    return tuple(sorted(within | {times * budget for times in (2, 4) if budget}))
+    fitting_lengths = {min(length, room) for length in DEFAULT_LENGTHS[device]}
+    return tuple(sorted(fitting_lengths | {times * budget for times in (2, 4) if budget}))
 
 
-def _inspected(folder: Path) -> tuple[Facts, Surgery]:
+def _inspect_converted(folder: Path) -> tuple[Facts, Surgery]:
     """The facts of a checkpoint that must be converted."""
     facts = inspect_checkpoint(folder, str(folder))
     if facts.surgery is None:

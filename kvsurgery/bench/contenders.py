@@ -59,18 +59,18 @@ class Contender:
             tokens = self.reform.recompute_budget
         return self.layout.kv_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
 
-    def unreadable(self, batch: int, tokens: int, new: int) -> str | None:
+    def unreadable_reason(self, batch: int, tokens: int, new: int) -> str | None:
         """Why such prompts cannot be read here; None if they can. Bytes of quantized caches are not predicted."""
         if self.shared and not self.reads_at_once(tokens):
             return GATHERED_ALONE
         positions = self.model.config.get_text_config().max_position_embeddings
         if self.reads_at_once(tokens) and tokens + new > positions:
             return f"{tokens:,} and {new:,} new tokens are beyond its {positions:,} positions"
-        needed, free = self.predicted(batch, tokens, new), free_bytes(self.model.device)
+        needed_bytes, free_memory = self.predicted(batch, tokens, new), free_bytes(self.model.device)
         if self.name == ORIGINAL:
-            needed = self.layout.dense_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
-        if needed is not None and needed > free:
-            return f"its KV cache takes {console.size(needed)}, {console.size(free)} are free"
+            needed_bytes = self.layout.dense_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
+        if needed_bytes is not None and needed_bytes > free_memory:
+            return f"its KV cache takes {console.size(needed_bytes)}, {console.size(free_memory)} are free"
         return None
 
 
@@ -90,48 +90,54 @@ def load_models(
         CheckpointError: one of them cannot be loaded, or they are not of one shape.
         KVSurgeryError: their weights do not fit.
     """
-    config, several = read_config(folder), processes.world > 1
+    config, is_distributed = read_config(folder), processes.world > 1
     weights = [Checkpoint.open(folder).size]
     if source is not None:
-        shapes = [Family.of(own).dimensions(own) for own in (_stock(config), read_config(source))]
+        shapes = [
+            Family.of(model_config).dimensions(model_config)
+            for model_config in (_stock_config(config), read_config(source))
+        ]
         if shapes[0] != shapes[1]:
             raise CheckpointError(f"{source} is not what {folder} was made of: {shapes[1]}, not {shapes[0]}")
         weights.append(Checkpoint.open(source).size)
-    elif several:
+    elif is_distributed:
         weights *= 2
     device = torch.device(processes.device)
     # processes share the memory of a machine, and have a GPU each
-    stored = None if dtype == "auto" else stored_dtype(folder)
-    scale = getattr(torch, dtype).itemsize / getattr(torch, stored).itemsize if stored else 1
-    needed, free = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world), free_bytes(device)
-    if needed > free:
-        once = source and not several
-        hint = "; leave the source out: the original is then measured over the same weights" if once else ""
+    weights_dtype = None if dtype == "auto" else stored_dtype(folder)
+    scale = getattr(torch, dtype).itemsize / getattr(torch, weights_dtype).itemsize if weights_dtype else 1
+    needed_bytes, free_memory = (
+        round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world),
+        free_bytes(device),
+    )
+    if needed_bytes > free_memory:
+        can_share = source and not is_distributed
+        hint = "; leave the source out: the original is then measured over the same weights" if can_share else ""
         raise KVSurgeryError(
-            f"weights take {console.size(needed)}, {console.size(free)} are free on {device.type}{hint}"
+            f"weights take {console.size(needed_bytes)}, {console.size(free_memory)} are free on {device.type}{hint}"
         )
     with processes.first():  # the code is copied by one
         copy_code(folder)
     converted = load(folder, device=str(device), dtype=dtype, tp=processes.world)
-    if source is None and not several:
-        return converted, sharing(converted, AutoConfig.from_pretrained(folder))
+    if source is None and not is_distributed:
+        return converted, shared_stock_model(converted, AutoConfig.from_pretrained(folder))
     return converted, load(source or folder, device=str(device), dtype=dtype, tp=processes.world, stock=True)
 
 
-def _stock(config: dict[str, Any]) -> dict[str, Any]:
+def _stock_config(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("kv_surgery", "auto_map")}
 
 
-def sharing(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
+def shared_stock_model(converted: PreTrainedModel, config: Any) -> PreTrainedModel:
     """The stock model of a config over the parameters and buffers of a converted one."""
-    stock = next(
+    stock_class = next(
         base
         for base in type(converted).__mro__
         if issubclass(base, PreTrainedModel) and base.__module__.startswith("transformers.")
     )
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     with torch.device("meta"):
-        model = stock._from_config(config, dtype=converted.dtype, attn_implementation=attention)
+        model = stock_class._from_config(config, dtype=converted.dtype, attn_implementation=attention)
     for name, module in model.named_modules():
         twin = converted.get_submodule(name)
         module._parameters, module._buffers = dict(twin._parameters), dict(twin._buffers)
@@ -156,10 +162,10 @@ def contenders(
     layout = KVLayout.from_config(converted.config).parts(count)[rank]
     reform = Reform.from_config(converted.config)
     with torch.no_grad():
-        kind = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device))[CACHE])
+        cache_class = type(converted(torch.zeros(1, 1, dtype=torch.long, device=converted.device))[CACHE])
 
     def head_level(prompt: int, new: int) -> Any:
-        cache = kind(converted.config, prompt + new)
+        cache = cache_class(converted.config, prompt + new)
         cache.expect_prompt(prompt)
         return cache
 
@@ -171,17 +177,17 @@ def contenders(
         yield Contender(f"{ORIGINAL}, {backend} int{bits}", original, lambda prompt, new, make=make: make(), layout)
 
 
-def usable(found: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
+def usable_contenders(candidates: Iterator[Contender]) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that run here, and why the others do not."""
-    there, left_out = [], {}
-    for contender in found:
-        ours = contender.name in (CONVERTED, ORIGINAL)
-        reason = "" if ours else unusable(lambda own=contender: own.make(1, 1))
+    runnable_contenders, left_out = [], {}
+    for contender in candidates:
+        is_required = contender.name in (CONVERTED, ORIGINAL)
+        reason = "" if is_required else unusable(lambda candidate=contender: candidate.make(1, 1))
         if reason:
             left_out[contender.name] = reason
         else:
-            there.append(contender)
-    return there, left_out
+            runnable_contenders.append(contender)
+    return runnable_contenders, left_out
 
 
 def step_weights(model: PreTrainedModel, batch: int) -> int:
@@ -194,6 +200,8 @@ def step_weights(model: PreTrainedModel, batch: int) -> int:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     share = min(1.0, batch * config.num_experts_per_tok / experts) if experts else 1.0
     embedding, head = decoder.get_input_embeddings().weight, model.get_output_embeddings().weight
-    own = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
-    held = {name: stored_bytes(part) * (share if ".experts." in name else 1) for name, part in own.items()}
-    return stored_bytes(head) + round(sum(held.values()))
+    parameters = {name: part for name, part in decoder.named_parameters() if part is not embedding and part is not head}
+    parameter_bytes = {
+        name: stored_bytes(part) * (share if ".experts." in name else 1) for name, part in parameters.items()
+    }
+    return stored_bytes(head) + round(sum(parameter_bytes.values()))

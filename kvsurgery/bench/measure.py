@@ -49,10 +49,10 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"lengths": 1, "batches": 1, "new": WARM + 1, "chunk": 1, "rounds": 1}.items():
+        for name, minimum in {"lengths": 1, "batches": 1, "new": WARM + 1, "chunk": 1, "rounds": 1}.items():
             value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,), default=0) < least:
-                raise KVSurgeryError(f"{name} must be {least} or more, got {value}")
+            if min(value if isinstance(value, tuple) else (value,), default=0) < minimum:
+                raise KVSurgeryError(f"{name} must be {minimum} or more, got {value}")
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ class Workload:
 
 
 def measure(
-    found: list[Contender],
+    contenders: list[Contender],
     work: Workload,
     bandwidth: float,
     progress: Progress,
@@ -81,18 +81,18 @@ def measure(
         KVSurgeryError: one of several processes is out of memory, where the others wait for it.
     """
     rows: list[Row] = []
-    done, of = 0, len(work.cells) * (1 + work.rounds) * len(found)
+    done, total = 0, len(work.cells) * (1 + work.rounds) * len(contenders)
     for batch, tokens in work.cells:
-        ids = prompts(found[0].model, batch, tokens, work.seed)
-        turns = [Turns(contender, ids, work, processes) for contender in found]
+        ids = prompts(contenders[0].model, batch, tokens, work.seed)
+        turns = [Turns(contender, ids, work, processes) for contender in contenders]
         for number in range(1 + work.rounds):
-            first = number % len(turns)
-            for turn in turns[first:] + turns[:first]:
-                progress(done, of, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
+            start = number % len(turns)
+            for turn in turns[start:] + turns[:start]:
+                progress(done, total, f"{batch} x {tokens:,} tokens, {turn.contender.name}")
                 turn.take(warm=number > 0)
                 done += 1
         rows += [fullest(processes.gather([turn.row(bandwidth)])) for turn in turns]
-    progress(done, of, "")
+    progress(done, total, "")
     return tuple(rows)
 
 
@@ -105,16 +105,18 @@ def prompts(model: Any, batch: int, tokens: int, seed: int) -> torch.Tensor:
 
 def fullest(rows: list[Row]) -> Row:
     """The row of the first process, with the memory of the one that holds most."""
-    first = rows[0]
-    if first.skipped:
-        return first
-    most = {name: max(getattr(row, name) or 0 for row in rows) or None for name in ("kv_bytes", "predicted", "floor")}
+    first_row = rows[0]
+    if first_row.skipped:
+        return first_row
+    largest_values = {
+        name: max(getattr(row, name) or 0 for row in rows) or None for name in ("kv_bytes", "predicted", "floor")
+    }
     peaks = {
         name: replace(phase, peak_bytes=max(getattr(row, name).peak_bytes for row in rows))
         for name in PHASES
-        if (phase := getattr(first, name))
+        if (phase := getattr(first_row, name))
     }
-    return replace(first, **most, **peaks)
+    return replace(first_row, **largest_values, **peaks)
 
 
 class Turns:
@@ -125,8 +127,8 @@ class Turns:
         self.batch, self.tokens = ids.shape
         self.seconds: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}
-        self.held: list[int] = []  # KV bytes before the first decode step and after the last
-        reasons = processes.gather([contender.unreadable(self.batch, self.tokens, work.new)])
+        self.kv_bytes: list[int] = []  # KV bytes before the first decode step and after the last
+        reasons = processes.gather([contender.unreadable_reason(self.batch, self.tokens, work.new)])
         self.skipped = next(filter(None, reasons), None)
 
     @torch.no_grad()
@@ -175,15 +177,15 @@ class Turns:
                     self.peaks["chunked"] = peak.take()
                 cache, token = self._prefill()
                 self.peaks["prefill"] = peak.take()
-                self.held.append(cache_bytes(cache))
+                self.kv_bytes.append(cache_bytes(cache))
                 self._decode(cache, token)
                 self.peaks["decode"] = peak.take()
-                self.held.append(cache_bytes(cache))
+                self.kv_bytes.append(cache_bytes(cache))
                 del cache
                 peak.take()
                 self._generate(1)
             else:
-                self.held.append(cache_bytes(self._generate(self.work.new)))
+                self.kv_bytes.append(cache_bytes(self._generate(self.work.new)))
             self.peaks["first_token"] = peak.take()
 
     def _prefill(self, chunk: int | None = None) -> tuple[Any, torch.Tensor]:
@@ -221,7 +223,7 @@ class Turns:
         return replace(
             row,
             **phases,
-            kv_bytes=self.held[-1],
+            kv_bytes=self.kv_bytes[-1],
             predicted=self.contender.predicted(self.batch, self.tokens, self.work.new),
             floor=self._step_bytes() / bandwidth if "decode" in phases else None,
         )
@@ -232,6 +234,6 @@ class Turns:
         For a converted model these are the bytes that its cache allocates for this many tokens, for others the mean of
         the bytes before and after.
         """
-        half = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)
-        states = statistics.fmean(self.held) if half is None else half
-        return step_weights(self.contender.model, self.batch) + states
+        predicted_bytes = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)
+        cache_bytes_read = statistics.fmean(self.kv_bytes) if predicted_bytes is None else predicted_bytes
+        return step_weights(self.contender.model, self.batch) + cache_bytes_read

@@ -34,27 +34,29 @@ class LiveBytes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of several others: its own operations on those come here
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        input_storages = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)
+        }
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in input_storages:
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self._held() > self.peak:
+        if self._live_bytes() > self.peak:
             self._forget()
-            self.peak = max(self.peak, self._held())
+            self.peak = max(self.peak, self._live_bytes())
         return result
 
     def take(self) -> int:
         """The peak since the last call; the next one begins with what is held."""
         self._forget()
-        peak, self.peak = self.peak, self._held()
+        peak, self.peak = self.peak, self._live_bytes()
         return peak
 
     def _forget(self) -> None:
         """Drop the storages that are gone."""
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
 
-    def _held(self) -> int:
+    def _live_bytes(self) -> int:
         return sum(size for _, size in self.storages.values())
 
 
@@ -65,7 +67,7 @@ class CudaBytes:
         self.device = device
 
     def __enter__(self) -> CudaBytes:
-        self.before = torch.cuda.memory_allocated(self.device)
+        self.bytes_before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return self
 
@@ -74,7 +76,7 @@ class CudaBytes:
 
     def take(self) -> int:
         """The peak since the last call; the next one begins with what is held."""
-        peak = torch.cuda.max_memory_allocated(self.device) - self.before
+        peak = torch.cuda.max_memory_allocated(self.device) - self.bytes_before
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
@@ -87,8 +89,8 @@ def peak_of(device: torch.device) -> LiveBytes | CudaBytes:
 def free_bytes(device: torch.device) -> int:
     """Bytes that tensors can still take on a device; on a CPU, within the limit of the container."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused_bytes
     return int(min(_machine_bytes(), _container_bytes()))
 
 
@@ -101,9 +103,9 @@ def _machine_bytes() -> int:
 
 def _container_bytes() -> float:
     """Bytes that the memory limit of this container leaves; cached files count as free, as in MemAvailable."""
-    for most, used in CGROUP_FILES:
-        limit = CGROUP / most
-        if limit.exists() and (size := limit.read_text().strip()) != "max":
-            stat = dict(line.split() for line in limit.with_name("memory.stat").read_text().splitlines())
-            return int(size) - int((CGROUP / used).read_text()) + int(stat["active_file"]) + int(stat["inactive_file"])
+    for limit, usage in CGROUP_FILES:
+        limit_path = CGROUP / limit
+        if limit_path.exists() and (size := limit_path.read_text().strip()) != "max":
+            stat = dict(line.split() for line in limit_path.with_name("memory.stat").read_text().splitlines())
+            return int(size) - int((CGROUP / usage).read_text()) + int(stat["active_file"]) + int(stat["inactive_file"])
     return math.inf

@@ -105,7 +105,7 @@ class Bench:
     def save(self, folder: Path) -> None:
         """Write `bench.json` and, for spreadsheets, its rows as `bench.csv`."""
         write_whole(folder / FILE, json.dumps(self.to_json(), indent=1) + "\n")
-        write_table(folder / TABLE, [_flat(row) for row in self.rows])
+        write_table(folder / TABLE, [_table_row(row) for row in self.rows])
 
     @classmethod
     def load(cls, folder: Path) -> Bench:
@@ -124,12 +124,12 @@ def _row(fields: dict[str, Any]) -> Row:
     return Row(**fields, **{name: phase and Phase(**phase) for name, phase in phases.items()})
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _table_row(row: Row) -> dict[str, Any]:
     """A row of the CSV file: every phase has columns of its own, seconds end in _s; missing values are empty."""
-    flat = {"contender": row.contender, "tokens": row.tokens, "batch": row.batch}
+    fields = {"contender": row.contender, "tokens": row.tokens, "batch": row.batch}
     for name in PHASES:
         phase = getattr(row, name)
-        seconds = {"_s": "seconds", "_low_s": "low", "_high_s": "high", "_count": "count", "_peak_bytes": "peak_bytes"}
-        flat |= {name + ending: phase and getattr(phase, of) for ending, of in seconds.items()}
-    rest = {name: getattr(row, name) for name in ("kv_bytes", "predicted")}
-    return {**flat, **rest, "floor_s": row.floor, "share_of_floor": row.share, "skipped": row.skipped}
+        columns = {"_s": "seconds", "_low_s": "low", "_high_s": "high", "_count": "count", "_peak_bytes": "peak_bytes"}
+        fields |= {name + suffix: phase and getattr(phase, field) for suffix, field in columns.items()}
+    byte_fields = {name: getattr(row, name) for name in ("kv_bytes", "predicted")}
+    return {**fields, **byte_fields, "floor_s": row.floor, "share_of_floor": row.share, "skipped": row.skipped}

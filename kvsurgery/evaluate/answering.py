@@ -46,25 +46,25 @@ class Respondent:
             batch: samples of one `Sample.kind`.
             report: called now and then with a note on the progress.
         """
-        records = [_skipped(sample, reason) for sample in batch if (reason := self.beyond(sample))]
-        fitting = [sample for sample in batch if not self.beyond(sample)]
-        if not fitting:
+        records = [_skip_record(sample, reason) for sample in batch if (reason := self.too_long_reason(sample))]
+        fitting_samples = [sample for sample in batch if not self.too_long_reason(sample)]
+        if not fitting_samples:
             return records
         try:
-            return records + self._responses(fitting, report)
+            return records + self._responses(fitting_samples, report)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
             if self.shared:
-                longest = max(len(sample.tokens) for sample in fitting)
-                raise KVSurgeryError(f"out of memory at {longest:,} tokens; leave longer prompts out") from error
+                longest_prompt = max(len(sample.tokens) for sample in fitting_samples)
+                raise KVSurgeryError(f"out of memory at {longest_prompt:,} tokens; leave longer prompts out") from error
         # only here, where nothing holds the frames of the failure any longer
         free()
-        if len(fitting) == 1:
-            return [*records, _skipped(fitting[0], "out of memory")]
-        return records + [record for sample in fitting for record in self.records([sample], report)]
+        if len(fitting_samples) == 1:
+            return [*records, _skip_record(fitting_samples[0], "out of memory")]
+        return records + [record for sample in fitting_samples for record in self.records([sample], report)]
 
-    def beyond(self, sample: Sample) -> str | None:
+    def too_long_reason(self, sample: Sample) -> str | None:
         """Why a sample is too long, if it is. What REFORM reads may be longer than the context."""
         positions = self.model.config.get_text_config().max_position_embeddings
         prompt, budget = len(sample.tokens), decoding.recompute_budget(self.model)
@@ -89,34 +89,34 @@ class Respondent:
             losses = decoding.mean_nll(self.model, rows, first.continuation, chunk=self.chunk, progress=step)
             return [{**_record(sample), "nll": nll} for sample, nll in zip(batch, losses, strict=True)]
         if first.conversation:
-            return [self._conversed(sample, sample.conversation) for sample in batch if sample.conversation]
+            return [self._conversation_record(sample, sample.conversation) for sample in batch if sample.conversation]
         if first.context:
             limits = [sample.limit for sample in batch]
-            said = decoding.later_answers(
+            answers = decoding.later_answers(
                 self.model, self.tokenizer, rows, limits, first.context, stops=first.stops, chunk=self.chunk
             )
-            return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
+            return [self._answer_record(sample, tokens) for sample, tokens in zip(batch, answers, strict=True)]
         limit = max(sample.limit for sample in batch)
         images = first.images.inputs() if first.images else None
-        said = decoding.answers(
+        answers = decoding.answers(
             self.model, self.tokenizer, rows, limit, stops=first.stops, chunk=self.chunk, images=images
         )
-        return [self._answered(sample, tokens) for sample, tokens in zip(batch, said, strict=True)]
+        return [self._answer_record(sample, tokens) for sample, tokens in zip(batch, answers, strict=True)]
 
-    def _conversed(self, sample: Sample, conversation: Conversation) -> dict[str, Any]:
+    def _conversation_record(self, sample: Sample, conversation: Conversation) -> dict[str, Any]:
         """Answers to all turns; the first is the one that is measured, if any is."""
-        said = decoding.conversation(
+        answers = decoding.conversation(
             self.model, self.tokenizer, sample.tokens, conversation.later, sample.limit, chunk=self.chunk
         )
-        texts = [text_of(self.tokenizer, tokens, skip_special_tokens=True).strip() for tokens in said]
-        return {**self._answered(sample, said[0]), "turns": texts}
+        texts = [text_of(self.tokenizer, tokens, skip_special_tokens=True).strip() for tokens in answers]
+        return {**self._answer_record(sample, answers[0]), "turns": texts}
 
-    def _answered(self, sample: Sample, tokens: list[int]) -> dict[str, Any]:
+    def _answer_record(self, sample: Sample, tokens: list[int]) -> dict[str, Any]:
         """An answer, cut at the sample's own limit and before a text that stops it, with its scores."""
         tokens = tokens[: sample.limit]
         text = text_of(self.tokenizer, tokens, skip_special_tokens=True).lstrip("\n")
-        ends = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
-        text = text[: min(ends, default=len(text))].rstrip()
+        stop_places = (place for stop in sample.stops if (place := text.find(stop)) >= 0)
+        text = text[: min(stop_places, default=len(text))].rstrip()
         scores = {metric: score(metric, sample, text, tokens) for metric in sample.metrics}
         return {**_record(sample), "answer": text, "tokens": tokens, "scores": scores}
 
@@ -125,8 +125,8 @@ def score(metric: str, sample: Sample, text: str, tokens: Sequence[int]) -> floa
     """The score of an answer, 0 to 1."""
     if metric == TOKEN_ACCURACY:
         assert sample.answer_tokens is not None  # samples of this metric have them
-        right = sample.answer_tokens.tolist()
-        return sum(said == token for said, token in zip(tokens, right, strict=False)) / len(right)
+        targets = sample.answer_tokens.tolist()
+        return sum(token == target for token, target in zip(tokens, targets, strict=False)) / len(targets)
     return float(METRICS[metric](text, sample.answers, sample.choices))
 
 
@@ -146,5 +146,5 @@ def _record(sample: Sample) -> dict[str, Any]:
     return {"task": sample.task, "sample": sample.name}
 
 
-def _skipped(sample: Sample, reason: str) -> dict[str, Any]:
+def _skip_record(sample: Sample, reason: str) -> dict[str, Any]:
     return {**_record(sample), "skipped": reason}

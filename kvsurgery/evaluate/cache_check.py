@@ -38,8 +38,8 @@ class CheckText:
             UnsupportedModel: the checkpoint has no tokenizer.
         """
         tokenizer = reader_of(folder).tokenizer
-        text, first = Haystack.read(source, tokenizer, SIZES.passages * SIZES.length), first_tokens(tokenizer)
-        passages = SIZES.of(text.tokens, first)
+        text, start_tokens = Haystack.read(source, tokenizer, SIZES.passages * SIZES.length), first_tokens(tokenizer)
+        passages = SIZES.of(text.tokens, start_tokens)
         return cls(torch.stack(passages), text.name)
 
 
@@ -59,10 +59,10 @@ class CacheCheck:
 
     def __str__(self) -> str:
         """The check, as one sentence."""
-        part = "" if self.unquantized is None else f", and {self.unquantized:.2g} from the same heads unquantized"
+        clause = "" if self.unquantized is None else f", and {self.unquantized:.2g} from the same heads unquantized"
         return (
             f"Divergence of the next token at {self.context:,} tokens of {self.text}: {self.original:.2g} nats from "
-            f"the original model{part}."
+            f"the original model{clause}."
         )
 
 
@@ -76,19 +76,21 @@ def check_cache(folder: Path, text: CheckText, *, dtype: str = "auto") -> CacheC
     """
     device = usable_device(None)
     model = load(folder, device=device, dtype=dtype, stock=True)
-    exact = [_log_probabilities(model, passage, None) for passage in text.passages]
+    references = [_log_probabilities(model, passage, None) for passage in text.passages]
     del model
     gc.collect()
     model = load(folder, device=device, dtype=dtype)
     plain = copy.deepcopy(model.config)
     quantized = [plain.kv_surgery.pop(name, None) for name in QUANTIZATION.values()] != [None] * len(QUANTIZATION)
-    cache = type(model(text.passages[:1, :1].to(device))[CACHE])
+    cache_class = type(model(text.passages[:1, :1].to(device))[CACHE])
     original = unquantized = 0.0
-    for passage, expected in zip(text.passages, exact, strict=True):
-        found = _log_probabilities(model, passage, cache(model.config))
-        original += next_token_divergence(found, expected).item()
+    for passage, reference in zip(text.passages, references, strict=True):
+        log_probs = _log_probabilities(model, passage, cache_class(model.config))
+        original += next_token_divergence(log_probs, reference).item()
         if quantized:
-            unquantized += next_token_divergence(found, _log_probabilities(model, passage, cache(plain))).item()
+            unquantized += next_token_divergence(
+                log_probs, _log_probabilities(model, passage, cache_class(plain))
+            ).item()
     count = len(text.passages)
     return CacheCheck(text.name, SIZES.context, original / count, unquantized / count if quantized else None)
 
@@ -96,6 +98,6 @@ def check_cache(folder: Path, text: CheckText, *, dtype: str = "auto") -> CacheC
 @torch.inference_mode()
 def _log_probabilities(model: PreTrainedModel, passage: torch.Tensor, cache) -> torch.Tensor:
     """float32 [scored, vocabulary], on the CPU, after each of a passage's last tokens."""
-    prompt, following = passage[None].to(model.device).split([SIZES.context, SIZES.scored], 1)
+    prompt, scored_tokens = passage[None].to(model.device).split([SIZES.context, SIZES.scored], 1)
     cache = model(prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})[CACHE]
-    return model(following, **{CACHE: cache}).logits[0].float().log_softmax(-1).cpu()
+    return model(scored_tokens, **{CACHE: cache}).logits[0].float().log_softmax(-1).cpu()

@@ -28,7 +28,7 @@ from kvsurgery.system.processes import tensor_parallel
 from kvsurgery.templates.kv_layout import KVLayout
 
 GENERATION_CONFIG = "generation_config.json"
-SAMPLED = 256  # first bytes of every tensor, which a fingerprint covers
+SAMPLED_BYTES = 256  # first bytes of every tensor, which a fingerprint covers
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -125,11 +125,11 @@ def load(folder: str | Path, *, device: str, dtype: str = "auto", tp: int = 1, s
         raise not_loaded(folder, error) from error
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the weights of {folder} do not fit on {device}; try `dtype` bfloat16") from error
-    stated = model.generation_config
-    ends = stated.eos_token_id if isinstance(stated.eos_token_id, list) else [stated.eos_token_id]
-    ends = [token for token in ends if token is not None]
-    pad = stated.pad_token_id if stated.pad_token_id is not None else [*ends, 0][0]
-    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad)
+    defaults = model.generation_config
+    end_tokens = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
+    end_tokens = [token for token in end_tokens if token is not None]
+    pad_token = defaults.pad_token_id if defaults.pad_token_id is not None else [*end_tokens, 0][0]
+    model.generation_config = GenerationConfig(eos_token_id=end_tokens or None, pad_token_id=pad_token)
     return model
 
 
@@ -148,7 +148,7 @@ def fingerprint(folder: str | Path) -> str:
         with open(shard.path, "rb") as file:
             for tensor in shard.tensors:
                 file.seek(tensor.start)
-                digest.update(file.read(min(SAMPLED, tensor.size)))
+                digest.update(file.read(min(SAMPLED_BYTES, tensor.size)))
     return digest.hexdigest()[:32]
 
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.templates.kv_cache import CACHE
 
-LAST = 50  # tokens of a prompt that come one by one before a short answer
-REPORTED = 16  # steps between two calls of `progress`
+LAST_TOKENS = 50  # tokens of a prompt that come one by one before a short answer
+STEPS_PER_REPORT = 16  # steps between two calls of `progress`
 
 
 class Reading:
@@ -48,37 +48,37 @@ class Reading:
         images: Mapping[str, torch.Tensor] | None = None,
     ):
         self.model = model
-        self._take(rows)
+        self._set_rows(rows)
         # an image's tokens may lie on both sides of a border between chunks; their embeddings can be cut anywhere
-        self.embeddings = embedded(model, self.ids, images) if images else None
-        self.cache, self.seen = empty_cache(model, prompt, capacity), 0
+        self.embeddings = prompt_embeddings(model, self.ids, images) if images else None
+        self.cache, self.columns_read = empty_cache(model, prompt, capacity), 0
 
     def branch(self, rows: Sequence[np.ndarray]) -> Reading:
         """A reading of other rows, which begin with what has been read, on a copy of the cache."""
-        other = copy(self)
-        other._take(rows)
+        reading = copy(self)
+        reading._set_rows(rows)
         with torch.inference_mode(False):  # an emitted cache is written anywhere
-            other.cache = deepcopy(self.cache)
-        return other
+            reading.cache = deepcopy(self.cache)
+        return reading
 
     def go_on(self, rows: Sequence[np.ndarray]) -> None:
         """Read other rows, which begin with what the cache has, answers included."""
-        self._take(rows)
-        self.seen = self.cache.get_seq_length()
+        self._set_rows(rows)
+        self.columns_read = self.cache.get_seq_length()
 
     def feed(self, tokens: int) -> torch.Tensor:
         """Read this many more columns; logits of the last one, float32 [batch, vocabulary]."""
-        stop = self.seen + tokens
-        name, read = ("input_ids", self.ids) if self.embeddings is None else ("inputs_embeds", self.embeddings)
+        stop = self.columns_read + tokens
+        name, inputs = ("input_ids", self.ids) if self.embeddings is None else ("inputs_embeds", self.embeddings)
         output = self.model(
-            **{name: read[:, self.seen : stop]},
+            **{name: inputs[:, self.columns_read : stop]},
             attention_mask=self.mask[:, :stop],
-            position_ids=self.positions[:, self.seen : stop],
+            position_ids=self.positions[:, self.columns_read : stop],
             use_cache=True,
             logits_to_keep=1,
             **{CACHE: self.cache},
         )
-        self.cache, self.seen = output[CACHE], stop
+        self.cache, self.columns_read = output[CACHE], stop
         return output.logits[:, -1].float()
 
     def prefill(self, tokens: int, chunk: int | None = None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Reading:
             logits = self.feed(min(chunk, tokens - start))
         return logits
 
-    def _take(self, rows: Sequence[np.ndarray]) -> None:
+    def _set_rows(self, rows: Sequence[np.ndarray]) -> None:
         self.ids, self.mask = left_padded(rows, self.model)
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
 
@@ -115,11 +115,11 @@ def answers(
         chunk: tokens of a prompt that are read at once. Default: all.
         images: of a single prompt, what the model takes beside its tokens.
     """
-    longest, budget = max(map(len, prompts)), recompute_budget(model)
-    if budget is not None and longest > budget:
+    width, budget = max(map(len, prompts)), recompute_budget(model)
+    if budget is not None and width > budget:
         ids, mask = left_padded(prompts, model)
-        return _generated(model, tokenizer, ids, mask, limit, stops, **_on_device(images or {}, model))
-    return _said(Reading(model, prompts, longest, longest + limit, images), tokenizer, limit, stops, chunk)
+        return _generate(model, tokenizer, ids, mask, limit, stops, **_on_device(images or {}, model))
+    return _read_and_answer(Reading(model, prompts, width, width + limit, images), tokenizer, limit, stops, chunk)
 
 
 @torch.inference_mode()
@@ -145,8 +145,8 @@ def later_answers(
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     reading = Reading(model, [prompts[0][:context]], context, capacity)
     reading.prefill(context, chunk)
-    asked = zip(prompts, limits, strict=True)
-    return [_said(reading.branch([prompt]), tokenizer, limit, stops, chunk)[0] for prompt, limit in asked]
+    requests = zip(prompts, limits, strict=True)
+    return [_read_and_answer(reading.branch([prompt]), tokenizer, limit, stops, chunk)[0] for prompt, limit in requests]
 
 
 @torch.inference_mode()
@@ -169,46 +169,46 @@ def conversation(
     """
     capacity = len(prompt) + limit + sum(len(turn) + limit for turn in turns)
     reading = Reading(model, [prompt], len(prompt), capacity)
-    said = _said(reading, tokenizer, limit, (), chunk)
+    replies = _read_and_answer(reading, tokenizer, limit, (), chunk)
     for turn in turns:
-        prompt = np.concatenate([prompt, np.array(said[-1], dtype=np.int64), turn])
+        prompt = np.concatenate([prompt, np.array(replies[-1], dtype=np.int64), turn])
         reading.go_on([prompt])
-        said += _said(reading, tokenizer, limit, (), chunk)
-    return said
+        replies += _read_and_answer(reading, tokenizer, limit, (), chunk)
+    return replies
 
 
-def _said(
+def _read_and_answer(
     reading: Reading, tokenizer: PreTrainedTokenizerBase, limit: int, stops: Sequence[str], chunk: int | None
 ) -> list[list[int]]:
     """Read the rest of the prompt, its last tokens one by one before a short answer, and answer."""
-    columns, shortest = reading.ids.shape[1], int(reading.mask.sum(1).min())
+    columns, shortest_prompt = reading.ids.shape[1], int(reading.mask.sum(1).min())
     # generate reads the last token; every row has one before those that come one by one
-    singly = min(LAST, shortest - 1, columns - reading.seen) if limit <= SHORT_ANSWER else 1
-    if at_once := columns - singly - reading.seen:
-        reading.prefill(at_once, chunk)
-    for _ in range(singly - 1):
+    single_steps = min(LAST_TOKENS, shortest_prompt - 1, columns - reading.columns_read) if limit <= SHORT_ANSWER else 1
+    if prefill_columns := columns - single_steps - reading.columns_read:
+        reading.prefill(prefill_columns, chunk)
+    for _ in range(single_steps - 1):
         reading.feed(1)
-    return _generated(reading.model, tokenizer, reading.ids, reading.mask, limit, stops, **{CACHE: reading.cache})
+    return _generate(reading.model, tokenizer, reading.ids, reading.mask, limit, stops, **{CACHE: reading.cache})
 
 
-def _generated(
+def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: torch.Tensor,
     mask: torch.Tensor,
     limit: int,
     stops: Sequence[str],
-    **begun: Any,
+    **model_inputs: Any,
 ) -> list[list[int]]:
     stopping = StopsAtText(tokenizer, stops)
     criteria = StoppingCriteriaList([stopping] if stops else [])
     output = model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
-        ids, attention_mask=mask, max_new_tokens=limit, stopping_criteria=criteria, **begun
+        ids, attention_mask=mask, max_new_tokens=limit, stopping_criteria=criteria, **model_inputs
     )
-    ends = set(model.generation_config.eos_token_id or ())
+    end_tokens = set(model.generation_config.eos_token_id or ())
     # what follows in a row that has ended is padding
-    said = (row[: stopping.lengths.get(number)] for number, row in enumerate(output[:, ids.shape[1] :].tolist()))
-    return [list(takewhile(lambda token: token not in ends, row)) for row in said]
+    answer_rows = (row[: stopping.lengths.get(number)] for number, row in enumerate(output[:, ids.shape[1] :].tolist()))
+    return [list(takewhile(lambda token: token not in end_tokens, row)) for row in answer_rows]
 
 
 @torch.inference_mode()
@@ -235,7 +235,7 @@ def mean_nll(
     logits, losses = reading.prefill(prompt, chunk), []
     for column in range(prompt, columns):
         losses.append(F.cross_entropy(logits, reading.ids[:, column], reduction="none"))
-        if progress is not None and (column + 1 - prompt) % REPORTED == 0:
+        if progress is not None and (column + 1 - prompt) % STEPS_PER_REPORT == 0:
             progress(column + 1 - prompt)
         if column + 1 < columns:
             logits = reading.feed(1)
@@ -255,11 +255,11 @@ class StopsAtText(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.start is None:  # all but the first new token is the prompt, gathered or not
             self.start = input_ids.shape[1] - 1
-        said = self.tokenizer.batch_decode(input_ids[:, self.start :])
-        for row, text in enumerate(said):
+        answers = self.tokenizer.batch_decode(input_ids[:, self.start :])
+        for row, text in enumerate(answers):
             if any(stop in text.lstrip() for stop in self.stops):
                 self.lengths.setdefault(row, input_ids.shape[1] - self.start)
-        return torch.tensor([row in self.lengths for row in range(len(said))], device=input_ids.device)
+        return torch.tensor([row in self.lengths for row in range(len(answers))], device=input_ids.device)
 
 
 def left_padded(rows: Sequence[np.ndarray], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,20 +273,20 @@ def left_padded(rows: Sequence[np.ndarray], model: PreTrainedModel) -> tuple[tor
     return ids.to(model.device), mask.to(model.device)
 
 
-def embedded(model: PreTrainedModel, ids: torch.Tensor, images: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def prompt_embeddings(model: PreTrainedModel, ids: torch.Tensor, images: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Embeddings of a prompt with its images in place, [1, tokens, hidden], as the text model gets them."""
-    taken: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
 
-    def take(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        taken.append(kwargs["inputs_embeds"])
-        raise _Taken  # the text model has nothing to do yet
+    def capture(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        captured.append(kwargs["inputs_embeds"])
+        raise _EmbeddingsCaptured  # the text model has nothing to do yet
 
-    with model.get_decoder().register_forward_pre_hook(take, with_kwargs=True), suppress(_Taken):
+    with model.get_decoder().register_forward_pre_hook(capture, with_kwargs=True), suppress(_EmbeddingsCaptured):
         model(input_ids=ids, **_on_device(images, model))
-    return taken[0]
+    return captured[0]
 
 
-class _Taken(Exception):
+class _EmbeddingsCaptured(Exception):
     """A forward that ended where it was meant to."""
 
 

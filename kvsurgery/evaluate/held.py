@@ -34,11 +34,11 @@ class LongestSample:
     def of(cls, checkpoint: str | Path, samples: Iterable[Sample], positions: int, dtype: str) -> LongestSample:
         """The longest of the samples that fit into `positions` tokens, for a checkpoint that is loaded in a dtype."""
         lengths = {sample: sample.positions for sample in samples}
-        fitting = [sample for sample, length in lengths.items() if length <= positions]
-        longest = max(fitting or lengths, key=lengths.__getitem__)
-        loaded = getattr(torch, dtype if dtype != "auto" else stored_dtype(Path(checkpoint)) or "float32")
-        prompt = longest.context or len(longest.tokens) - longest.continuation
-        return cls(prompt, longest.positions - prompt, loaded.itemsize)
+        fitting_samples = [sample for sample, length in lengths.items() if length <= positions]
+        longest_sample = max(fitting_samples or lengths, key=lengths.__getitem__)
+        loaded_dtype = getattr(torch, dtype if dtype != "auto" else stored_dtype(Path(checkpoint)) or "float32")
+        prompt = longest_sample.context or len(longest_sample.tokens) - longest_sample.continuation
+        return cls(prompt, longest_sample.positions - prompt, loaded_dtype.itemsize)
 
     @property
     def tokens(self) -> int:
@@ -61,10 +61,10 @@ def with_kv_bytes(
 ) -> Results:
     """The results with the KV bytes of the longest sample, by the converted checkpoint's config."""
     config = read_config(Path(converted))
-    layout, longest = KVLayout.from_config(config), LongestSample.of(converted, samples, positions, dtype)
+    layout, longest_sample = KVLayout.from_config(config), LongestSample.of(converted, samples, positions, dtype)
     return replace(
         results,
-        tokens=longest.tokens,
-        kv_bytes=longest.kv_bytes(layout, Reform.from_config(config)),
-        dense_bytes=longest.dense_bytes(layout),
+        tokens=longest_sample.tokens,
+        kv_bytes=longest_sample.kv_bytes(layout, Reform.from_config(config)),
+        dense_bytes=longest_sample.dense_bytes(layout),
     )

@@ -59,11 +59,13 @@ class ImagePrompt:
     def _processed(self) -> dict[str, torch.Tensor]:
         images = [_image(path) for path in self.paths]
         try:
-            made = self.processor(text=self.text, images=images or None, return_tensors="pt", add_special_tokens=False)
+            features = self.processor(
+                text=self.text, images=images or None, return_tensors="pt", add_special_tokens=False
+            )
         except Exception as error:  # whatever a processor raises
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UnsupportedModel(f"the checkpoint's processor cannot read a prompt with images: {reason}") from error
-        return dict(made)
+        return dict(features)
 
 
 def image_processor(checkpoint: Path) -> ProcessorMixin:
@@ -102,11 +104,11 @@ def image_prompt(processor: ProcessorMixin, parts: Sequence[str], paths: Sequenc
         UnsupportedModel: the chat template cannot be used.
     """
     tokenizer, placeholder = processor.tokenizer, getattr(processor, PLACEHOLDER_ATTRIBUTE)
-    names = [tokenizer.convert_ids_to_tokens(token) for token in special_ids(tokenizer)]
-    special = re.compile("|".join(map(re.escape, sorted([*names, placeholder], key=len, reverse=True))))
-    text = placeholder.join(special.sub(" ", part) for part in parts)
-    before, after = around_turn(processor, as_parts=True) or (text_of(tokenizer, first_tokens(tokenizer)), "")
-    return ImagePrompt(processor, before + text + after, tuple(paths))
+    special_texts = [tokenizer.convert_ids_to_tokens(token) for token in special_ids(tokenizer)]
+    special_pattern = re.compile("|".join(map(re.escape, sorted([*special_texts, placeholder], key=len, reverse=True))))
+    text = placeholder.join(special_pattern.sub(" ", part) for part in parts)
+    prefix, suffix = around_turn(processor, as_parts=True) or (text_of(tokenizer, first_tokens(tokenizer)), "")
+    return ImagePrompt(processor, prefix + text + suffix, tuple(paths))
 
 
 def _image(path: Path) -> Image:

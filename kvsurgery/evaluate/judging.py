@@ -16,27 +16,27 @@ def write_judged(folder: Path, samples: Sequence[Sample], models: Iterable[str],
 
     A line has the questions, the reference answers, and the model's answers where FastChat's judge looks for them.
     """
-    judged = [sample for sample in samples if not sample.metrics and sample.conversation]
-    for task in dict.fromkeys(sample.task for sample in judged):
+    judged_samples = [sample for sample in samples if not sample.metrics and sample.conversation]
+    for task in dict.fromkeys(sample.task for sample in judged_samples):
         for model in models:
-            answers = read_lines(folder / f"answers-{model}.jsonl")
-            records = {(record["task"], record["sample"]): record for record in answers}
-            said = [
+            answer_records = read_lines(folder / f"answers-{model}.jsonl")
+            records = {(record["task"], record["sample"]): record for record in answer_records}
+            rows = [
                 _line(sample, sample.conversation, model, records[sample.key]["turns"])
-                for sample in judged
+                for sample in judged_samples
                 if sample.task == task and sample.conversation and "turns" in records[sample.key]
             ]
             path = folder / f"{task.replace('/', '-')}-{model}.jsonl"
-            write_whole(path, lines(said))
+            write_whole(path, lines(rows))
             note(f"{task} has no score: answers of the {model} model for a judge are in {path}")
 
 
-def _line(sample: Sample, asked: Conversation, model: str, said: Sequence[str]) -> dict[str, Any]:
+def _line(sample: Sample, conversation: Conversation, model: str, answers: Sequence[str]) -> dict[str, Any]:
     return {
         "question_id": int(sample.name) if sample.name.isdecimal() else sample.name,
         "model_id": model,
         **sample.facts,
-        "questions": list(asked.turns),
-        "reference": list(asked.reference),
-        "choices": [{"index": 0, "turns": list(said)}],
+        "questions": list(conversation.turns),
+        "reference": list(conversation.reference),
+        "choices": [{"index": 0, "turns": list(answers)}],
     }

@@ -18,39 +18,45 @@ if TYPE_CHECKING:
 
 
 def read_prompts(
-    path: str | None, shipped: Mapping[str, Mapping[str, Any]], needed: str, others: Collection[str], like: str
+    path: str | None,
+    shipped_prompts: Mapping[str, Mapping[str, Any]],
+    required_field: str,
+    optional_fields: Collection[str],
+    example_file: str,
 ) -> dict[str, str]:
     """Prompts by dataset, of a JSON file if there is one.
 
     Args:
-        shipped: by dataset, what has the `prompt` to use without a file.
-        needed: the field that every prompt must have, which the context fills in.
-        others: fields that a prompt may have.
-        like: a file of this kind, for the error.
+        shipped_prompts: by dataset, what has the `prompt` to use without a file.
+        required_field: the field that every prompt must have, which the context fills in.
+        optional_fields: fields that a prompt may have.
+        example_file: a file of this kind, for the error.
 
     Raises:
         TextError: it is no JSON object of texts, or they have other fields than a row fills in.
     """
     if path is None:
-        return {dataset: entry["prompt"] for dataset, entry in shipped.items()}
+        return {dataset: entry["prompt"] for dataset, entry in shipped_prompts.items()}
     prompts = read_json(path)
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
-        raise TextError(f"{path} must be a JSON object of prompts by dataset, such as {like}")
+        raise TextError(f"{path} must be a JSON object of prompts by dataset, such as {example_file}")
     for dataset, prompt in prompts.items():
         try:
             fields = [part[1:] for part in Formatter().parse(prompt) if part[1] is not None]
         except ValueError as error:
             raise TextError(f"{path}: the braces of {dataset} are not fields: {error}") from error
         # neither a format nor a conversion, which could ask for any width
-        if (needed, "", None) not in fields or {*fields} - {(name, "", None) for name in (needed, *others)}:
-            allowed = ", ".join(f"{{{name}}}" for name in others)
+        if (required_field, "", None) not in fields or {*fields} - {
+            (name, "", None) for name in (required_field, *optional_fields)
+        }:
+            names = ", ".join(f"{{{name}}}" for name in optional_fields)
             raise TextError(
-                f"{path}: the prompt for {dataset} must have {{{needed}}}, and no field but that and {allowed}"
+                f"{path}: the prompt for {dataset} must have {{{required_field}}}, and no field but that and {names}"
             )
     return prompts
 
 
-def shortened(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, chat: bool = True) -> np.ndarray:
+def truncated_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int, *, chat: bool = True) -> np.ndarray:
     """int64 [tokens, at most `room`]: a prompt as `turn_tokens` has it, without its middle where it is too long.
 
     Raises:

@@ -31,11 +31,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    whole, end, torn = path.read_bytes().rpartition(b"\n")
-    if torn:
-        os.truncate(path, len(whole) + len(end))
+    complete_lines, newline, torn_line = path.read_bytes().rpartition(b"\n")
+    if torn_line:
+        os.truncate(path, len(complete_lines) + len(newline))
     records = []
-    for number, line in enumerate(whole.split(b"\n") if end else [], 1):
+    for number, line in enumerate(complete_lines.split(b"\n") if newline else [], 1):
         try:
             records.append(json.loads(line))
             if not isinstance(records[-1], dict):
@@ -59,25 +59,25 @@ def lines(records: Iterable[Mapping[str, Any]]) -> str:
 def prompt_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """A sample as `samples.jsonl` has it: prompt and right answers, and the number and the hash of its token ids."""
     tokens = np.ascontiguousarray(sample.tokens, dtype=np.int64)
-    right = {} if sample.answer_tokens is None else {"answer_tokens": sample.answer_tokens.tolist()}
+    answer_fields = {} if sample.answer_tokens is None else {"answer_tokens": sample.answer_tokens.tolist()}
     return {
         "task": sample.task,
         "sample": sample.name,
         "facts": dict(sample.facts),
         "metrics": list(sample.metrics),
         "answers": list(sample.answers),
-        **right,
+        **answer_fields,
         "limit": sample.limit,
         "continuation": sample.continuation,
         **({"context": sample.context} if sample.context else {}),
         "stops": list(sample.stops),
         "tokens": len(tokens),
         "tokens_hash": blake3(tokens.tobytes()).hexdigest()[:32],
-        **_read(sample, tokens, tokenizer),
+        **_prompt_fields(sample, tokens, tokenizer),
     }
 
 
-def _read(sample: Sample, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _prompt_fields(sample: Sample, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     if sample.images:  # a placeholder for each, not for each of their tokens
         return {"prompt": sample.images.text, "images": [str(path) for path in sample.images.paths]}
     return {"prompt": tokenizer.decode(tokens, clean_up_tokenization_spaces=False)}
@@ -123,18 +123,18 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         OutputError: it does not; the line names what differs.
     """
-    held = {name: value for name, value in read_settings(folder).items() if name != "models"}
-    for keys, old, new in differences(held, settings):
+    recorded_settings = {name: value for name, value in read_settings(folder).items() if name != "models"}
+    for keys, old, new in differences(recorded_settings, settings):
         if keys == ("samples",):
             raise OutputError(
                 f"{folder} holds an evaluation with the same settings but other samples: the tokenizer, or a file that "
                 "samples are made from, has changed; give another folder"
             )
         raise OutputError(
-            f"{folder} holds an evaluation with {'.'.join(keys)} {_short(old)}, this one has {_short(new)}; give "
+            f"{folder} holds an evaluation with {'.'.join(keys)} {_cut_json(old)}, this one has {_cut_json(new)}; give "
             "another folder, or the same settings"
         )
 
 
-def _short(value: Any) -> str:
+def _cut_json(value: Any) -> str:
     return "nothing" if value is None else cut(json.dumps(value))

@@ -70,12 +70,12 @@ class TaskResult:
             TypeError, KeyError, AttributeError: it is something else.
         """
         difference = fields["difference"]
-        parsed: dict[str, Any] = {
+        parsed_fields: dict[str, Any] = {
             "scores": {name: Interval(**interval) for name, interval in fields["scores"].items()},
             "difference": difference and Interval(**difference),
             "cells": tuple(Cell(**cell) for cell in fields["cells"]),
         }
-        return cls(**{**fields, **parsed})
+        return cls(**{**fields, **parsed_fields})
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ LONGEST_LINE = 1 << 26  # characters
 LARGEST_FILE = 1 << 28  # bytes, of JSON that is read in one piece
 TYPE_NAMES: dict[type, str] = {str: "text", int: "a whole number", list: "a list of texts"}
 
-OPTIONED = ("chosen_option", "broken_function")  # metrics of rows with four options
+OPTION_METRICS = ("chosen_option", "broken_function")  # metrics of rows with four options
 OPTION_FIELDS = tuple(f"OPTION_{letter}" for letter in "ABCD")  # fields of prompts
-NUMERIC = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
+NUMERIC_METRICS = ("first_number", "last_number", "number_prefix")  # metrics whose answers are numbers
 
 Columns = Mapping[str, type]  # str, int or list (of texts) by name
 
@@ -51,12 +51,12 @@ def read_rows(source: str, columns: Columns, *, config: str, split: str) -> Iter
     if path.is_file():
         rows = _json_rows(path) if _begins_with(path, "[") else _lines(path)
     elif is_repo_id(source) and not path.exists():
-        taken = enumerate(dataset_rows(source, config, split), 1)
-        rows = ((f"{source} {config}/{split}, row {number}", row) for number, row in taken)
+        hub_rows = enumerate(dataset_rows(source, config, split), 1)
+        rows = ((f"{source} {config}/{split}, row {number}", row) for number, row in hub_rows)
     else:
         raise TextError(f"cannot read rows of {source}: there is no such file, and it is not the Hub id of a dataset")
     for number, (place, row) in enumerate(rows, 1):  # noqa: B007  (counted)
-        _check(row, columns, place)
+        _check_row(row, columns, place)
         yield row
     if not number:
         raise TextError(f"{source} holds no rows")
@@ -104,29 +104,29 @@ def in_folder(source: str, name: str) -> str:
     raise TextError(f"{folder} has no {' or '.join(name + ending for ending in ENDINGS)}")
 
 
-def named_files(source: str, names: Sequence[str], chosen: Sequence[str] | None, benchmark: str) -> dict[str, str]:
+def named_files(source: str, names: Sequence[str], selection: Sequence[str] | None, benchmark: str) -> dict[str, str]:
     """What is read of a benchmark, by the names of its files without endings: paths, or the dataset's id.
 
     Args:
         names: those that the benchmark has.
-        chosen: some of them. None: all that a folder has, the one that a file is, or of a dataset's id all.
+        selection: some of them. None: all that a folder has, the one that a file is, or of a dataset's id all.
 
     Raises:
         TextError: a name is unknown, or the source does not have it.
         KVSurgeryError: a file cannot be read, or the package `datasets` is not installed.
     """
-    if unknown := {*(chosen or ())} - {*names}:
-        raise TextError(f"{benchmark} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
-    path, there = Path(source), list(names)
+    if unknown_names := {*(selection or ())} - {*names}:
+        raise TextError(f"{benchmark} has no {', '.join(sorted(unknown_names))}; it has {', '.join(names)}")
+    path, present_names = Path(source), list(names)
     if path.is_dir():
-        there = [name for name in names if any((path / f"{name}{ending}").is_file() for ending in ENDINGS)]
+        present_names = [name for name in names if any((path / f"{name}{ending}").is_file() for ending in ENDINGS)]
     elif path.is_file():
-        there = [name for name in names if name == path.stem]
-    absent = [name for name in chosen or () if name not in there]
-    if absent or not there:
-        raise TextError(f"{path} has no file of {benchmark} that is called {(absent or names)[0]}.jsonl")
+        present_names = [name for name in names if name == path.stem]
+    missing_names = [name for name in selection or () if name not in present_names]
+    if missing_names or not present_names:
+        raise TextError(f"{path} has no file of {benchmark} that is called {(missing_names or names)[0]}.jsonl")
     check_source(source)
-    return {name: in_folder(source, name) for name in there if name in (chosen or names)}
+    return {name: in_folder(source, name) for name in present_names if name in (selection or names)}
 
 
 def is_texts(value: object) -> TypeGuard[list[str]]:
@@ -155,7 +155,7 @@ def option_fields(row: Mapping[str, Any], metric: str, place: str) -> dict[str, 
     Raises:
         TextError: as `four_options`.
     """
-    options = four_options(row, place) if metric in OPTIONED else [""] * len(OPTION_FIELDS)
+    options = four_options(row, place) if metric in OPTION_METRICS else [""] * len(OPTION_FIELDS)
     return dict(zip(OPTION_FIELDS, options, strict=True))
 
 
@@ -169,17 +169,17 @@ def right_answers(row: Mapping[str, Any], metric: str, place: str) -> tuple[str,
     Raises:
         TextError: there is none, or none that the metric can be counted with.
     """
-    right = row.get("answer")
-    while isinstance(right, list) and len(right) == 1:
-        [right] = right
-    answers = tuple(map(str, right)) if isinstance(right, list) else () if right is None else (str(right),)
-    if metric in OPTIONED:
+    answer = row.get("answer")
+    while isinstance(answer, list) and len(answer) == 1:
+        [answer] = answer
+    answers = tuple(map(str, answer)) if isinstance(answer, list) else () if answer is None else (str(answer),)
+    if metric in OPTION_METRICS:
         options = four_options(row, place)
         if not answers or answers[0] not in options:
             raise TextError(f'{place}: "answer" must be one of "options"')
         return (answers[0], "ABCD"[options.index(answers[0])])
-    if not answers or (metric in NUMERIC and not all(re.fullmatch(r"-?\d+(\.\d+)?", one) for one in answers)):
-        raise TextError(f'{place}: "answer" must be {"numbers" if metric in NUMERIC else "texts"}')
+    if not answers or (metric in NUMERIC_METRICS and not all(re.fullmatch(r"-?\d+(\.\d+)?", text) for text in answers)):
+        raise TextError(f'{place}: "answer" must be {"numbers" if metric in NUMERIC_METRICS else "texts"}')
     return answers
 
 
@@ -218,23 +218,23 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             if len(line) == LONGEST_LINE:
                 raise TextError(f"{place}: over {LONGEST_LINE >> 20} million characters; this is not a row")
             if line.strip():
-                yield place, _parsed(line, place)
+                yield place, _parse_json(line, place)
 
 
-def _parsed(line: str, place: str) -> Any:
+def _parse_json(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{place}: not JSON: {error}") from error
 
 
-def _check(row: Any, columns: Columns, place: str) -> None:
+def _check_row(row: Any, columns: Columns, place: str) -> None:
     if not isinstance(row, dict):
         raise TextError(f"{place}: not a JSON object with the fields {', '.join(columns)}")
     for name, kind in columns.items():
         if name not in row:
             raise TextError(f'{place}: "{name}" is missing; the fields are {", ".join(columns)}')
         value = row[name]
-        fits = is_texts(value) if kind is list else isinstance(value, kind) and not isinstance(value, bool)
-        if not fits:
+        is_valid = is_texts(value) if kind is list else isinstance(value, kind) and not isinstance(value, bool)
+        if not is_valid:
             raise TextError(f'{place}: "{name}" must be {TYPE_NAMES[kind]}, got {short(value)}')

@@ -31,7 +31,7 @@ from kvsurgery.evaluate.records import (
     write_settings,
 )
 from kvsurgery.evaluate.results import CONVERTED, Results
-from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, taken
+from kvsurgery.evaluate.sample import Reader, Sample, Task, batched, limited_samples
 from kvsurgery.evaluate.standing import Steps, standing
 from kvsurgery.evaluate.statistics import task_result
 from kvsurgery.evaluate.trial import Trial
@@ -88,19 +88,19 @@ class Evaluation:
         with processes.first():
             reader = reader_of(checkpoint, options.seed)
         trial = Trial(Path(folder), checkpoint, reader, options, processes, note)
-        tasks = trial.settled(tasks)
+        tasks = trial.with_needle_choices(tasks)
         with processes.first():
             samples = []
-            for sample in taken(tasks, reader, options.limit):
+            for sample in limited_samples(tasks, reader, options.limit):
                 samples.append(sample)
                 if processes.rank == 0:
                     progress(len(samples), None, f"prompts of {sample.task}")
-        described = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
-        made = cls(Path(folder), tuple(samples), reader, options, described, processes)
+        task_settings = {name: json.loads(json.dumps(asdict(task), default=str)) for name, task in tasks.items()}
+        evaluation = cls(Path(folder), tuple(samples), reader, options, task_settings, processes)
         with processes.first():
             if processes.rank == 0:
-                made._begin()
-        return made
+                evaluation._begin()
+        return evaluation
 
     def answer(self, name: str, checkpoint: str | Path, progress: Progress = silent) -> None:
         """Let a model answer the samples that it has not answered yet.
@@ -117,18 +117,18 @@ class Evaluation:
         with self.processes.first():
             if self.processes.rank == 0:
                 self._enter(name, checkpoint)
-            done = self._answers(name)
-        records = list(done.values())
+            records_by_key = self._answers(name)
+        records = list(records_by_key.values())
         batches = [
             batch
             for batch in batched(self.samples, self.options.batch)
-            if not all(sample.key in done for sample in batch)
+            if not all(sample.key in records_by_key for sample in batch)
         ]
         if not batches:
             return
         with self.processes.first():
             copy_code(checkpoint)
-        count = sum(sample.key in done for sample in self.samples)
+        count = sum(sample.key in records_by_key for sample in self.samples)
 
         def report(note: str) -> None:
             if self.processes.rank == 0:
@@ -142,23 +142,25 @@ class Evaluation:
                 "it is of another model"
             )
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
-        dealt = Processes() if self.options.tp > 1 else self.processes  # those that share a model answer all together
-        for start in range(0, len(batches), dealt.world):
-            mine = batches[start + dealt.rank] if start + dealt.rank < len(batches) else []
-            gathered = dealt.gather(respondent.records(mine, report))
-            fresh = [record for record in gathered if (record["task"], record["sample"]) not in done]
+        workers = Processes() if self.options.tp > 1 else self.processes  # those that share a model answer all together
+        for start in range(0, len(batches), workers.world):
+            own_batch = batches[start + workers.rank] if start + workers.rank < len(batches) else []
+            gathered_records = workers.gather(respondent.records(own_batch, report))
+            new_records = [
+                record for record in gathered_records if (record["task"], record["sample"]) not in records_by_key
+            ]
             if self.processes.rank == 0:
-                append_lines(self._path(name), fresh)
-            count += len(fresh)
-            records.extend(fresh)
+                append_lines(self._path(name), new_records)
+            count += len(new_records)
+            records.extend(new_records)
             report(standing(batches[start][0].task, records))
         del respondent, model
         free()
 
     def missing(self, name: str) -> int:
         """How many samples a model has not answered."""
-        done = self._answers(name).keys()
-        return sum(sample.key not in done for sample in self.samples)
+        answered_keys = self._answers(name).keys()
+        return sum(sample.key not in answered_keys for sample in self.samples)
 
     def results(self, models: Mapping[str, str], command: str = "") -> Results:
         """The scores of the answers.
@@ -175,17 +177,17 @@ class Evaluation:
             if missing := self.missing(name):
                 raise KVSurgeryError(f"{self.folder}: {name} has not answered {missing} of {len(self.samples)} samples")
         answers = {role: self._answers(name) for role, name in models.items()}
-        known = {role: settings["models"][name] for role, name in models.items()}
+        model_facts = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
         for sample in self.samples:
             for metric in sample.metrics:
                 by_metric.setdefault((sample.task, metric), []).append(sample)
         return Results(
-            models={role: facts["path"] for role, facts in known.items()},
+            models={role: facts["path"] for role, facts in model_facts.items()},
             command=command,
             settings={**self.options.settings, "tasks": self.tasks},
             versions=settings["versions"],
-            checkpoint=known[[*known][-1]]["checkpoint"],
+            checkpoint=model_facts[[*model_facts][-1]]["checkpoint"],
             tasks=tuple(
                 task_result(task, metric, samples, answers, self.options.seed)
                 for (task, metric), samples in by_metric.items()
@@ -219,15 +221,15 @@ class Evaluation:
 
     def _enter(self, name: str, checkpoint: str | Path) -> None:
         """Record which model a name stands for, or check that it is the same one."""
-        settings, known = read_settings(self.folder), fingerprint(checkpoint)
-        found = settings["models"].get(name)
-        if found is None:
+        settings, digest = read_settings(self.folder), fingerprint(checkpoint)
+        model_entry = settings["models"].get(name)
+        if model_entry is None:
             facts = inspect_checkpoint(Path(checkpoint), str(checkpoint)).to_json()
-            settings["models"][name] = {"path": str(checkpoint), "fingerprint": known, "checkpoint": facts}
+            settings["models"][name] = {"path": str(checkpoint), "fingerprint": digest, "checkpoint": facts}
             write_settings(self.folder, settings)
-        elif found["fingerprint"] != known:
+        elif model_entry["fingerprint"] != digest:
             raise OutputError(
-                f"{self.folder} holds answers of another {name} model, {found['path']}: {checkpoint} has other "
+                f"{self.folder} holds answers of another {name} model, {model_entry['path']}: {checkpoint} has other "
                 "weights, configs or heads; give another folder"
             )
 
@@ -277,16 +279,16 @@ def evaluate(
         KVSurgeryError: as `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    first = next(iter(models.values()))
-    with started_evaluation(folder, first, tasks, options, device, progress, note) as evaluation:
+    first_checkpoint = next(iter(models.values()))
+    with started_evaluation(folder, first_checkpoint, tasks, options, device, progress, note) as evaluation:
         steps = Steps(progress, len(evaluation.samples), len(models))
         for place, (name, checkpoint) in enumerate(models.items()):
             evaluation.answer(name, checkpoint, steps.of(place, name))
         with evaluation.processes.first():
             results = evaluation.results({name: name for name in models}, command)
             if CONVERTED in models:
-                size = evaluation.samples, evaluation.reader.max_context, options.dtype
-                results = with_kv_bytes(results, models[CONVERTED], *size)
+                cache_arguments = evaluation.samples, evaluation.reader.max_context, options.dtype
+                results = with_kv_bytes(results, models[CONVERTED], *cache_arguments)
             if evaluation.processes.rank == 0:
                 results.save(evaluation.folder)
                 write_judged(evaluation.folder, evaluation.samples, models, note)

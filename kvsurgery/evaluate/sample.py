@@ -119,8 +119,8 @@ class Sample:
     @property
     def positions(self) -> int:
         """The most tokens in the cache after the last answer."""
-        later = self.conversation.later if self.conversation else ()
-        return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later)
+        later_turns = self.conversation.later if self.conversation else ()
+        return len(self.tokens) + self.limit + sum(len(turn) + self.limit for turn in later_turns)
 
 
 def batched(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
@@ -132,11 +132,11 @@ def batched(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     kinds: dict[tuple, list[Sample]] = {sample.kind: [] for sample in samples}
     for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
         kinds[sample.kind].append(sample)
-    sizes = (len(alike) if alike[0].context else size for alike in kinds.values())
+    sizes = (len(group) if group[0].context else size for group in kinds.values())
     return [
-        alike[start : start + size]
-        for alike, size in zip(kinds.values(), sizes, strict=True)
-        for start in range(0, len(alike), size)
+        group[start : start + size]
+        for group, size in zip(kinds.values(), sizes, strict=True)
+        for start in range(0, len(group), size)
     ]
 
 
@@ -165,7 +165,7 @@ class Task(Protocol):
         """
 
 
-def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
+def limited_samples(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Iterator[Sample]:
     """The samples of all tasks; of each `Sample.task`, the first ones up to a limit.
 
     Raises:
@@ -173,13 +173,13 @@ def taken(tasks: Mapping[str, Task], reader: Reader, limit: int | None) -> Itera
     """
     if not tasks:
         raise KVSurgeryError("there is no task to run; name some, such as needle")
-    seen: set[tuple[str, str]] = set()
+    seen_keys: set[tuple[str, str]] = set()
     for name, task in tasks.items():
-        before = len(seen)
+        count_before = len(seen_keys)
         for sample in task.samples(reader, limit):
-            if sample.key in seen:
+            if sample.key in seen_keys:
                 raise KVSurgeryError(f"{sample.task} has two samples of the name {sample.name}")
-            seen.add(sample.key)
+            seen_keys.add(sample.key)
             yield sample
-        if len(seen) == before:
+        if len(seen_keys) == count_before:
             raise KVSurgeryError(f"{name} has no samples; check its options and files")

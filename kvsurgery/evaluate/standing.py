@@ -28,17 +28,17 @@ class Steps:
         """The progress of one model."""
 
         def report(done: int, total: int | None, note: str = "") -> None:
-            what = note.partition(": ")[2]  # a note begins with the name of the answers
-            self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {what}")
+            activity = note.partition(": ")[2]  # a note begins with the name of the answers
+            self.progress(place * self.samples + done, self.models * self.samples, f"{name}: {activity}")
 
         return report
 
 
 def standing(task: str, records: Sequence[Mapping[str, Any]]) -> str:
     """A task and the mean of its first metric so far."""
-    answered = [record for record in records if record["task"] == task]
-    scores = [next(iter(record["scores"].values())) for record in answered if record.get("scores")]
-    losses = [record["nll"] for record in answered if "nll" in record]
+    task_records = [record for record in records if record["task"] == task]
+    scores = [next(iter(record["scores"].values())) for record in task_records if record.get("scores")]
+    losses = [record["nll"] for record in task_records if "nll" in record]
     if scores:
         return f"{task}, {fmean(scores):.0%} right"
     return f"{task} {exp(fmean(losses)):.3g}" if losses else task

@@ -36,21 +36,23 @@ def task_result(
         }
         for model, records in answers.items()
     }
-    common = [sample.key for sample in samples if all(sample.key in own for own in values.values())]
-    why = (
+    common_keys = [sample.key for sample in samples if all(sample.key in by_key for by_key in values.values())]
+    skip_reasons = (
         next(f"{model}: {reason}" for model, records in answers.items() if (reason := records[key].get("skipped")))
-        for key in dict.fromkeys(sample.key for sample in samples) - dict.fromkeys(common).keys()
+        for key in dict.fromkeys(sample.key for sample in samples) - dict.fromkeys(common_keys).keys()
     )
     scores: dict[str, Interval] = {}
     difference = None
-    if common:
-        table = np.array([[own[key] for key in common] for own in values.values()], dtype=np.float64)
+    if common_keys:
+        table = np.array([[by_key[key] for key in common_keys] for by_key in values.values()], dtype=np.float64)
         means, resampled = (_scaled(part, metric) for part in (table.mean(1), resampled_means(table, seed)))
         scores = {model: interval(means[place], resampled[place]) for place, model in enumerate(values)}
-        if len(values) == 2 and len(common) > 1:  # one sample says nothing about another
+        if len(values) == 2 and len(common_keys) > 1:  # one sample says nothing about another
             difference = interval(means[1] - means[0], resampled[1] - resampled[0])
-    skipped = dict(sorted(Counter(why).items()))
-    return TaskResult(task, metric, len(common), skipped, scores, difference, tuple(_cells(samples, values, metric)))
+    skipped = dict(sorted(Counter(skip_reasons).items()))
+    return TaskResult(
+        task, metric, len(common_keys), skipped, scores, difference, tuple(_cells(samples, values, metric))
+    )
 
 
 def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
@@ -80,16 +82,18 @@ def _cells(
     cells: dict[str, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(json.dumps(sample.facts), []).append(sample)
-    for alike in cells.values():
-        answered = {model: [sample.key for sample in alike if sample.key in own] for model, own in values.items()}
-        common = [sample.key for sample in alike if all(sample.key in own for own in values.values())]
-        used = {model: common or keys for model, keys in answered.items()}
+    for group in cells.values():
+        answered_keys = {
+            model: [sample.key for sample in group if sample.key in by_key] for model, by_key in values.items()
+        }
+        common_keys = [sample.key for sample in group if all(sample.key in by_key for by_key in values.values())]
+        used_keys = {model: common_keys or keys for model, keys in answered_keys.items()}
         scores = {
             model: float(_scaled(np.mean([values[model][key] for key in keys]), metric))
-            for model, keys in used.items()
+            for model, keys in used_keys.items()
             if keys
         }
-        yield Cell(dict(alike[0].facts), max(map(len, used.values())), scores)
+        yield Cell(dict(group[0].facts), max(map(len, used_keys.values())), scores)
 
 
 def _scaled(means: np.ndarray, metric: str) -> np.ndarray:

@@ -90,16 +90,16 @@ class Grid:
             KVSurgeryError: no conversion can be done, whatever the policy.
         """
         combinations = product(*self.distinct_axes.values())
-        settings = [self._setting(dict(zip(self.axes, each, strict=True))) for each in combinations]
-        refused = [setting for setting in settings if isinstance(setting, Refused)]
-        if len(refused) == len(settings):
-            raise PolicyError(f"no setting gives a policy: {refused[0].reason}")
+        settings = [self._setting(dict(zip(self.axes, values, strict=True))) for values in combinations]
+        refusals = [setting for setting in settings if isinstance(setting, Refused)]
+        if len(refusals) == len(settings):
+            raise PolicyError(f"no setting gives a policy: {refusals[0].reason}")
         return settings
 
     def to_json(self) -> dict[str, Any]:
         """What all settings share, in plain JSON values."""
-        shared = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
-        return {name: value for name, value in shared.items() if value not in (None, ())}
+        shared_fields = {**asdict(self.recipe), "name": self.name, "revision": self.revision}
+        return {name: value for name, value in shared_fields.items() if value not in (None, ())}
 
     def _setting(self, options: Mapping[str, Any]) -> SweptSetting | Refused:
         """Plan one; what the policy refuses is kept as the reason."""
@@ -149,33 +149,33 @@ def sweep(
         KVSurgeryError: as `PreparedConversion.prepare`, `convert`, `Evaluation.open` and `Evaluation.answer`.
         Interrupted: Ctrl-C.
     """
-    settings, place = grid.settings(), Path(folder).resolve()
-    if grid.source.resolve() in (place, *place.parents):
+    settings, resolved_folder = grid.settings(), Path(folder).resolve()
+    if grid.source.resolve() in (resolved_folder, *resolved_folder.parents):
         raise OutputError(f"{folder} is the original's folder or lies in it; choose a folder of its own")
-    distinct: dict[str, SweptSetting] = {}
+    distinct_settings: dict[str, SweptSetting] = {}
     for setting in settings:
         if isinstance(setting, SweptSetting):
-            distinct.setdefault(setting.answers, setting)
+            distinct_settings.setdefault(setting.answers, setting)
     with started_evaluation(folder, grid.source, tasks, options, device, progress, note) as evaluation:
-        processes, [some, *_] = evaluation.processes, distinct.values()
+        processes, [first_setting, *_] = evaluation.processes, distinct_settings.values()
         with processes.first():
-            if any(map(evaluation.missing, distinct)):
-                check_space(evaluation.folder, some.prepared.checkpoint.size)
-        steps = Steps(progress if processes.rank == 0 else silent, len(evaluation.samples), 1 + len(distinct))
+            if any(map(evaluation.missing, distinct_settings)):
+                check_space(evaluation.folder, first_setting.prepared.checkpoint.size)
+        steps = Steps(progress if processes.rank == 0 else silent, len(evaluation.samples), 1 + len(distinct_settings))
         evaluation.answer(ORIGINAL, grid.source, steps.of(0, ORIGINAL))
-        for number, setting in enumerate(distinct.values(), 1):
-            varying = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}
-            _answer(evaluation, setting, steps.of(number, named(varying)))
+        for number, setting in enumerate(distinct_settings.values(), 1):
+            varied_options = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}
+            _answer(evaluation, setting, steps.of(number, named(varied_options)))
         with processes.first():
-            found = _results(grid, settings, evaluation, command)
+            results = _results(grid, settings, evaluation, command)
             if processes.rank == 0:
-                found.save(evaluation.folder)
-        return found
+                results.save(evaluation.folder)
+        return results
 
 
 def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -> None:
     """Convert and ask, unless all is answered. A conversion that was killed goes on."""
-    first, prepared, name = evaluation.processes.rank == 0, setting.prepared, setting.answers
+    is_first, prepared, name = evaluation.processes.rank == 0, setting.prepared, setting.answers
     out = evaluation.folder / name / SCRATCH
     moved = 0
 
@@ -185,41 +185,45 @@ def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -
         progress(0, None, f"{name}: converting, {moved / prepared.checkpoint.size:.0%}")
 
     with evaluation.processes.first():
-        missing = evaluation.missing(name)
-    if missing:
+        missing_count = evaluation.missing(name)
+    if missing_count:
         with evaluation.processes.first():
-            if first:
+            if is_first:
                 convert(prepared.checkpoint, prepared.plan, out, prepared.files, progress=moving)
         evaluation.answer(name, out, progress)
     # models that still answer have it in memory
-    if first:
+    if is_first:
         shutil.rmtree(out.parent, ignore_errors=True)
 
 
 def _results(grid: Grid, settings: Sequence[SweptSetting | Refused], evaluation: Evaluation, command: str) -> Sweep:
     """What the sweep found, once all is answered."""
-    original = evaluation.results({ORIGINAL: ORIGINAL}, command)
-    longest = LongestSample.of(grid.source, evaluation.samples, evaluation.reader.max_context, evaluation.options.dtype)
-    some = next(setting for setting in settings if isinstance(setting, SweptSetting))
+    original_results = evaluation.results({ORIGINAL: ORIGINAL}, command)
+    longest_sample = LongestSample.of(
+        grid.source, evaluation.samples, evaluation.reader.max_context, evaluation.options.dtype
+    )
+    first_setting = next(setting for setting in settings if isinstance(setting, SweptSetting))
     return Sweep(
         source=grid.name or str(grid.source),
         command=command,
         settings={
-            **original.settings,
+            **original_results.settings,
             **({"profile": grid.profile.hash} if grid.profile else {}),
             "conversion": grid.to_json(),
         },
-        versions=original.versions,
+        versions=original_results.versions,
         axes=grid.distinct_axes,
-        tokens=longest.tokens,
-        dense_bytes=longest.dense_bytes(some.layout),
-        original=original.tasks,
-        points=tuple(_point(setting, evaluation, longest) for setting in settings),
+        tokens=longest_sample.tokens,
+        dense_bytes=longest_sample.dense_bytes(first_setting.layout),
+        original=original_results.tasks,
+        points=tuple(_point(setting, evaluation, longest_sample) for setting in settings),
     )
 
 
-def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest: LongestSample) -> Point:
+def _point(setting: SweptSetting | Refused, evaluation: Evaluation, longest_sample: LongestSample) -> Point:
     if isinstance(setting, Refused):
         return Point(setting.options, skipped=setting.reason)
     results = evaluation.results({ORIGINAL: ORIGINAL, CONVERTED: setting.answers})
-    return Point(setting.options, setting.prepared.policy.hash, longest.kv_bytes(setting.layout), tasks=results.tasks)
+    return Point(
+        setting.options, setting.prepared.policy.hash, longest_sample.kv_bytes(setting.layout), tasks=results.tasks
+    )

@@ -72,11 +72,11 @@ class Sweep:
             for place, point in enumerate(self.points)
             if not point.skipped and (scores := point.result(task, metric).scores)
         }
-        best: list[int] = []
+        best_places: list[int] = []
         for place in sorted(worth, key=lambda place: (self.points[place].kv_bytes, -worth[place])):
-            if not best or worth[place] > worth[best[-1]]:
-                best.append(place)
-        return tuple(self.points[place] for place in best)
+            if not best_places or worth[place] > worth[best_places[-1]]:
+                best_places.append(place)
+        return tuple(self.points[place] for place in best_places)
 
     def to_json(self) -> dict[str, Any]:
         """The same in plain JSON values."""
@@ -113,14 +113,14 @@ def named(options: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _results(found: Sequence[Mapping[str, Any]]) -> tuple[TaskResult, ...]:
-    return tuple(TaskResult.from_json(fields) for fields in found)
+def _results(entries: Sequence[Mapping[str, Any]]) -> tuple[TaskResult, ...]:
+    return tuple(TaskResult.from_json(fields) for fields in entries)
 
 
 def _rows(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """The rows of the CSV file, the original's first; missing values are empty."""
-    empty = Point(dict.fromkeys(sweep.axes))
-    yield from (_row(ORIGINAL, sweep, empty, sweep.dense_bytes, result) for result in sweep.original)
+    empty_point = Point(dict.fromkeys(sweep.axes))
+    yield from (_row(ORIGINAL, sweep, empty_point, sweep.dense_bytes, result) for result in sweep.original)
     for point in sweep.points:
         for result in point.tasks or [None]:
             yield _row(CONVERTED, sweep, point, point.kv_bytes, result)

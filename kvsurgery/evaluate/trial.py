@@ -43,7 +43,7 @@ class Trial:
     processes: Processes
     note: Callable[[str], None]
 
-    def settled(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    def with_needle_choices(self, tasks: Mapping[str, Task]) -> dict[str, Task]:
         """The tasks, with a needle set chosen for each task that leaves it to a trial.
 
         An evaluation that goes on keeps the choice that its settings record.
@@ -52,46 +52,46 @@ class Trial:
             TextError: the model answers no set, or the sets cannot be asked.
             KVSurgeryError: it cannot be loaded.
         """
-        return {name: self._chosen(name, task) if _open(task) else task for name, task in tasks.items()}
+        return {name: self._with_choice(name, task) if _needs_choice(task) else task for name, task in tasks.items()}
 
-    def _chosen(self, name: str, task: NeedleTask) -> NeedleTask:
-        choice = self.processes.agree(self._recorded(name) if self.processes.rank == 0 else None)
+    def _with_choice(self, name: str, task: NeedleTask) -> NeedleTask:
+        choice = self.processes.agree(self._recorded_choice(name) if self.processes.rank == 0 else None)
         choice = choice or self._choose(task)
         if self.processes.rank == 0:
             self.note(str(choice))
         return replace(task, choice=choice)
 
-    def _recorded(self, name: str) -> NeedleChoice | None:
+    def _recorded_choice(self, name: str) -> NeedleChoice | None:
         if not (self.folder / SETTINGS).exists():
             return None
-        recorded = (read_settings(self.folder).get("tasks", {}).get(name) or {}).get("choice")
-        return recorded and NeedleChoice(**recorded)
+        choice_fields = (read_settings(self.folder).get("tasks", {}).get(name) or {}).get("choice")
+        return choice_fields and NeedleChoice(**choice_fields)
 
     def _choose(self, task: NeedleTask) -> NeedleChoice:
         with self.processes.first():
-            asked = {name: task.trial(self.reader, name) for name in SETS[KIND]}
+            trial_samples = {name: task.trial(self.reader, name) for name in SETS[KIND]}
             copy_code(self.checkpoint)
         model = load(self.checkpoint, device=self.processes.device, dtype=self.options.dtype, tp=self.options.tp)
         respondent = Respondent(model, self.reader.tokenizer, self.options.chunk, self.options.tp > 1)
-        [length] = {len(sample.tokens) for samples in asked.values() for sample in samples}
-        every = [sample for samples in asked.values() for sample in samples]
-        if beyond := next(filter(None, map(respondent.beyond, every)), None):
-            raise TextError(f"needles in {length:,} tokens cannot be asked for: {beyond}; give shorter `lengths`")
+        [length] = {len(sample.tokens) for samples in trial_samples.values() for sample in samples}
+        all_samples = [sample for samples in trial_samples.values() for sample in samples]
+        if reason := next(filter(None, map(respondent.too_long_reason, all_samples)), None):
+            raise TextError(f"needles in {length:,} tokens cannot be asked for: {reason}; give shorter `lengths`")
         role = "converted" if is_converted(self.checkpoint) else "original"
-        choice = choose_set(KIND, partial(self._right, respondent, asked), length, OTHERWISE, role)
+        choice = choose_set(KIND, partial(self._right_count, respondent, trial_samples), length, OTHERWISE, role)
         del model, respondent
         free()
         return choice
 
-    def _right(self, respondent: Respondent, asked: Mapping[str, list[Sample]], name: str) -> int:
+    def _right_count(self, respondent: Respondent, trial_samples: Mapping[str, list[Sample]], name: str) -> int:
         """How many trials of a set are right, over all processes. Those that share a model answer each one together."""
-        samples = asked[name]
-        dealt = Processes() if self.options.tp > 1 else self.processes
-        mine = samples[dealt.rank :: dealt.world]
-        records = [record for sample in mine for record in respondent.records([sample], lambda note: None)]
+        samples = trial_samples[name]
+        workers = Processes() if self.options.tp > 1 else self.processes
+        own_samples = samples[workers.rank :: workers.world]
+        records = [record for sample in own_samples for record in respondent.records([sample], lambda note: None)]
         scores = (record.get("scores", {}).get(samples[0].metric, 0) for record in records)
-        return sum(dealt.gather([sum(score > RIGHT for score in scores)]))
+        return sum(workers.gather([sum(score > RIGHT for score in scores)]))
 
 
-def _open(task: Task) -> TypeGuard[NeedleTask]:
+def _needs_choice(task: Task) -> TypeGuard[NeedleTask]:
     return isinstance(task, NeedleTask) and task.needles == AUTO and task.choice is None

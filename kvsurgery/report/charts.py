@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 4.6, 2.9  # inches of a panel
 FONT = 10  # points; on a phone, a panel is about as wide in CSS pixels as here in points
-LONGEST = 28  # letters of a name in a chart
+MAX_NAME_WIDTH = 28  # letters of a name in a chart
 MOST_TICKS = 7
 
 
@@ -74,10 +74,10 @@ class Chart:
         figure = new_figure(WIDTH * columns, sum(heights))
         figure.set_facecolor(LIGHT["paper"])
         grid = figure.subfigures(len(rows), columns, squeeze=False, height_ratios=heights)
-        for part, panel in zip(grid.flat, self.panels, strict=False):
-            _styled(part.subplots(), panel)
+        for subfigure, panel in zip(grid.flat, self.panels, strict=False):
+            _draw_panel(subfigure.subplots(), panel)
             title = {"x": 0.02, "ha": "left", "fontsize": FONT + 1, "color": LIGHT["ink"]}
-            part.suptitle(label(panel.title, 60), **title).set_parse_math(False)
+            subfigure.suptitle(label(panel.title, 60), **title).set_parse_math(False)
         save_figure(figure, folder / f"{self.name}.png")
 
     def svgs(self) -> list[str]:
@@ -85,18 +85,20 @@ class Chart:
         elements = []
         for place, panel in enumerate(self.panels):
             figure = new_figure(WIDTH, panel.height)
-            _styled(figure.subplots(), panel)
+            _draw_panel(figure.subplots(), panel)
             elements.append(inline_svg(figure, f"{self.name}-{place}", panel.alt, VARIABLES))
         return elements
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Color and marker of each model, or contender of a benchmark: the original's are the same everywhere."""
-    fixed = {"original": ("original", "o"), "converted": ("converted", "s")}
-    others = [name for name in names if name not in fixed]
+    fixed_styles = {"original": ("original", "o"), "converted": ("converted", "s")}
+    other_names = [name for name in names if name not in fixed_styles]
     colors = ["series-1", "series-2", "series-3", "series-4", *["converted"] * ("converted" not in names)]
-    chosen = fixed | {name: (colors[place % len(colors)], "D^vPX"[place % 5]) for place, name in enumerate(others)}
-    return {name: {"color": LIGHT[chosen[name][0]], "marker": chosen[name][1], "ms": 4.5, "lw": 1.6} for name in names}
+    styles = fixed_styles | {
+        name: (colors[place % len(colors)], "D^vPX"[place % 5]) for place, name in enumerate(other_names)
+    }
+    return {name: {"color": LIGHT[styles[name][0]], "marker": styles[name][1], "ms": 4.5, "lw": 1.6} for name in names}
 
 
 def curve(
@@ -113,16 +115,18 @@ def curve(
     """
     from matplotlib.ticker import NullLocator
 
-    numbers = all(isinstance(length, int) for length in lengths)
-    places = {length: length if numbers else place for place, length in enumerate(lengths)}
+    are_numbers = all(isinstance(length, int) for length in lengths)
+    places = {length: length if are_numbers else place for place, length in enumerate(lengths)}
     for name, values in lines.items():
         points = sorted((places[length], value) for length, value in values.items() if math.isfinite(value))
         axes.plot([place for place, _ in points], [value for _, value in points], label=label(name), **look[name])
-    if numbers:
+    if are_numbers:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
-    shown = lengths[:: -(-len(lengths) // MOST_TICKS) or 1]
-    axes.set_xticks([places[length] for length in shown], [tokens(length) for length in shown], parse_math=False)
+    tick_lengths = lengths[:: -(-len(lengths) // MOST_TICKS) or 1]
+    axes.set_xticks(
+        [places[length] for length in tick_lengths], [tokens(length) for length in tick_lengths], parse_math=False
+    )
     axes.set_xlabel(unit)
     names_above(axes)
 
@@ -130,8 +134,8 @@ def curve(
 def perplexity_axis(axes: Axes) -> None:
     """Label an axis of perplexities, and let it span a fiftieth of them at least: noise should not look like loss."""
     low, high = axes.get_ylim()
-    more = max(0.0, (low + high) / 2 / 50 - (high - low)) / 2
-    axes.set_ylim(low - more, high + more)
+    margin = max(0.0, (low + high) / 2 / 50 - (high - low)) / 2
+    axes.set_ylim(low - margin, high + margin)
     axes.set_ylabel("perplexity")
 
 
@@ -163,18 +167,18 @@ def plain_size(count: float) -> str:
     return size(count).replace(".00", "")
 
 
-def label(name: Any, longest: int = LONGEST) -> str:
+def label(name: Any, max_width: int = MAX_NAME_WIDTH) -> str:
     """A name from a file as a chart can show it: on one line, of a long one the end."""
     text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(name))
     # letters of East Asia are as wide as two
     widths = [2 if east_asian_width(letter) in "WF" else 1 for letter in text]
-    if sum(widths) <= longest:
+    if sum(widths) <= max_width:
         return text
-    ends = (sum(widths[start:]) <= longest - 1 for start in range(len(text)))
-    return "…" + text[[*ends].index(True) :]
+    tail_fits = (sum(widths[start:]) <= max_width - 1 for start in range(len(text)))
+    return "…" + text[[*tail_fits].index(True) :]
 
 
-def _styled(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel) -> None:
     """Draw a panel, in colors that have a name in the page's style sheet."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)

@@ -47,7 +47,7 @@ def quality_chart(comparison: Comparison) -> Chart | None:
     """A panel for each task: every checkpoint and every series of a sweep, over the KV bytes of the longest sample."""
     sizes = [
         (run.tokens, run.dense_bytes)
-        for run in comparison.evaluated
+        for run in comparison.evaluations
         if run.tokens is not None and run.dense_bytes is not None
     ]
     if not sizes:
@@ -71,11 +71,11 @@ def _lines(comparison: Comparison, task: TaskResult) -> Iterator[Line]:
             yield Line(entry.name, [place])
     for entry in comparison.sweeps:
         for line in lines_of(entry.sweep, task):
-            several = len(comparison.sweeps) > 1 or len(comparison.entries) > 0
-            yield Line(_series(entry.name, line.name) if several else line.name, line.places, line.joined)
+            is_prefixed = len(comparison.sweeps) > 1 or len(comparison.entries) > 0
+            yield Line(_series_name(entry.name, line.name) if is_prefixed else line.name, line.places, line.joined)
 
 
-def _series(sweep: str, series: str) -> str:
+def _series_name(sweep: str, series: str) -> str:
     return sweep if series == "converted" else f"{sweep}: {series}"
 
 
@@ -92,7 +92,7 @@ def _page(comparison: Comparison, chart: Chart | None) -> str:
         names=[entry.name for entry in entries],
         rows=checkpoint_rows(comparison) if entries else [],
         sweeps=[(entry, sweep_columns(entry.sweep), sweep_rows(entry.sweep)) for entry in sweeps],
-        evaluated=bool(comparison.evaluated),
+        evaluated=bool(comparison.evaluations),
         notices=comparison.notices,
         runs=[*_runs(comparison)],
     )

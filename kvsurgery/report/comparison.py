@@ -16,7 +16,7 @@ from kvsurgery.evaluate import sweep_results
 from kvsurgery.evaluate.results import ORIGINAL, Results, TaskResult
 from kvsurgery.evaluate.sweep_results import Sweep
 from kvsurgery.report.folder import checkpoint_of, read
-from kvsurgery.report.rendering import flat
+from kvsurgery.report.rendering import flat_settings
 
 SETTINGS = "settings.json"  # of an evaluation or a sweep: its samples, and the models that answered
 SWEEP_SETTINGS = ("profile", "conversion")  # which evaluations do not have
@@ -40,8 +40,15 @@ class Entry:
 
     def result(self, task: str, metric: str) -> TaskResult | None:
         """The scores of one task by one metric, if it was evaluated and answered."""
-        found = self.results.tasks if self.results else ()
-        return next((one for one in found if (one.task, one.metric) == (task, metric) and one.scores), None)
+        results = self.results.tasks if self.results else ()
+        return next(
+            (
+                candidate
+                for candidate in results
+                if (candidate.task, candidate.metric) == (task, metric) and candidate.scores
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Comparison:
     notices: tuple[str, ...]
 
     @property
-    def evaluated(self) -> list[Results | Sweep]:
+    def evaluations(self) -> list[Results | Sweep]:
         """The results that have scores."""
         return [entry.results for entry in self.entries if entry.results] + [entry.sweep for entry in self.sweeps]
 
@@ -76,7 +83,7 @@ class Comparison:
     def tasks(self) -> list[TaskResult]:
         """The tasks of all results, each as the results with the most samples have it."""
         tasks: dict[tuple[str, str], TaskResult] = {}
-        for results in self.evaluated:
+        for results in self.evaluations:
             for task in results.original if isinstance(results, Sweep) else results.tasks:
                 key = task.task, task.metric
                 if key not in tasks or task.count > tasks[key].count:
@@ -107,20 +114,20 @@ def compare(folders: Sequence[Path]) -> Comparison:
             raise KVSurgeryError(f"{folder} has results of an original alone; give folders of converted checkpoints")
         entries.append(Entry(Path(checkpoint["name"]).name, folder, checkpoint, results, bench))
     names = Counter(entry.name for entry in (*entries, *sweeps))
-    named = [
+    named_entries = [
         replace(entry, name=f"{entry.name} ({entry.folder})") if names[entry.name] > 1 else entry
         for entry in (*entries, *sweeps)
     ]
-    _check_originals(named)
-    _check_samples(named)
+    _check_originals(named_entries)
+    _check_samples(named_entries)
     return Comparison(
-        tuple(entry for entry in named if isinstance(entry, Entry)),
-        tuple(entry for entry in named if isinstance(entry, SweepEntry)),
-        tuple(_notices(named)),
+        tuple(entry for entry in named_entries if isinstance(entry, Entry)),
+        tuple(entry for entry in named_entries if isinstance(entry, SweepEntry)),
+        tuple(_notices(named_entries)),
     )
 
 
-def _evaluated(entries: Sequence[Entry | SweepEntry]) -> list[tuple[Entry | SweepEntry, Results | Sweep]]:
+def _evaluations(entries: Sequence[Entry | SweepEntry]) -> list[tuple[Entry | SweepEntry, Results | Sweep]]:
     pairs = [(entry, entry.sweep if isinstance(entry, SweepEntry) else entry.results) for entry in entries]
     return [(entry, results) for entry, results in pairs if results is not None]
 
@@ -137,7 +144,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
 
 def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
     """Refuse results of two originals: other weights where both answered, other names or shapes otherwise."""
-    known: list[tuple[Entry | SweepEntry, Mapping[str, Any]]] = []
+    entry_facts: list[tuple[Entry | SweepEntry, Mapping[str, Any]]] = []
     for entry in entries:
         if isinstance(entry, SweepEntry):
             facts = {"name": entry.sweep.source}
@@ -145,67 +152,71 @@ def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
             surgery = entry.checkpoint["surgery"]
             facts = {"name": surgery["base_model"], "commit": surgery["base_revision"]}
             facts["shape"] = entry.checkpoint["dimensions"]
-        if _evaluated([entry]):
+        if _evaluations([entry]):
             original = _settings(entry.folder)["models"].get(ORIGINAL)
             facts |= {"weights": original["fingerprint"]} if original else {}
-        known.append((entry, facts))
-    for place, (entry, facts) in enumerate(known):
-        for other, others in known[:place]:
-            shared = ["weights"] if {"weights"} <= facts.keys() & others.keys() else ["name", "commit", "shape"]
-            if any(facts[fact] != others[fact] for fact in shared if fact in facts and fact in others):
+        entry_facts.append((entry, facts))
+    for place, (entry, facts) in enumerate(entry_facts):
+        for other_entry, other_facts in entry_facts[:place]:
+            shared_facts = (
+                ["weights"] if {"weights"} <= facts.keys() & other_facts.keys() else ["name", "commit", "shape"]
+            )
+            if any(facts[fact] != other_facts[fact] for fact in shared_facts if fact in facts and fact in other_facts):
                 raise KVSurgeryError(
-                    f"{entry.folder} and {other.folder} are of different originals ({facts['name']} and "
-                    f"{others['name']}); compare conversions of one original"
+                    f"{entry.folder} and {other_entry.folder} are of different originals ({facts['name']} and "
+                    f"{other_facts['name']}); compare conversions of one original"
                 )
 
 
 def _check_samples(entries: Sequence[Entry | SweepEntry]) -> None:
     """Refuse scores on other samples, and KV bytes in other dtypes."""
-    evaluated = _evaluated(entries)
-    for entry, results in evaluated[1:]:
-        first, one = evaluated[0]
-        where = f"{entry.folder} and {first.folder}"
-        if _settings(entry.folder)["samples"] != _settings(first.folder)["samples"]:
-            apart = _apart(one.settings, results.settings)
-            why = next((f": {name} is {value} and {reference}" for name, reference, value in apart), "")
+    evaluations = _evaluations(entries)
+    for entry, results in evaluations[1:]:
+        first_entry, first_results = evaluations[0]
+        paths = f"{entry.folder} and {first_entry.folder}"
+        if _settings(entry.folder)["samples"] != _settings(first_entry.folder)["samples"]:
+            differences = _differences(first_results.settings, results.settings)
+            reason = next((f": {name} is {value} and {reference}" for name, reference, value in differences), "")
             raise KVSurgeryError(
-                f"{where} were evaluated on different samples{why}; evaluate both with the same tasks, "
+                f"{paths} were evaluated on different samples{reason}; evaluate both with the same tasks, "
                 "settings and files"
             )
-        if None not in (sizes := (one.dense_bytes, results.dense_bytes)) and len({*sizes}) > 1:
+        if None not in (sizes := (first_results.dense_bytes, results.dense_bytes)) and len({*sizes}) > 1:
             raise KVSurgeryError(
-                f"{where} were evaluated in different dtypes, so that their KV bytes cannot be compared; evaluate both "
+                f"{paths} were evaluated in different dtypes, so that their KV bytes cannot be compared; evaluate both "
                 "with the same `dtype`"
             )
 
 
-def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _differences(
+    first_settings: Mapping[str, Any], second_settings: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
     """The names and values of settings that differ."""
-    first, second = (
-        dict(flat({name: value for name, value in settings.items() if name not in SWEEP_SETTINGS}))
-        for settings in (one, other)
+    first_values, second_values = (
+        dict(flat_settings({name: value for name, value in settings.items() if name not in SWEEP_SETTINGS}))
+        for settings in (first_settings, second_settings)
     )
-    for name in dict.fromkeys([*first, *second]):
-        if first.get(name) != second.get(name):
-            yield name, first.get(name, "not set"), second.get(name, "not set")
+    for name in dict.fromkeys([*first_values, *second_values]):
+        if first_values.get(name) != second_values.get(name):
+            yield name, first_values.get(name, "not set"), second_values.get(name, "not set")
 
 
 def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
     """What differs between results that can be compared: settings, versions and devices, numbers of samples, bytes."""
-    evaluated = _evaluated(entries)
-    benched = [(entry, entry.bench) for entry in entries if isinstance(entry, Entry) and entry.bench]
-    for what, runs in (("evaluations", evaluated), ("benchmarks", benched)):
+    evaluations = _evaluations(entries)
+    benchmarks = [(entry, entry.bench) for entry in entries if isinstance(entry, Entry) and entry.bench]
+    for kind, runs in (("evaluations", evaluations), ("benchmarks", benchmarks)):
         if not runs:
             continue
-        (first, one), *others = runs
-        for entry, run in others:
-            differ = [*_apart(one.versions, run.versions)]
-            if what == "evaluations":
-                differ += _apart(one.settings, run.settings)
-            for name, mine, yours in differ:
-                yield f"The {what} differ in {name}: {first.name} has {mine}, {entry.name} has {yours}."
-    yield from _sample_counts(evaluated)
-    for entry, results in evaluated:
+        (first_entry, first_run), *other_runs = runs
+        for entry, run in other_runs:
+            differences = [*_differences(first_run.versions, run.versions)]
+            if kind == "evaluations":
+                differences += _differences(first_run.settings, run.settings)
+            for name, first_value, value in differences:
+                yield f"The {kind} differ in {name}: {first_entry.name} has {first_value}, {entry.name} has {value}."
+    yield from _sample_counts(evaluations)
+    for entry, results in evaluations:
         if not isinstance(results, Results):
             continue
         if ORIGINAL not in results.models:
@@ -220,9 +231,9 @@ def _notices(entries: Sequence[Entry | SweepEntry]) -> Iterator[str]:
             )
 
 
-def _sample_counts(evaluated: Sequence[tuple[Entry | SweepEntry, Results | Sweep]]) -> Iterator[str]:
+def _sample_counts(evaluations: Sequence[tuple[Entry | SweepEntry, Results | Sweep]]) -> Iterator[str]:
     counts: dict[str, dict[int, list[str]]] = {}
-    for entry, results in evaluated:
+    for entry, results in evaluations:
         runs = results.points if isinstance(results, Sweep) else [results]
         for task in (task for run in runs for task in run.tasks):
             names = counts.setdefault(task.task, {}).setdefault(task.count, [])
@@ -230,8 +241,8 @@ def _sample_counts(evaluated: Sequence[tuple[Entry | SweepEntry, Results | Sweep
                 names.append(entry.name)
     for task, by_count in counts.items():
         if len(by_count) > 1:
-            said = "; ".join(f"{count:,} samples: {', '.join(names)}" for count, names in by_count.items())
+            groups = "; ".join(f"{count:,} samples: {', '.join(names)}" for count, names in by_count.items())
             yield (
-                f"The scores of {task} are means over different samples, because a model skipped some ({said}). Each "
+                f"The scores of {task} are means over different samples, because a model skipped some ({groups}). Each "
                 "difference is paired over its own samples."
             )

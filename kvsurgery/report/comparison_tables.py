@@ -13,7 +13,7 @@ from kvsurgery.evaluate.sweep_results import Point, Sweep, named, varied
 from kvsurgery.heads.kinds import FULL, kinds_of
 from kvsurgery.report.comparison import Comparison, Entry
 from kvsurgery.report.findings import change, score, span, titles, verdict
-from kvsurgery.report.headlines import decode_ratios, longest
+from kvsurgery.report.headlines import decode_ratios, longest_place
 
 NOTHING = "–"
 
@@ -60,41 +60,41 @@ def sweep_columns(sweep: Sweep) -> list[str]:
 def sweep_rows(sweep: Sweep) -> list[TableRow]:
     """A row for each setting, the original's first: KV bytes, and the score in each task and metric."""
     fronts = {(task.task, task.metric): sweep.front(task.task, task.metric) for task in sweep.original if task.scores}
-    whole = [Cell(size(sweep.dense_bytes), ("100%",)), *(_score(task, ORIGINAL) for task in sweep.original)]
-    return [TableRow(ORIGINAL, "", whole), *(_setting(sweep, point, fronts) for point in sweep.points)]
+    original_cells = [Cell(size(sweep.dense_bytes), ("100%",)), *(_score(task, ORIGINAL) for task in sweep.original)]
+    return [TableRow(ORIGINAL, "", original_cells), *(_setting_row(sweep, point, fronts) for point in sweep.points)]
 
 
-def _setting(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Sequence[Point]]) -> TableRow:
+def _setting_row(sweep: Sweep, point: Point, fronts: Mapping[tuple[str, str], Sequence[Point]]) -> TableRow:
     name = named({axis: point.options[axis] for axis in varied(sweep.axes)})
     if point.skipped or point.kv_bytes is None:
         return TableRow(name, "", (), point.skipped or "left out")
     cells = [Cell(size(point.kv_bytes), (f"{point.kv_bytes / sweep.dense_bytes:.0%}",))]
     for task in sweep.original:
         cell = _score(point.result(task.task, task.metric), CONVERTED)
-        front = ("○ front",) if point in fronts.get((task.task, task.metric), ()) else ()
-        cells.append(Cell(cell.text, (*cell.notes, *front), cell.verdict))
+        front_notes = ("○ front",) if point in fronts.get((task.task, task.metric), ()) else ()
+        cells.append(Cell(cell.text, (*cell.notes, *front_notes), cell.verdict))
     return TableRow(name, "", cells)
 
 
 def _heads(entries: Sequence[Entry]) -> Iterator[TableRow]:
     """Full and other KV heads, of those that a policy decides."""
     kinds = [kinds_of(entry.checkpoint["surgery"]["heads"]) for entry in entries]
-    counts = [Counter({kind: count for kind, count in of_entry.items() if not kind.own}) for of_entry in kinds]
-    whole = f"{counts[0].total():,} of {counts[0].total():,}"
-    full = [f"{of_entry[FULL]:,} of {of_entry.total():,}" for of_entry in counts]
-    yield TableRow("full KV heads", "they keep every token", [Cell(text) for text in (whole, *full)])
-    others = [
-        ", ".join(f"{count:,} {kind.name}" for kind, count in of_entry.items() if kind is not FULL)
-        for of_entry in counts
+    counts = [Counter({kind: count for kind, count in entry_counts.items() if not kind.own}) for entry_counts in kinds]
+    original_text = f"{counts[0].total():,} of {counts[0].total():,}"
+    full_texts = [f"{entry_counts[FULL]:,} of {entry_counts.total():,}" for entry_counts in counts]
+    yield TableRow("full KV heads", "they keep every token", [Cell(text) for text in (original_text, *full_texts)])
+    other_texts = [
+        ", ".join(f"{count:,} {kind.name}" for kind, count in entry_counts.items() if kind is not FULL)
+        for entry_counts in counts
     ]
-    yield TableRow("other KV heads", "", [Cell(), *(Cell(text or NOTHING) for text in others)])
+    yield TableRow("other KV heads", "", [Cell(), *(Cell(text or NOTHING) for text in other_texts)])
 
 
 def _bits(entry: Entry) -> str:
     quantization = entry.checkpoint["surgery"]["quantization"]
     bits = quantization["bits"] if quantization else 16
     # of layers that differ, each width once
-    widths = {bits} if isinstance(bits, int) else {each or 16 for each in bits}
+    widths = {bits} if isinstance(bits, int) else {layer_bits or 16 for layer_bits in bits}
     return ", ".join(map(str, sorted(widths, reverse=True)))
 
 
@@ -106,20 +106,20 @@ def _kv_bytes(entries: Sequence[Entry]) -> TableRow:
     cells = [
         Cell(size(row["after"]), (f"{row['after'] / row['before']:.0%} at {row['tokens']} tokens",)) for row in rows
     ]
-    whole = Cell(size(rows[0]["before"]), (f"100% at {rows[0]['tokens']} tokens",))
-    return TableRow("KV cache", f"one sequence, model in {', '.join(dtypes)}", [whole, *cells])
+    original_cell = Cell(size(rows[0]["before"]), (f"100% at {rows[0]['tokens']} tokens",))
+    return TableRow("KV cache", f"one sequence, model in {', '.join(dtypes)}", [original_cell, *cells])
 
 
 def _speeds(entries: Sequence[Entry]) -> Iterator[Cell]:
     """At the longest prompts that all benchmarks have in common, or each at its own."""
-    measured = [decode_ratios(entry.bench) for entry in entries]
-    places = [set(ratios) for ratios in measured if ratios]
-    common = set.intersection(*places) if places else set()
-    for ratios in measured:
+    ratios_by_entry = [decode_ratios(entry.bench) for entry in entries]
+    place_sets = [set(ratios) for ratios in ratios_by_entry if ratios]
+    common_places = set.intersection(*place_sets) if place_sets else set()
+    for ratios in ratios_by_entry:
         if not ratios:
             yield Cell()
             continue
-        tokens, batch = place = longest(common or ratios)
+        tokens, batch = place = longest_place(common_places or ratios)
         yield Cell(f"{ratios[place]:.2f}×", (f"{tokens:,} tokens, batch {batch}",))
 
 
@@ -138,6 +138,8 @@ def _score(result: TaskResult | None, model: str) -> Cell:
     notes = [span(interval, metric)]
     if model == ORIGINAL or result.difference is None:
         return Cell(score(interval.mean, metric), tuple(notes))
-    apart, found = result.difference, verdict(result)
-    notes.append(f"{change(apart.mean, metric)} ({change(apart.low, metric)} to {change(apart.high, metric)})")
-    return Cell(score(interval.mean, metric), (*notes, found), found.split()[0])
+    difference, finding = result.difference, verdict(result)
+    notes.append(
+        f"{change(difference.mean, metric)} ({change(difference.low, metric)} to {change(difference.high, metric)})"
+    )
+    return Cell(score(interval.mean, metric), (*notes, finding), finding.split()[0])

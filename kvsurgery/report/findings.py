@@ -78,15 +78,15 @@ def titles(tasks: Iterable[TaskResult]) -> dict[tuple[str, str], str]:
 
 def grids(results: Results) -> tuple[DepthGrid, ...]:
     """Of every task with several depths, a grid for each model."""
-    found, names = [], titles(results.tasks)
+    depth_grids, names = [], titles(results.tasks)
     for task in results.tasks:
         cells = [cell for cell in task.cells if {"tokens", "depth"} <= cell.facts.keys()]
         tokens = tuple(sorted({cell.facts["tokens"] for cell in cells}))
         depths = tuple(sorted({cell.facts["depth"] for cell in cells}))
         for model in models(results) if len(depths) > 1 else ():
             title = f"{names[task.task, task.metric]}: {model}"
-            found.append(DepthGrid(title, task, model, tokens, depths, _means(cells, model, ("depth", "tokens"))))
-    return tuple(found)
+            depth_grids.append(DepthGrid(title, task, model, tokens, depths, _means(cells, model, ("depth", "tokens"))))
+    return tuple(depth_grids)
 
 
 def curves(results: Results) -> tuple[Curve, ...]:
@@ -94,15 +94,15 @@ def curves(results: Results) -> tuple[Curve, ...]:
 
     What else a task was measured by makes a curve of its own.
     """
-    in_grids, seen = {grid.task.task for grid in grids(results)}, set()
+    grid_tasks, seen_tasks = {grid.task.task for grid in grids(results)}, set()
     benchmarks: dict[tuple[str, str | None], list[TaskResult]] = {}
     for task in results.tasks:
-        if task.task not in in_grids:
-            also = task.metric if task.task in seen else None
-            benchmarks.setdefault((task.task.partition("/")[0], also), []).append(task)
-            seen.add(task.task)
-    found = [_curve(name, tasks, models(results)) for (name, _), tasks in benchmarks.items()]
-    return tuple(curve for curve in found if curve is not None)
+        if task.task not in grid_tasks:
+            further_metric = task.metric if task.task in seen_tasks else None
+            benchmarks.setdefault((task.task.partition("/")[0], further_metric), []).append(task)
+            seen_tasks.add(task.task)
+    benchmark_curves = [_curve(name, tasks, models(results)) for (name, _), tasks in benchmarks.items()]
+    return tuple(curve for curve in benchmark_curves if curve is not None)
 
 
 def verdict(task: TaskResult) -> str:
@@ -125,13 +125,15 @@ def _curve(name: str, tasks: Sequence[TaskResult], names: Iterable[str]) -> Curv
         lengths = tuple(sorted(lengths, key=SIZES.index))
     scores: dict[str, dict[Any, float]] = {}
     for model in names:
-        by_task = [_means([cell for cell in task.cells if fact in cell.facts], model, (fact,)) for task in tasks]
-        at = {length: [means[length,] for means in by_task if (length,) in means] for length in lengths}
-        scores[model] = {length: sum(means) / len(means) for length, means in at.items() if means}
+        means_by_task = [_means([cell for cell in task.cells if fact in cell.facts], model, (fact,)) for task in tasks]
+        means_by_length = {
+            length: [means[length,] for means in means_by_task if (length,) in means] for length in lengths
+        }
+        scores[model] = {length: sum(means) / len(means) for length, means in means_by_length.items() if means}
     metrics = {task.metric for task in tasks}
     metric = metrics.pop() if len(metrics) == 1 else "score"
-    ordered = tuple(sorted(lengths)) if all(isinstance(length, int) for length in lengths) else lengths
-    return Curve(name, metric, len(tasks), fact, ordered, scores)
+    ordered_lengths = tuple(sorted(lengths)) if all(isinstance(length, int) for length in lengths) else lengths
+    return Curve(name, metric, len(tasks), fact, ordered_lengths, scores)
 
 
 def _means(cells: Collection[Cell], model: str, facts: tuple[str, ...]) -> dict[tuple, float]:

@@ -26,7 +26,7 @@ def read(folder: Path) -> tuple[Results | None, Bench | None]:
             f"{folder} has neither {evaluation.FILE} nor {benchmark.FILE}: run `kvsurgery eval DIR --out {folder}` or "
             f"`kvsurgery bench DIR --out {folder}` first"
         )
-    if results and bench and not of_one_checkpoint(results.checkpoint, bench.checkpoint):
+    if results and bench and not is_same_checkpoint(results.checkpoint, bench.checkpoint):
         raise KVSurgeryError(
             f"{evaluation.FILE} and {benchmark.FILE} in {folder} are of two checkpoints; give each its own folder"
         )
@@ -38,7 +38,9 @@ def checkpoint_of(results: Results | None, bench: Bench | None) -> Mapping[str, 
     return next(run.checkpoint for run in (results, bench) if run is not None)
 
 
-def of_one_checkpoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def is_same_checkpoint(first_facts: Mapping[str, Any], second_facts: Mapping[str, Any]) -> bool:
     """Whether two facts of a checkpoint tell of the same surgery."""
-    told = [facts["surgery"] or {} for facts in (one, other)]
-    return all(told[0].get(fact) == told[1].get(fact) for fact in ("base_model", "base_revision", "options", "heads"))
+    surgeries = [facts["surgery"] or {} for facts in (first_facts, second_facts)]
+    return all(
+        surgeries[0].get(fact) == surgeries[1].get(fact) for fact in ("base_model", "base_revision", "options", "heads")
+    )

@@ -25,12 +25,12 @@ class Tile:
 def lead(checkpoint: Mapping[str, Any], results: Results | None, bench: Bench | None) -> str:
     """The first sentences of the page: what the checkpoint is, and which of its runs are shown."""
     runs = " and ".join([*["evaluation"] * (results is not None), *["benchmark"] * (bench is not None)])
-    shown = f"This page shows its {runs}."
+    runs_sentence = f"This page shows its {runs}."
     surgery = checkpoint["surgery"]
     if not surgery:
-        return f"A stock checkpoint. {shown}"
+        return f"A stock checkpoint. {runs_sentence}"
     origin = f" from {surgery['base_model']}" if surgery["base_model"] else ""
-    return f"Converted{origin} to a head-level KV cache. {shown}"
+    return f"Converted{origin} to a head-level KV cache. {runs_sentence}"
 
 
 def conversion(checkpoint: Mapping[str, Any]) -> str:
@@ -41,13 +41,13 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
     text = f"Of {counts.total():,} KV heads, {', '.join(parts)}."
     if shape:
         text = f"{checkpoint['model_type']} with {shape['layers']} layers of {shape['kv_heads']} KV heads. {text}"
-    if quantized := surgery["quantization"]:
+    if quantization := surgery["quantization"]:
         quantized_heads = "full heads" if surgery.get("hold") else "full and budgeted heads"
-        widths = describe_widths(quantized["bits"])
-        text += f" The cache of {quantized_heads} is stored in {widths} ({quantized['scheme']})."
+        widths = describe_widths(quantization["bits"])
+        text += f" The cache of {quantized_heads} is stored in {widths} ({quantization['scheme']})."
     if surgery["reform"]:
-        gathered = f"{surgery['reform']['recompute_budget']:,} tokens"
-        text += f" For prompts over {gathered}, REFORM gathers the tokens that the question needs."
+        budget_text = f"{surgery['reform']['recompute_budget']:,} tokens"
+        text += f" For prompts over {budget_text}, REFORM gathers the tokens that the question needs."
     if not surgery["revertible"]:
         text += " save_pretrained has saved this checkpoint again, so it cannot be reverted."
     return text
@@ -55,12 +55,12 @@ def conversion(checkpoint: Mapping[str, Any]) -> str:
 
 def layers(heads: Sequence[Sequence[str | int]]) -> list[dict[str, str | int]]:
     """Per layer, how many KV heads are of each kind that the model has, and the span of budgets."""
-    present, rows = kinds_of(heads), []
+    present_kinds, rows = kinds_of(heads), []
     for layer in heads:
         counts = kinds_of([layer])
-        row: dict[str, str | int] = {kind.label: counts[kind] for kind in KINDS if kind in present}
+        row: dict[str, str | int] = {kind.label: counts[kind] for kind in KINDS if kind in present_kinds}
         budgets = [head for head in layer if isinstance(head, int)]
-        if BUDGETED in present:
+        if BUDGETED in present_kinds:
             row["budgets"] = f"{min(budgets):,} to {max(budgets):,}" if budgets else ""
         rows.append(row)
     return rows
@@ -75,7 +75,7 @@ def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
     if not surgery:
         return
     layers = zip(surgery["heads"], surgery["full_heads"], strict=True)
-    counts = kinds_of(heads for heads, full in layers if full is not None)
+    counts = kinds_of(heads for heads, full_heads in layers if full_heads is not None)
     yield Tile(f"{counts[FULL]:,} of {counts.total():,}", f"KV heads {FULL.keeps}")
     row = surgery["kv_bytes"][-1]  # at the model's own maximum
     ratio = row["after"] / row["before"]
@@ -83,11 +83,14 @@ def _surgery(surgery: Mapping[str, Any] | None) -> Iterator[Tile]:
 
 
 def _scores(results: Results | None) -> Iterator[Tile]:
-    compared = [task for task in results.tasks if task.difference] if results else []
-    if not compared:
+    compared_tasks = [task for task in results.tasks if task.difference] if results else []
+    if not compared_tasks:
         return
-    worse = sum(verdict(task) == "worse" for task in compared)
-    yield Tile(f"{worse} of {len(compared)}", f"score{'s' * (len(compared) > 1)} clearly worse than the original's")
+    worse_count = sum(verdict(task) == "worse" for task in compared_tasks)
+    yield Tile(
+        f"{worse_count} of {len(compared_tasks)}",
+        f"score{'s' * (len(compared_tasks) > 1)} clearly worse than the original's",
+    )
 
 
 def decode_ratios(bench: Bench | None) -> dict[tuple[int, int], float]:
@@ -104,7 +107,7 @@ def decode_ratios(bench: Bench | None) -> dict[tuple[int, int], float]:
     }
 
 
-def longest(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def longest_place(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The (tokens, batch) with the longest prompts, of these the smallest batch."""
     return max(places, key=lambda place: (place[0], -place[1]))
 
@@ -112,5 +115,5 @@ def longest(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
 def _speed(bench: Bench | None) -> Iterator[Tile]:
     """At the longest prompts that both models decode after."""
     if ratios := decode_ratios(bench):
-        tokens, batch = place = longest(ratios)
+        tokens, batch = place = longest_place(ratios)
         yield Tile(f"{ratios[place]:.2f}×", f"the original's decode speed at {tokens:,} tokens, batch {batch}")

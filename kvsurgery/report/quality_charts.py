@@ -45,11 +45,11 @@ class Place:
         """The place of a checkpoint with these bytes and this result; None where one of them is missing."""
         if kv_bytes is None or result is None or not {ORIGINAL, CONVERTED} <= result.scores.keys():
             return None
-        whole, score = result.scores[ORIGINAL].mean, result.scores[CONVERTED].mean
-        ends = score, score  # a single sample has no interval
+        original_score, score = result.scores[ORIGINAL].mean, result.scores[CONVERTED].mean
+        interval_ends = score, score  # a single sample has no interval
         if result.difference is not None:
-            ends = whole + result.difference.low, whole + result.difference.high
-        return cls(kv_bytes, score, *ends, number, front)
+            interval_ends = original_score + result.difference.low, original_score + result.difference.high
+        return cls(kv_bytes, score, *interval_ends, number, front)
 
 
 @dataclass(frozen=True)
@@ -88,39 +88,45 @@ def quality_panel(title: str, quality: Quality) -> Panel:
 
 def _alt(quality: Quality) -> str:
     task = quality.task
-    said = "; ".join(
+    summary = "; ".join(
         f"{line.name}: "
         + ", ".join(f"{score(place.score, task.metric)} at {size(place.kv_bytes)}" for place in line.places)
         for line in quality.lines
     )
-    whole = task.scores.get(ORIGINAL)
-    original = f" The original: {score(whole.mean, task.metric)} at {size(quality.dense_bytes)}." if whole else ""
-    return f"{task.task}, {task.metric}, against KV bytes. {said}.{original}"
+    original_interval = task.scores.get(ORIGINAL)
+    original = (
+        f" The original: {score(original_interval.mean, task.metric)} at {size(quality.dense_bytes)}."
+        if original_interval
+        else ""
+    )
+    return f"{task.task}, {task.metric}, against KV bytes. {summary}.{original}"
 
 
 def _draw(quality: Quality, axes: Axes) -> None:
     task, factor = quality.task, 1 if quality.task.metric == PERPLEXITY else 100
     look = looks([line.name for line in quality.lines])
     if ORIGINAL in task.scores:
-        whole, color = factor * task.scores[ORIGINAL].mean, LIGHT["original"]
-        axes.axhline(whole, color=color, lw=1.2, ls="--", label=f"original, {size(quality.dense_bytes)}")
-        axes.plot(quality.dense_bytes, whole, "o", color=color, ms=4.5)
-    numbered = quality.numbers and sum(len(line.places) for line in quality.lines) <= MOST_NUMBERS
+        original_score, color = factor * task.scores[ORIGINAL].mean, LIGHT["original"]
+        axes.axhline(original_score, color=color, lw=1.2, ls="--", label=f"original, {size(quality.dense_bytes)}")
+        axes.plot(quality.dense_bytes, original_score, "o", color=color, ms=4.5)
+    shows_numbers = quality.numbers and sum(len(line.places) for line in quality.lines) <= MOST_NUMBERS
     for line in quality.lines:
-        across, up = [place.kv_bytes for place in line.places], [factor * place.score for place in line.places]
-        above = 2 if line.joined else 3  # a checkpoint may be a setting of the sweep, too
-        axes.plot(across, up, ls="-" if line.joined else "", label=label(line.name), zorder=above, **look[line.name])
+        x_values, y_values = [place.kv_bytes for place in line.places], [factor * place.score for place in line.places]
+        zorder = 2 if line.joined else 3  # a checkpoint may be a setting of the sweep, too
+        axes.plot(
+            x_values, y_values, ls="-" if line.joined else "", label=label(line.name), zorder=zorder, **look[line.name]
+        )
         color = look[line.name]["color"]
         for place in line.places:
-            at = place.kv_bytes, factor * place.score
+            point = place.kv_bytes, factor * place.score
             axes.vlines(place.kv_bytes, factor * place.low, factor * place.high, color=color, lw=1, alpha=0.5)
             if place.front:
-                axes.plot(*at, "o", mfc="none", mec=LIGHT["ink"], mew=0.8, ms=9)
-            if numbered:
-                number = axes.annotate(place.number, at, (3, -4), textcoords="offset points")
+                axes.plot(*point, "o", mfc="none", mec=LIGHT["ink"], mew=0.8, ms=9)
+            if shows_numbers:
+                number = axes.annotate(place.number, point, (3, -4), textcoords="offset points")
                 number.set(ha="left", va="top", fontsize=FONT - 1.5, color=color)
     _scale(axes, task.metric)
-    numbers = f"; numbers: {quality.numbers}" if numbered else ""
+    numbers = f"; numbers: {quality.numbers}" if shows_numbers else ""
     axes.set_xlabel(f"KV cache of {quality.tokens:,} tokens{numbers}")
     names_above(axes)
 

@@ -27,10 +27,10 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "breaking": _breaking,
+        "breaking": _with_breaks,
         "change": findings.change,
-        "count": lambda number, of: f"{number:,} {of}" + "s" * (number != 1),
-        "flat": flat,
+        "count": lambda number, noun: f"{number:,} {noun}" + "s" * (number != 1),
+        "flat": flat_settings,
         "peak": _peak,
         "score": findings.score,
         "short_time": short_time,
@@ -51,16 +51,16 @@ def _peak(row: Row) -> str:
     return size(max(peaks)) if peaks else "–"
 
 
-def _breaking(name: str) -> Markup:
+def _with_breaks(name: str) -> Markup:
     """A name that may go on in the next line after a slash, a dot or an underscore."""
     return Markup("<wbr>").join(re.split(r"(?<=[/_])|(?<=\.)(?!\d)", name))
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Settings by their dotted names, as text."""
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             yield prefix + name, ", ".join(map(str, value))
         else:

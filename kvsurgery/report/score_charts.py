@@ -19,12 +19,15 @@ MOST_NUMBERS = 12  # columns of a heat map that have room for numbers
 
 def needle_maps(results: Results) -> Chart | None:
     """Depth x length, side by side for the models."""
-    found = grids(results)
+    depth_grids = grids(results)
     panels = tuple(
         Panel(
-            grid.title, f"{grid.title}, by depth and length: {_seen(grid)}.", partial(_draw_grid, grid), _height(grid)
+            grid.title,
+            f"{grid.title}, by depth and length: {_score_range(grid)}.",
+            partial(_draw_grid, grid),
+            _height(grid),
         )
-        for grid in found
+        for grid in depth_grids
     )
     note = (
         "Columns are lengths of the text, and rows are depths of the needle in it. Bright cells are high scores, dark "
@@ -37,7 +40,7 @@ def _height(grid: DepthGrid) -> float:
     return min(max(0.26 * len(grid.depths), 1), 4) + 0.8
 
 
-def _seen(grid: DepthGrid) -> str:
+def _score_range(grid: DepthGrid) -> str:
     if not grid.scores:
         return "no scores"
     low, high = (score(value, grid.task.metric) for value in (min(grid.scores.values()), max(grid.scores.values())))
@@ -76,7 +79,7 @@ def task_scores(results: Results) -> Chart | None:
     if not tasks:
         return None
     names = {titles(results.tasks)[task.task, task.metric]: task for task in tasks}
-    said = "; ".join(
+    summary = "; ".join(
         f"{name}: "
         + ", ".join(
             f"{model} {score(interval.mean, task.metric)} ({span(interval, task.metric)})"
@@ -85,7 +88,7 @@ def task_scores(results: Results) -> Chart | None:
         for name, task in names.items()
     )
     draw = partial(_draw_tasks, names, models(results))
-    panel = Panel("Score by task", f"Scores with 95% intervals. {said}.", draw, 0.3 * len(tasks) + 0.9)
+    panel = Panel("Score by task", f"Scores with 95% intervals. {summary}.", draw, 0.3 * len(tasks) + 0.9)
     return Chart("tasks", (panel,), note="Bars are 95% bootstrap intervals.")
 
 
@@ -113,28 +116,33 @@ def _draw_tasks(tasks: Mapping[str, TaskResult], names: Sequence[str], axes: Axe
 
 def length_curves(results: Results) -> Chart | None:
     """Scores by length, of each benchmark that has several."""
-    found = curves(results)
-    panels = tuple(Panel(shown.title, _alt(shown), partial(_draw_curve, shown)) for shown in found)
-    note = "Lower perplexity is better." if any(shown.metric == PERPLEXITY for shown in found) else ""
+    score_curves = curves(results)
+    panels = tuple(
+        Panel(score_curve.title, _alt(score_curve), partial(_draw_curve, score_curve)) for score_curve in score_curves
+    )
+    note = (
+        "Lower perplexity is better." if any(score_curve.metric == PERPLEXITY for score_curve in score_curves) else ""
+    )
     return Chart("lengths", panels, note=note) if panels else None
 
 
-def _alt(shown: Curve) -> str:
-    said = "; ".join(
+def _alt(score_curve: Curve) -> str:
+    summary = "; ".join(
         f"{model}: "
-        + ", ".join(f"{score(value, shown.metric)} at {tokens(length)}" for length, value in values.items())
-        for model, values in shown.scores.items()
+        + ", ".join(f"{score(value, score_curve.metric)} at {tokens(length)}" for length, value in values.items())
+        for model, values in score_curve.scores.items()
     )
-    return f"{shown.title}, by {shown.fact}. {said}."
+    return f"{score_curve.title}, by {score_curve.fact}. {summary}."
 
 
-def _draw_curve(shown: Curve, axes: Axes) -> None:
-    scale = 1 if shown.metric == PERPLEXITY else 100
+def _draw_curve(score_curve: Curve, axes: Axes) -> None:
+    scale = 1 if score_curve.metric == PERPLEXITY else 100
     lines = {
-        model: {length: scale * value for length, value in values.items()} for model, values in shown.scores.items()
+        model: {length: scale * value for length, value in values.items()}
+        for model, values in score_curve.scores.items()
     }
-    curve(axes, lines, shown.lengths, looks([*lines]), shown.fact)
-    if shown.metric == PERPLEXITY:
+    curve(axes, lines, score_curve.lengths, looks([*lines]), score_curve.fact)
+    if score_curve.metric == PERPLEXITY:
         axes.margins(y=0.2)
         perplexity_axis(axes)
     else:

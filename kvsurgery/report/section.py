@@ -13,7 +13,7 @@ from kvsurgery.emit.card import with_section
 from kvsurgery.errors import KVSurgeryError
 from kvsurgery.evaluate.results import Results
 from kvsurgery.report.findings import change, models, score, span, verdict
-from kvsurgery.report.folder import checkpoint_of, of_one_checkpoint, read
+from kvsurgery.report.folder import checkpoint_of, is_same_checkpoint, read
 from kvsurgery.report.writing import PAGE, charts
 
 FOLDER = "report"  # in the repository
@@ -38,24 +38,24 @@ def card_files(checkpoint: Path, report: Path) -> dict[str, bytes | Path]:
         )
     # as JSON has it, for the comparison
     facts = json.loads(json.dumps(inspect_checkpoint(checkpoint, str(checkpoint)).to_json()))
-    if not of_one_checkpoint(facts, checkpoint_of(results, bench)):
+    if not is_same_checkpoint(facts, checkpoint_of(results, bench)):
         raise KVSurgeryError(f"the report in {report} is of another checkpoint than {checkpoint}; evaluate this one")
-    shown = [chart for chart in charts(results, bench) if (report / f"{chart.name}.png").is_file()]
+    shown_charts = [chart for chart in charts(results, bench) if (report / f"{chart.name}.png").is_file()]
     pictures = [
-        f'<img src="{FOLDER}/{chart.name}.png" alt="{_line(escape(chart.alt))}" width="100%">' for chart in shown
+        f'<img src="{FOLDER}/{chart.name}.png" alt="{_line(escape(chart.alt))}" width="100%">' for chart in shown_charts
     ]
-    parts = ["## Evaluation", *([_table(results)] if results else []), *pictures, _where(results is not None)]
+    parts = ["## Evaluation", *([_table(results)] if results else []), *pictures, _report_link(results is not None)]
     card = checkpoint / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     return {
         "README.md": with_section(text, "\n\n".join(parts)).encode("utf-8", "replace"),
         f"{FOLDER}/{PAGE}": page,
-        **{f"{FOLDER}/{chart.name}.png": report / f"{chart.name}.png" for chart in shown},
+        **{f"{FOLDER}/{chart.name}.png": report / f"{chart.name}.png" for chart in shown_charts},
     }
 
 
-def _where(evaluated: bool) -> str:
-    intervals = "Intervals are 95% bootstrap intervals. " if evaluated else ""
+def _report_link(has_scores: bool) -> str:
+    intervals = "Intervals are 95% bootstrap intervals. " if has_scores else ""
     page = f"Download and open the [full report]({FOLDER}/{PAGE})"
     return f"{intervals}{page} for more figures and the commands that reproduce them."
 
@@ -63,9 +63,9 @@ def _where(evaluated: bool) -> str:
 def _table(results: Results) -> str:
     """Scores by task, with intervals."""
     names = models(results)
-    head = ["task", "metric", "samples", *map(_cell, names), *(["difference"] if len(names) == 2 else [])]
+    header = ["task", "metric", "samples", *map(_cell, names), *(["difference"] if len(names) == 2 else [])]
     return "\n".join(
-        f"| {' | '.join(row)} |" for row in [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *_rows(results, names)]
+        f"| {' | '.join(row)} |" for row in [header, ["---"] * 3 + ["---:"] * (len(header) - 3), *_rows(results, names)]
     )
 
 
@@ -79,8 +79,8 @@ def _rows(results: Results, names: tuple[str, ...]) -> Iterator[list[str]]:
         ]
         row = [_cell(task.task), _cell(task.metric), f"{task.count:,}", *scores]
         if len(names) == 2:
-            apart = task.difference
-            row.append(f"{change(apart.mean, task.metric)}, {verdict(task)}" if apart else "–")
+            difference = task.difference
+            row.append(f"{change(difference.mean, task.metric)}, {verdict(task)}" if difference else "–")
         yield row
 
 

@@ -48,34 +48,34 @@ def short_time(seconds: float) -> str:
 
 
 def _seconds(phase: str, row: Row) -> float | None:
-    measured = getattr(row, phase)
-    return measured and measured.seconds
+    measurement = getattr(row, phase)
+    return measurement and measurement.seconds
 
 
 def _points(bench: Bench, rows: list[Row], value: Callable[[Row], float | None]) -> Points:
     """Values by length of each contender that has any."""
     lines = {
-        name: {row.tokens: found for row in rows if row.contender == name and (found := value(row))}
+        name: {row.tokens: row_value for row in rows if row.contender == name and (row_value := value(row))}
         for name in bench.contenders
     }
     return {name: points for name, points in lines.items() if points}
 
 
-def _panel(title: str, points: Points, look: Look, shown: Callable[[float], str], unit: str) -> Panel:
-    said = "; ".join(
-        f"{name}: " + ", ".join(f"{shown(value)} at {length:,} tokens" for length, value in line.items())
+def _panel(title: str, points: Points, look: Look, format_value: Callable[[float], str], unit: str) -> Panel:
+    summary = "; ".join(
+        f"{name}: " + ", ".join(f"{format_value(value)} at {length:,} tokens" for length, value in line.items())
         for name, line in points.items()
     )
-    return Panel(title, f"{title} by length. {said}.", partial(_draw, points, look, shown, unit), height=3.2)
+    return Panel(title, f"{title} by length. {summary}.", partial(_draw, points, look, format_value, unit), height=3.2)
 
 
-def _draw(points: Points, look: Look, shown: Callable[[float], str], unit: str, axes: Axes) -> None:
+def _draw(points: Points, look: Look, format_value: Callable[[float], str], unit: str, axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=2 if unit == "bytes" else 10)
     lengths = sorted({length for line in points.values() for length in line})
     curve(axes, points, lengths, look)
     axes.yaxis.set_major_locator(LogLocator(base=2, numticks=8) if unit == "bytes" else LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value).replace(".00", "")))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value).replace(".00", "")))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.15)

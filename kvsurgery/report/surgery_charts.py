@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # opacity of the least and of the largest budget, and how many levels there are
-FAINTEST, STRONGEST, LEVELS = 0.15, 0.75, 8
+MIN_OPACITY, MAX_OPACITY, LEVELS = 0.15, 0.75, 8
 LOOKS = dict(zip(("before", "after"), looks(("original", "converted")).values(), strict=True))
 
 
@@ -23,8 +23,8 @@ def head_map(surgery: Mapping[str, Any]) -> Chart:
     """What each KV head keeps: layers across, the original's heads down."""
     heads = surgery["heads"]
     counts = kinds_of(heads)
-    said = ", ".join(f"{count} {kind.name}" for kind, count in counts.items())
-    alt = f"Map of {len(heads)} layers by {max(map(len, heads))} KV heads: {said}. See the table of layers."
+    summary = ", ".join(f"{count} {kind.name}" for kind, count in counts.items())
+    alt = f"Map of {len(heads)} layers by {max(map(len, heads))} KV heads: {summary}. See the table of layers."
     height = min(max(0.17 * max(map(len, heads)), 1.0), 4) + 0.7
     order = "the original's order" if surgery["revertible"] else "the converted model's order"
     panel = Panel("KV heads by kind", alt, partial(_draw_heads, heads), height)
@@ -40,7 +40,7 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
     from matplotlib.transforms import Affine2D
 
     budgets = [head for layer in heads for head in layer if isinstance(head, int)]
-    least, most = (min(budgets), max(budgets)) if budgets else (0, 0)
+    min_budget, max_budget = (min(budgets), max(budgets)) if budgets else (0, 0)
 
     def look(head: str | int) -> dict[str, Any]:
         color = kind_of(head).color
@@ -49,8 +49,8 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
         if not isinstance(head, int):
             return {"facecolor": LIGHT[color]}
         # of few levels, so that a page stays small
-        level = round((head - least) / max(most - least, 1) * (LEVELS - 1)) / (LEVELS - 1)
-        return {"facecolor": LIGHT[color], "alpha": FAINTEST + (STRONGEST - FAINTEST) * level}
+        level = round((head - min_budget) / max(max_budget - min_budget, 1) * (LEVELS - 1)) / (LEVELS - 1)
+        return {"facecolor": LIGHT[color], "alpha": MIN_OPACITY + (MAX_OPACITY - MIN_OPACITY) * level}
 
     cell = Affine2D().scale(0.88, 0.84).translate(-0.44, -0.42)
     square = cell.transform_path(Path.unit_rectangle())
@@ -61,9 +61,9 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
             cells.setdefault(tuple(look(head).items()), []).append(place.transform_path(square))
     for appearance, paths in cells.items():
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), **{"lw": 0, **dict(appearance)}))
-    found = {head for layer in heads for head in layer}
-    labels: dict[str | int, str] = {kind.name: kind.label for kind in KINDS if kind.name in found}
-    labels |= {budget: f"budget {budget:,}" for budget in sorted({least, most} if budgets else ())}
+    present_heads = {head for layer in heads for head in layer}
+    labels: dict[str | int, str] = {kind.name: kind.label for kind in KINDS if kind.name in present_heads}
+    labels |= {budget: f"budget {budget:,}" for budget in sorted({min_budget, max_budget} if budgets else ())}
     names_above(axes, 4, [Patch(label=label, **look(head)) for head, label in labels.items()])
     axes.set_xlim(-0.6, len(heads) - 0.4)
     axes.set_ylim(max(map(len, heads)) - 0.4, -0.6)
@@ -76,8 +76,8 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
 def kv_memory(surgery: Mapping[str, Any]) -> Chart:
     """Bytes of one sequence's KV cache by its length, before and after."""
     rows = surgery["kv_bytes"]
-    said = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
-    panel = Panel("KV cache of one sequence", f"KV cache before and after, at {said}.", partial(_draw_memory, rows))
+    summary = ", ".join(f"{row['tokens']} tokens {size(row['before'])} and {size(row['after'])}" for row in rows)
+    panel = Panel("KV cache of one sequence", f"KV cache before and after, at {summary}.", partial(_draw_memory, rows))
     return Chart(
         "kv-memory",
         (panel,),
@@ -88,14 +88,14 @@ def kv_memory(surgery: Mapping[str, Any]) -> Chart:
 def _draw_memory(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    lines = {when: {row["tokens"]: row[when] for row in rows} for when in LOOKS}
+    lines = {stage: {row["tokens"]: row[stage] for row in rows} for stage in LOOKS}
     axes.set_yscale("log", base=2)
     curve(axes, lines, [row["tokens"] for row in rows], LOOKS)
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=8))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: plain_size(count)))
-    for when, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
-        (offset, across, up), color = place, LOOKS[when]["color"]
-        for point in enumerate(lines[when].values()):
-            words = axes.annotate(plain_size(point[1]), point, offset, textcoords="offset points")
-            words.set(ha=across, va=up, fontsize=FONT - 1.5, color=color)
+    for stage, place in {"before": ((-3, 5), "right", "bottom"), "after": ((3, -5), "left", "top")}.items():
+        (offset, horizontal, vertical), color = place, LOOKS[stage]["color"]
+        for point in enumerate(lines[stage].values()):
+            annotation = axes.annotate(plain_size(point[1]), point, offset, textcoords="offset points")
+            annotation.set(ha=horizontal, va=vertical, fontsize=FONT - 1.5, color=color)
     axes.margins(0.26, 0.15)

@@ -30,8 +30,8 @@ def quality(sweep: Sweep) -> Chart:
 
 def axis_of(sweep: Sweep) -> str:
     """The axis that lines go along: the size with the most values, or any other axis where no size has several."""
-    several = varied(sweep.axes)
-    return max([name for name in SIZES if name in several] or several, key=lambda name: len(sweep.axes[name]))
+    varied_axes = varied(sweep.axes)
+    return max([name for name in SIZES if name in varied_axes] or varied_axes, key=lambda name: len(sweep.axes[name]))
 
 
 def series_of(sweep: Sweep) -> dict[str, list[Point]]:
@@ -39,34 +39,34 @@ def series_of(sweep: Sweep) -> dict[str, list[Point]]:
 
     Where these were too many lines, the axis with the fewest values makes them.
     """
-    others = [name for name in varied(sweep.axes) if name != axis_of(sweep)]
-    if math.prod(len(sweep.axes[name]) for name in others) > MOST_LINES:
-        others = [min(others, key=lambda name: len(sweep.axes[name]))]
+    other_axes = [name for name in varied(sweep.axes) if name != axis_of(sweep)]
+    if math.prod(len(sweep.axes[name]) for name in other_axes) > MOST_LINES:
+        other_axes = [min(other_axes, key=lambda name: len(sweep.axes[name]))]
     series: dict[str, list[Point]] = {}
     for point in sweep.points:
         if not point.skipped:
-            name = named({other: point.options[other] for other in others}) or CONVERTED
+            name = named({axis: point.options[axis] for axis in other_axes}) or CONVERTED
             series.setdefault(name, []).append(point)
     return series
 
 
 def lines_of(sweep: Sweep, task: TaskResult) -> list[Line]:
     """The series of a task that have scores."""
-    along, best = axis_of(sweep), sweep.front(task.task, task.metric)
+    axis, front = axis_of(sweep), sweep.front(task.task, task.metric)
     lines = []
     for name, points in series_of(sweep).items():
-        found = [
-            (place, point.options[along])
+        valued_places = [
+            (place, point.options[axis])
             for point in points
-            if (place := _place(point, task, along, front=point in best)) is not None
+            if (place := _place(point, task, axis, front=point in front)) is not None
         ]
-        found.sort(key=lambda pair: (pair[0].kv_bytes, pair[0].score))
+        valued_places.sort(key=lambda pair: (pair[0].kv_bytes, pair[0].score))
         # a line goes along one axis alone
-        joined = len({value for _, value in found}) == len(found)
-        lines.append(Line(name, [place for place, _ in found], joined))
+        joined = len({value for _, value in valued_places}) == len(valued_places)
+        lines.append(Line(name, [place for place, _ in valued_places], joined))
     return lines
 
 
-def _place(point: Point, task: TaskResult, along: str, front: bool) -> Place | None:
+def _place(point: Point, task: TaskResult, axis: str, front: bool) -> Place | None:
     result = point.result(task.task, task.metric)
-    return Place.of(point.kv_bytes, result, str(point.options[along]), front)
+    return Place.of(point.kv_bytes, result, str(point.options[axis]), front)

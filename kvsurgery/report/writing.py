@@ -44,8 +44,8 @@ def write_report(folder: Path) -> Path:
     """
     results, bench = read(folder)
     with showable(folder):
-        shown = charts(results, bench)
-        save_page(folder, _page(results, bench, shown), shown)
+        page_charts = charts(results, bench)
+        save_page(folder, _page(results, bench, page_charts), page_charts)
     return folder / PAGE
 
 
@@ -59,17 +59,19 @@ def showable(*folders: Path) -> Generator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
-        where = ", ".join(map(str, folders))
-        raise KVSurgeryError(f"the results in {where} cannot be shown: {error!r}; run the command again") from error
+        folder_names = ", ".join(map(str, folders))
+        raise KVSurgeryError(
+            f"the results in {folder_names} cannot be shown: {error!r}; run the command again"
+        ) from error
 
 
-def save_page(folder: Path, page: str, shown: Iterable[Chart]) -> None:
+def save_page(folder: Path, page: str, page_charts: Iterable[Chart]) -> None:
     """Write a page as `index.html`, after the pictures of its charts.
 
     Raises:
         OutputError: a file cannot be written.
     """
-    for chart in shown:
+    for chart in page_charts:
         chart.save(folder)
     write_whole(folder / PAGE, page)
 
@@ -77,22 +79,22 @@ def save_page(folder: Path, page: str, shown: Iterable[Chart]) -> None:
 def charts(results: Results | None, bench: Bench | None) -> tuple[Chart, ...]:
     """All that there is something to show on, in the order of the page."""
     surgery = checkpoint_of(results, bench)["surgery"]
-    found: list[Chart | None] = [head_map(surgery), kv_memory(surgery)] if surgery else []
+    candidates: list[Chart | None] = [head_map(surgery), kv_memory(surgery)] if surgery else []
     if results is not None:
-        found += [task_scores(results), needle_maps(results), length_curves(results)]
+        candidates += [task_scores(results), needle_maps(results), length_curves(results)]
     if bench is not None:
-        found.append(speed(bench))
-    return tuple(chart for chart in found if chart is not None)
+        candidates.append(speed(bench))
+    return tuple(chart for chart in candidates if chart is not None)
 
 
-def _page(results: Results | None, bench: Bench | None, shown: tuple[Chart, ...]) -> str:
+def _page(results: Results | None, bench: Bench | None, page_charts: tuple[Chart, ...]) -> str:
     """The HTML of all of it; names and texts are escaped."""
     runs = [run for run in ((*EVALUATION, results), (*BENCHMARK, bench)) if run[-1] is not None]
     checkpoint = checkpoint_of(results, bench)
     surgery = checkpoint["surgery"]
     return render(
         "page.html.jinja",
-        charts={chart.name: chart for chart in shown},
+        charts={chart.name: chart for chart in page_charts},
         title=Path(checkpoint["name"]).name or checkpoint["name"],
         lead=headlines.lead(checkpoint, results, bench),
         tiles=headlines.tiles(checkpoint, results, bench),

@@ -12,7 +12,7 @@ from transformers import AutoConfig, DynamicCache
 
 from kvsurgery.bench import contenders as module
 from kvsurgery.bench.caches import WIDTHS
-from kvsurgery.bench.contenders import contenders, load_models, sharing, step_weights, usable
+from kvsurgery.bench.contenders import contenders, load_models, shared_stock_model, step_weights, usable_contenders
 from kvsurgery.errors import CheckpointError, KVSurgeryError
 from kvsurgery.templates.kv_layout import Quantization
 from tests.helpers.families import largest, make, stock, tokens
@@ -28,7 +28,7 @@ def test_the_original_shares_the_weights(mixed: Callable[[str], Converted], fami
     """The same logits as the stock class that is loaded from the source, from the very parameters."""
     folder, ids = mixed(family).folder, tokens(2, 40, vocabulary=99)
     converted = mixed(family).model
-    original = sharing(converted, AutoConfig.from_pretrained(folder))
+    original = shared_stock_model(converted, AutoConfig.from_pretrained(folder))
     assert original.config._attn_implementation == attention
     assert not type(original).__module__.startswith("transformers_modules")
     theirs = dict(original.named_parameters())
@@ -46,7 +46,7 @@ def test_every_kind_of_cache_takes_part(mixed: Callable[[str], Converted], monke
     names = [contender.name for contender in contenders(*models)]
     assert names == ["converted", "original", *(f"original, {backend} int4" for backend in WIDTHS)]
     monkeypatch.setattr(module, "unusable", lambda make: "it is not installed")
-    there, left_out = usable(contenders(*models))
+    there, left_out = usable_contenders(contenders(*models))
     assert [contender.name for contender in there] == names[:2]
     assert left_out == dict.fromkeys(names[2:], "it is not installed")
 

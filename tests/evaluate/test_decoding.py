@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvsurgery.conversion.convert import convert
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.evaluate.checkpoint import load
-from kvsurgery.evaluate.decoding import LAST, answers, conversation, later_answers, mean_nll
+from kvsurgery.evaluate.decoding import LAST_TOKENS, answers, conversation, later_answers, mean_nll
 from kvsurgery.evaluate.sample import SHORT_ANSWER
 from kvsurgery.profile.embedding_heads import EmbeddingHead
 from kvsurgery.profile.head_profile import HeadProfile
@@ -113,7 +113,7 @@ def test_budgeted_heads_choose_with_the_question_in_sight(budgeted):
     blind = []
     for row in tokens:
         with torch.no_grad():
-            cache = model(row[None, :-LAST]).past_key_values
+            cache = model(row[None, :-LAST_TOKENS]).past_key_values
             output = model.generate(row[None], past_key_values=cache, max_new_tokens=task.VALUES)
         blind.append(output[0, len(row) :].tolist())
     assert sum(said == values for said, values in zip(blind, right.tolist(), strict=True)) < len(tokens)

@@ -61,10 +61,10 @@ def test_prompt_and_answer_are_as_long_as_asked_for(kind, task, length, seed, ch
     try:
         [sample] = samples(whom, (length,), (task,))
     except TextError as error:
-        least = re.fullmatch(
+        match = re.fullmatch(
             rf"RULER's {task} takes (\d+) tokens or more, not {length}; give longer `lengths`", str(error)
         )
-        assert int(least[1]) > length
+        assert int(match[1]) > length
         assert task in ("vt", "cwe")
     else:
         assert 0.99 * length <= len(sample.tokens) + sample.limit <= length
@@ -224,7 +224,7 @@ def test_common_words_are_common(length, example, often, seldom):
 
 def test_three_coded_words_are_more_frequent_than_the_others_at_any_size():
     puzzle = frequent_words(random.Random(0), 4096)
-    for size in range(puzzle.least, 300):
+    for size in range(puzzle.min_units, 300):
         assert solve("fwe", puzzle.write(size, 0)) == set(puzzle.answers)
 
 

@@ -72,7 +72,7 @@ def test_the_smallest_prompt_has_the_answer(files):
     for read, path in ((read_squad, files["squad"]), (read_hotpot, files["hotpot"])):
         for seed in range(5):
             puzzle = question(random.Random(seed), read(path), seed)
-            assert puzzle.answers[0] in puzzle.write(puzzle.least, 0)
+            assert puzzle.answers[0] in puzzle.write(puzzle.min_units, 0)
 
 
 def test_paragraphs_of_the_same_article_come_first(files):

@@ -286,9 +286,9 @@ def test_an_answer_is_what_is_before_the_text_that_stops_it(tmp_path):
 
 def test_a_limit_takes_the_first_samples_of_each_task(language):
     reader = reader_of(MODEL)
-    taken = [sample.key for sample in runner.taken({**tasks(language), "plain": Plain()}, reader, 2)]
-    assert [task for task, _ in taken] == ["needle"] * 2 + ["passkey"] * 2 + ["perplexity"] * 2 + ["plain"] * 2
-    assert taken[0] == ("needle", "96/0.0/0")
+    keys = [sample.key for sample in runner.limited_samples({**tasks(language), "plain": Plain()}, reader, 2)]
+    assert [task for task, _ in keys] == ["needle"] * 2 + ["passkey"] * 2 + ["perplexity"] * 2 + ["plain"] * 2
+    assert keys[0] == ("needle", "96/0.0/0")
 
 
 @pytest.mark.parametrize("name", ["needle", "passkey", "perplexity"])

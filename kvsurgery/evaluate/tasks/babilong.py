@@ -70,31 +70,33 @@ class BabilongTask:
                 raise TextError(f"BABILong's lengths are called 0k, 1k, 2k, ... 1M, 10M; got {length}")
         path = Path(self.source)
         if path.is_dir():
-            there = [(match[1], match[2]) for file in path.iterdir() if (match := NAME.fullmatch(file.stem))]
+            present_parts = [(match[1], match[2]) for file in path.iterdir() if (match := NAME.fullmatch(file.stem))]
         elif path.is_file():
             if not (match := NAME.fullmatch(path.stem)):
                 raise TextError(f"{path}: the name must say the task and the length, as qa1_4k.jsonl does")
-            there = [(match[1], match[2])]
+            present_parts = [(match[1], match[2])]
         else:
-            fitting = [length for length in DEFAULT_LENGTHS if _tokens(length) < reader.max_context]
-            there = [*product(self.tasks or DEFAULT_TASKS, self.lengths or fitting)]
-        asked = {*(self.tasks or ()), *(self.lengths or ())}
-        parts = {part for part in there if part[0] in (self.tasks or part) and part[1] in (self.lengths or part)}
-        if not parts or (absent := asked.difference(*parts)):
-            named = ", ".join(sorted(absent if parts else asked))
-            raise TextError(f"{self.source} has no {named or 'files'} of BABILong, such as qa1_4k.jsonl")
-        if unknown := {task for task, _ in parts} - {*TASKS}:
-            raise TextError(f"there are prompts for {', '.join(TASKS)}; got {', '.join(sorted(unknown))}")
+            fitting_lengths = [length for length in DEFAULT_LENGTHS if _tokens(length) < reader.max_context]
+            present_parts = [*product(self.tasks or DEFAULT_TASKS, self.lengths or fitting_lengths)]
+        requested_names = {*(self.tasks or ()), *(self.lengths or ())}
+        parts = {
+            part for part in present_parts if part[0] in (self.tasks or part) and part[1] in (self.lengths or part)
+        }
+        if not parts or (missing_names := requested_names.difference(*parts)):
+            listed_names = ", ".join(sorted(missing_names if parts else requested_names))
+            raise TextError(f"{self.source} has no {listed_names or 'files'} of BABILong, such as qa1_4k.jsonl")
+        if unknown_tasks := {task for task, _ in parts} - {*TASKS}:
+            raise TextError(f"there are prompts for {', '.join(TASKS)}; got {', '.join(sorted(unknown_tasks))}")
         return sorted(parts, key=lambda part: (int(part[0][2:]), _tokens(part[1])))
 
     def _samples(self, reader: Reader, task: str, length: str) -> Iterator[Sample]:
-        asked = TASKS[task]
-        examples = "".join(EXAMPLE.format(*example) for example in asked["examples"])
+        spec = TASKS[task]
+        examples = "".join(EXAMPLE.format(*example) for example in spec["examples"])
         source = in_folder(self.source, f"{task}_{length}")
         for number, _, row in numbered_rows(source, COLUMNS, config=length, split=task):
             context, question, target = row["input"].strip(), row["question"].strip(), row["target"].lower()
             prompt = PROMPT.format(
-                facts=asked["facts"], form=asked["form"], examples=examples, context=context, question=question
+                facts=spec["facts"], form=spec["form"], examples=examples, context=context, question=question
             )
             yield Sample(
                 task=f"babilong/{task}",
@@ -103,7 +105,7 @@ class BabilongTask:
                 metric="babilong",
                 answers=tuple(target.split(",")),
                 # what the question names is never the answer
-                choices=tuple(label.lower() for label in asked["labels"] if label.lower() not in question.lower()),
+                choices=tuple(label.lower() for label in spec["labels"] if label.lower() not in question.lower()),
                 limit=ANSWER_TOKENS,
                 facts={"length": length},
             )

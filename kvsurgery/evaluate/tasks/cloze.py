@@ -21,7 +21,7 @@ from kvsurgery.text.lengths import default_lengths
 from kvsurgery.text.tokens import first_tokens, text_of, token_ids
 
 WORD = re.compile(r"(?<= )[^\W\d_]{4,}(?=[.,;:!?])")  # the last word of a sentence or clause
-SPARE = 256  # tokens after a passage's length, in one of which its last word is looked for
+SPARE_TOKENS = 256  # tokens after a passage's length, in one of which its last word is looked for
 TRIES = 50  # pieces of text that are looked through for a word
 
 
@@ -51,15 +51,15 @@ class ClozeTask:
             TextError: a number is out of range, or the text is unknown to the tokenizer, too short, or repeats no word.
         """
         self.check()
-        start, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
-        needed = tokens_needed(self.text, max(lengths) + SPARE)
-        haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
+        prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        needed_tokens = tokens_needed(self.text, max(lengths) + SPARE_TOKENS)
+        haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         for number, length in islice(product(range(self.passages), lengths), limit):
-            passage, word = _passage(reader, haystack, max(lengths), min(lengths) - len(start), number)
+            passage, word = _passage(reader, haystack, max(lengths), min(lengths) - len(prefix), number)
             yield Sample(
                 task="cloze",
                 name=f"{length}/{number}",
-                tokens=np.concatenate([start, passage[len(passage) + len(start) - length :]]).astype(np.int64),
+                tokens=np.concatenate([prefix, passage[len(passage) + len(prefix) - length :]]).astype(np.int64),
                 metric="first_words",
                 answers=(word,),
                 limit=len(token_ids(reader.tokenizer, f" {word}")) + 1,
@@ -67,21 +67,21 @@ class ClozeTask:
             )
 
 
-def _passage(reader: Reader, haystack: Haystack, longest: int, shortest: int, number: int) -> tuple[np.ndarray, str]:
-    """int64: the tokens before a word that stands among the last `shortest` of them too, and the word."""
+def _passage(reader: Reader, haystack: Haystack, max_length: int, window: int, number: int) -> tuple[np.ndarray, str]:
+    """int64: the tokens before a word that stands among the last `window` of them too, and the word."""
     rng = np.random.default_rng([reader.seed, number])
     for _ in range(TRIES):
-        piece = haystack.piece(rng, longest + SPARE)
-        text, before = (text_of(reader.tokenizer, part) for part in (piece, piece[:longest]))
-        for found in WORD.finditer(text, len(before)):
-            tokens = token_ids(reader.tokenizer, text[: found.start() - 1])
-            if len(tokens) < longest:
+        piece = haystack.piece(rng, max_length + SPARE_TOKENS)
+        text, passage_text = (text_of(reader.tokenizer, part) for part in (piece, piece[:max_length]))
+        for match in WORD.finditer(text, len(passage_text)):
+            tokens = token_ids(reader.tokenizer, text[: match.start() - 1])
+            if len(tokens) < max_length:
                 continue
-            near = text_of(reader.tokenizer, tokens[-shortest:])
-            if re.search(rf"\b{re.escape(found[0])}\b", near, re.IGNORECASE):
-                return np.array(tokens), found[0]
+            window_text = text_of(reader.tokenizer, tokens[-window:])
+            if re.search(rf"\b{re.escape(match[0])}\b", window_text, re.IGNORECASE):
+                return np.array(tokens), match[0]
     raise TextError(
-        f"no sentence of {haystack.name} ends with a word that stands in the {shortest} tokens before it; give longer "
+        f"no sentence of {haystack.name} ends with a word that stands in the {window} tokens before it; give longer "
         "`lengths`, or another text"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import (
     OPTION_FIELDS,
     named_files,
@@ -59,7 +59,7 @@ class InfiniteBenchTask:
                 yield Sample(
                     task=f"infinitebench/{task}",
                     name=str(number),
-                    tokens=shortened(reader.tokenizer, prompt, reader.max_context - tokens),
+                    tokens=truncated_prompt(reader.tokenizer, prompt, reader.max_context - tokens),
                     metric=metric,
                     answers=right_answers(row, metric, place),
                     limit=tokens,
@@ -69,22 +69,22 @@ class InfiniteBenchTask:
         return named_files(self.source, [*TASKS], self.tasks, "InfiniteBench")
 
     def _templates(self) -> dict[str, str]:
-        others = ("input", "question", *OPTION_FIELDS, "prefix", "func", "func_call")
-        return read_prompts(self.prompts, TASKS, "context", others, "InfiniteBench's templates")
+        optional_fields = ("input", "question", *OPTION_FIELDS, "prefix", "func", "func_call")
+        return read_prompts(self.prompts, TASKS, "context", optional_fields, "InfiniteBench's templates")
 
 
 def _fields(task: str, row: Mapping[str, Any], place: str) -> dict[str, str]:
     """What a prompt is filled in with."""
     fields = dict.fromkeys(("prefix", "func", "func_call"), "") | option_fields(row, TASKS[task]["metric"], place)
     if task == "math_find":
-        fields["prefix"] = f"What is {_found('The .+(?= of)', row, place).lower()} in this list?"
+        fields["prefix"] = f"What is {_matched_text('The .+(?= of)', row, place).lower()} in this list?"
     if task == "code_run":
-        call = _found(r"func_[0-9]+\(-?[0-9]+\)", row, place)
+        call = _matched_text(r"func_[0-9]+\(-?[0-9]+\)", row, place)
         fields |= {"func": call.partition("(")[0], "func_call": call}
     return {**fields, "context": row["context"], "input": row["input"], "question": row["input"]}
 
 
-def _found(pattern: str, row: Mapping[str, Any], place: str) -> str:
+def _matched_text(pattern: str, row: Mapping[str, Any], place: str) -> str:
     match = re.search(pattern, row["input"])
     if match is None:
         raise TextError(f'{place}: "input" does not say what is asked for, got {row["input"][:60]!r}')

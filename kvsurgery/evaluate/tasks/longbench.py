@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import check_source, named_files, read_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.metrics.words import chinese_words
@@ -44,8 +44,8 @@ class LongBenchTask:
 
     def check(self) -> None:
         """Check that there is what the samples need, without reading them."""
-        if unknown := {*(self.datasets or ())} - {*DATASETS}:
-            raise TextError(f"LongBench has no {', '.join(sorted(unknown))}; it has {', '.join(DATASETS)}")
+        if unknown_datasets := {*(self.datasets or ())} - {*DATASETS}:
+            raise TextError(f"LongBench has no {', '.join(sorted(unknown_datasets))}; it has {', '.join(DATASETS)}")
         _prompts(self.prompts)
         datasets = (name.removesuffix("_e") for name in self._files())
         if any(DATASETS.get(name, {}).get("metric", "").endswith("_zh") for name in datasets):
@@ -88,11 +88,11 @@ class LongBenchTask:
         if metric.endswith("_zh"):
             chinese_words("")  # before a model has answered
         room = reader.max_context - limit
-        bucket = next((name for below, name in BUCKETS if row["length"] < below), "8k+")
+        bucket = next((name for bound, name in BUCKETS if row["length"] < bound), "8k+")
         return Sample(
             task=f"longbench-e/{dataset}" if self.extended else f"longbench/{dataset}",
             name=str(number),
-            tokens=shortened(reader.tokenizer, prompt, room, chat=DATASETS[dataset].get("chat", True)),
+            tokens=truncated_prompt(reader.tokenizer, prompt, room, chat=DATASETS[dataset].get("chat", True)),
             metric=metric,
             answers=tuple(row["answers"]),
             choices=tuple(classes),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import shortened
+from kvsurgery.evaluate.prompts import truncated_prompt
 from kvsurgery.evaluate.rows import check_source, in_folder, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, setting
@@ -61,16 +61,16 @@ class LongBenchV2Task:
         """One of each row, in their order."""
         template, source = _prompt(self.prompt), in_folder(self.source, "data")
         room = reader.max_context - ANSWER_TOKENS
-        for _, where, row in numbered_rows(source, COLUMNS, limit, config="default", split="train"):
+        for _, place, row in numbered_rows(source, COLUMNS, limit, config="default", split="train"):
             if row["answer"] not in (*"ABCD",):
-                raise TextError(f'{where}: "answer" must be A, B, C or D, got {row["answer"]!r}')
+                raise TextError(f'{place}: "answer" must be A, B, C or D, got {row["answer"]!r}')
             # in one pass, so that what a document says is not filled in
-            places = "|".join(map(re.escape, PLACES))
-            prompt = re.sub(places, lambda place, row=row: row[PLACES[place[0]]].strip(), template)
+            pattern = "|".join(map(re.escape, PLACES))
+            prompt = re.sub(pattern, lambda match, row=row: row[PLACES[match[0]]].strip(), template)
             yield Sample(
                 task="longbench_v2",
                 name=row["_id"],
-                tokens=shortened(reader.tokenizer, prompt, room),
+                tokens=truncated_prompt(reader.tokenizer, prompt, room),
                 metric="stated_letter",
                 answers=(row["answer"],),
                 limit=ANSWER_TOKENS,
@@ -88,8 +88,10 @@ def _prompt(path: str | None) -> str:
         return PROMPT
     with reading_text(path):
         prompt = Path(path).read_text(encoding="utf-8-sig")
-    if absent := [place for place in PLACES if place not in prompt]:
-        raise TextError(f"{path} has no {', '.join(absent)}; give a prompt such as LongBench v2's prompts/0shot.txt")
+    if missing_places := [place for place in PLACES if place not in prompt]:
+        raise TextError(
+            f"{path} has no {', '.join(missing_places)}; give a prompt such as LongBench v2's prompts/0shot.txt"
+        )
     return prompt
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import read_prompts, shortened
+from kvsurgery.evaluate.prompts import read_prompts, truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows, table_beside
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import SOURCE, THERE, setting
@@ -45,25 +45,25 @@ class LoogleTask:
             yield from islice(self._samples(reader, task, source, templates[task]), limit)
 
     def _samples(self, reader: Reader, task: str, source: str, template: str) -> Iterator[Sample]:
-        asked = TASKS[task]
-        room = reader.max_context - asked["limit"]
-        for number, place, row in numbered_rows(source, {}, config=asked.get("config", task), split="test"):
+        spec = TASKS[task]
+        room = reader.max_context - spec["limit"]
+        for number, place, row in numbered_rows(source, {}, config=spec.get("config", task), split="test"):
             # files call the document `input`, the Hub calls it `context`
             document = row.get("context", row.get("input"))
             if not isinstance(document, str):
                 raise TextError(f'{place}: "input" must be text')
             for turn, pair in enumerate(_pairs(row, place)):
-                masks, answers = _right(pair.get("A"), asked["metric"], place)
+                masks, answers = _masks_and_answers(pair.get("A"), spec["metric"], place)
                 prompt = template.format(input=document, Q=pair.get("Q", ""))
                 yield Sample(
                     task=f"loogle/{task}",
                     name=f"{number}/{turn}",
-                    tokens=shortened(reader.tokenizer, prompt, room),
-                    metric=asked["metric"],
-                    also=tuple(asked["also"]),
+                    tokens=truncated_prompt(reader.tokenizer, prompt, room),
+                    metric=spec["metric"],
+                    also=tuple(spec["also"]),
                     answers=answers,
                     choices=masks,
-                    limit=asked["limit"],
+                    limit=spec["limit"],
                     facts={"type": pair["type"]} if "type" in pair else {},
                 )
 
@@ -90,13 +90,19 @@ def _pairs(row: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
     return pairs
 
 
-def _right(answer: Any, metric: str, place: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _masks_and_answers(answer: Any, metric: str, place: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The masks of a cloze, none of another question, and what is right."""
     if metric == "cloze_exact":
-        filled = {f"<mask-{place}>": name for place, name in enumerate(answer)} if isinstance(answer, list) else answer
-        if not isinstance(filled, dict) or not filled or not all(isinstance(name, str) for name in filled.values()):
+        names_by_mask = (
+            {f"<mask-{place}>": name for place, name in enumerate(answer)} if isinstance(answer, list) else answer
+        )
+        if (
+            not isinstance(names_by_mask, dict)
+            or not names_by_mask
+            or not all(isinstance(name, str) for name in names_by_mask.values())
+        ):
             raise TextError(f"{place}: an answer to a cloze must give a name for each mask")
-        return tuple(filled), tuple(filled.values())
+        return tuple(names_by_mask), tuple(names_by_mask.values())
     if not isinstance(answer, str):
         raise TextError(f"{place}: an answer must be text, got {answer!r}"[:200])
     return (), (answer,)

@@ -59,11 +59,11 @@ class MMNIAHTask:
         for task, path in files.items():
             for number, place, row in numbered_rows(path, COLUMNS, limit, config=task, split="test"):
                 question = _Question.of(task, row, place)
-                listed = [_inside(images, name, place) for name in (*row["images_list"], *question.images)]
+                image_paths = [_image_path(images, name, place) for name in (*row["images_list"], *question.images)]
                 parts = f"{row['context']}\n{question.text}".split(IMAGE_MARK)
-                if len(parts) - 1 != len(listed):
-                    raise TextError(f"{place}: {len(listed)} images are listed for {len(parts) - 1} {IMAGE_MARK}")
-                prompt = image_prompt(processor, parts, listed)
+                if len(parts) - 1 != len(image_paths):
+                    raise TextError(f"{place}: {len(image_paths)} images are listed for {len(parts) - 1} {IMAGE_MARK}")
+                prompt = image_prompt(processor, parts, image_paths)
                 yield Sample(
                     task=f"mm_niah/{task}",
                     name=str(number),
@@ -111,8 +111,8 @@ class _Question:
         if options := texts or [IMAGE_MARK] * len(images):
             if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < min(len(options), 26):
                 raise TextError(f'{place}: "answer" must be the index of an option, got {short(answer)}')
-            lettered = (f"{chr(ord('A') + index)}. {option}" for index, option in enumerate(options))
-            text = "\n".join([row["question"], *lettered, BY_LETTER])
+            option_lines = (f"{chr(ord('A') + index)}. {option}" for index, option in enumerate(options))
+            text = "\n".join([row["question"], *option_lines, BY_LETTER])
             return cls(text, "option_index", (str(answer),), tuple(images))
         if task.startswith("counting"):
             metric, answers = "counts_in_place", _numbers(answer, place)
@@ -132,18 +132,18 @@ def _texts(meta: Mapping[str, Any], name: str, place: str) -> list[str]:
 
 def _numbers(answer: Any, place: str) -> tuple[str, ...]:
     """The numbers of a list, which some files have as text."""
-    found = answer
+    numbers = answer
     if isinstance(answer, str):
         try:
-            found = json.loads(answer)
+            numbers = json.loads(answer)
         except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, list) or not found or not all(type(number) is int for number in found):
+            numbers = None
+    if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
         raise TextError(f'{place}: "answer" must be a list of whole numbers, got {short(answer)}')
-    return tuple(map(str, found))
+    return tuple(map(str, numbers))
 
 
-def _inside(folder: Path, name: str, place: str) -> Path:
+def _image_path(folder: Path, name: str, place: str) -> Path:
     """The path of an image.
 
     Raises:
@@ -161,7 +161,7 @@ def _facts(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Length and depth as the benchmark groups them; shorter documents are with those of 1,000 tokens."""
     length, depth = row["meta"].get("context_length"), row["meta"].get("placed_depth")
     depths = depth if isinstance(depth, list) else [depth]
-    if not _is_number(length) or not depths or not all(_is_number(one) and 0 <= one <= 1 for one in depths):
+    if not _is_number(length) or not depths or not all(_is_number(value) and 0 <= value <= 1 for value in depths):
         raise TextError(f'{place}: "context_length" must be a number, and "placed_depth" one or several from 0 to 1')
     group = min(int(DEPTH_GROUPS * sum(depths) / len(depths)), DEPTH_GROUPS - 1)
     return {"tokens": LENGTH_GROUPS[max(0, bisect_right(LENGTH_GROUPS, length) - 1)], "depth": group / DEPTH_GROUPS}

@@ -42,15 +42,15 @@ class MTBenchTask:
             UnsupportedModel: there is no chat template for a conversation.
         """
         tokenizer, source = reader.tokenizer, in_folder(self.source, "question")
-        between, around = between_turns(tokenizer), around_turn(tokenizer)
-        assert around is not None  # as there is a template
+        separator, turn_affixes = between_turns(tokenizer), around_turn(tokenizer)
+        assert turn_affixes is not None  # as there is a template
         for _, place, row in numbered_rows(source, {"category": str}, limit, config="default", split="train"):
             # FastChat's file and the Hub's call them differently
             turns, name = row.get("turns", row.get("prompt")), row.get("question_id", row.get("prompt_id"))
             reference = row.get("reference") or []
             if not turns or name is None or not all(map(is_texts, (turns, reference))):
                 raise TextError(f'{place}: "question_id" must be there, and "turns" and "reference" lists of texts')
-            later = (token_ids(tokenizer, between + turn + around[1]) for turn in turns[1:])
+            later_turns = (token_ids(tokenizer, separator + turn + turn_affixes[1]) for turn in turns[1:])
             yield Sample(
                 task="mt_bench",
                 name=str(name),
@@ -58,7 +58,7 @@ class MTBenchTask:
                 metric=None,
                 limit=self.limit,
                 conversation=Conversation(
-                    tuple(turns), tuple(np.array(tokens, dtype=np.int64) for tokens in later), tuple(reference)
+                    tuple(turns), tuple(np.array(tokens, dtype=np.int64) for tokens in later_turns), tuple(reference)
                 ),
                 facts={"category": row["category"]},
             )

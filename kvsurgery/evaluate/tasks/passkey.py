@@ -66,15 +66,15 @@ class PasskeyTask:
                 f"a prompt has 1 to {len(ORDINALS)} passkeys of 2 tokens or more, and there is 1 prompt or more; got "
                 f"{self.count} of {self.size} in {self.prompts}"
             )
-        if self.lengths and min(self.lengths) <= (least := self.count * self.size):
+        if self.lengths and min(self.lengths) <= (minimum := self.count * self.size):
             raise TextError(
-                f"{self.count} passkeys of {self.size} tokens take more than {least} tokens, and a prompt has "
+                f"{self.count} passkeys of {self.size} tokens take more than {minimum} tokens, and a prompt has "
                 f"{min(self.lengths)}; give longer `lengths`, or fewer or shorter passkeys"
             )
-        hidden, asked = self.hidden or HIDDEN, self.asked or ASKED
-        if hidden.count(KEY) != 1 or asked.count(CUE) > 1 or KEY in asked or CUE in hidden:
+        statement, question = self.hidden or HIDDEN, self.asked or ASKED
+        if statement.count(KEY) != 1 or question.count(CUE) > 1 or KEY in question or CUE in statement:
             raise TextError(f"`hidden` has {KEY} once, and `asked` may have {CUE} once")
-        if CUE in asked and not asked.endswith(CUE):
+        if CUE in question and not question.endswith(CUE):
             raise TextError(f"`asked` ends in {CUE}, since the answer goes on from there")
 
     def samples(self, reader: Reader, limit: int | None = None) -> Iterator[Sample]:
@@ -86,8 +86,8 @@ class PasskeyTask:
         """
         self.check()
         lengths, words = self.lengths or default_lengths(reader.max_context), self._words(reader.tokenizer)
-        needed = tokens_needed(self.text, max(lengths))
-        haystack = Haystack.read(self.text, reader.tokenizer, needed, reader.seed)
+        needed_tokens = tokens_needed(self.text, max(lengths))
+        haystack = Haystack.read(self.text, reader.tokenizer, needed_tokens, reader.seed)
         alphabet = _alphabet(reader, haystack)
         prompts = (
             self._prompt(*words, haystack, alphabet, length, number, reader.seed)
@@ -98,7 +98,7 @@ class PasskeyTask:
     def _prompt(
         self,
         words: PasskeyWords,
-        cued: int,
+        cue_length: int,
         haystack: Haystack,
         alphabet: np.ndarray,
         length: int,
@@ -108,9 +108,9 @@ class PasskeyTask:
         """One prompt, with each of its passkeys asked for."""
         rng = np.random.default_rng([seed, number, length])
         # where there are enough, no token twice, so that a cue is of one passkey
-        repeated = self.count * self.size > len(alphabet)
-        keys = rng.choice(alphabet, (self.count, self.size), replace=repeated)
-        questions = [[*question, *key[:cued]] for question, key in zip(words.asked, keys, strict=True)]
+        allow_repeats = self.count * self.size > len(alphabet)
+        keys = rng.choice(alphabet, (self.count, self.size), replace=allow_repeats)
+        questions = [[*question, *key[:cue_length]] for question, key in zip(words.asked, keys, strict=True)]
         rooms = [length - words.length(self.size) - len(question) for question in questions]
         if min(rooms) < 0:
             raise TextError(
@@ -124,31 +124,31 @@ class PasskeyTask:
                 name=f"{length}/{number}/{place}",
                 tokens=np.concatenate([*words.hide(text[:room], depths, keys), question]).astype(np.int64),
                 metric="token_accuracy",
-                limit=self.size - cued,
+                limit=self.size - cue_length,
                 facts={"tokens": length},
-                answer_tokens=key[cued:],
+                answer_tokens=key[cue_length:],
             )
 
     def _words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PasskeyWords, int]:
         """What stands around passkeys, and how many tokens of a passkey its question says."""
-        hidden, asked = self.hidden or HIDDEN, self.asked or ASKED
+        statement, question = self.hidden or HIDDEN, self.asked or ASKED
         if self.hidden is None and self.asked is None:
             try:
                 return PasskeyWords.of(tokenizer, self.count, chat=True), 0
             except TextError:
-                hidden, asked = KEY, CUE
+                statement, question = KEY, CUE
         try:
-            words = PasskeyWords.of(tokenizer, self.count, "", hidden, asked.removesuffix(CUE), chat=True)
+            words = PasskeyWords.of(tokenizer, self.count, "", statement, question.removesuffix(CUE), chat=True)
         except TextError as error:
             raise TextError(f"{error}; give words that it knows (`hidden`, `asked`)") from error
-        return words, int(CUE in asked)
+        return words, int(CUE in question)
 
 
 def _alphabet(reader: Reader, haystack: Haystack) -> np.ndarray:
     """Tokens that passkeys are made of: none that are special or added, nor, if half is left, what the text has."""
-    known = ordinary_tokens(reader.tokenizer, reader.vocabulary)
-    foreign = np.setdiff1d(known, haystack.tokens)
-    return foreign if 2 * len(foreign) >= len(known) else known
+    candidates = ordinary_tokens(reader.tokenizer, reader.vocabulary)
+    unused_candidates = np.setdiff1d(candidates, haystack.tokens)
+    return unused_candidates if 2 * len(unused_candidates) >= len(candidates) else candidates
 
 
 TASK = PasskeyTask

@@ -52,25 +52,25 @@ class PerplexityTask:
         Raises:
             TextError: a number is out of range, or the text is unknown to the tokenizer or too short.
         """
-        start, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
+        prefix, lengths = first_tokens(reader.tokenizer), self.lengths or default_lengths(reader.max_context)
         self.check()
-        self._check_lengths(lengths, len(start))
-        longest = max(lengths)
-        haystack = Haystack.read(self.text, reader.tokenizer, tokens_needed(self.text, longest), reader.seed)
+        self._check_lengths(lengths, len(prefix))
+        max_length = max(lengths)
+        haystack = Haystack.read(self.text, reader.tokenizer, tokens_needed(self.text, max_length), reader.seed)
         for number, length in islice(product(range(self.pieces), lengths), limit):
-            piece = haystack.piece(np.random.default_rng([reader.seed, number]), longest - len(start))
+            piece = haystack.piece(np.random.default_rng([reader.seed, number]), max_length - len(prefix))
             yield Sample(
                 task="perplexity",
                 name=f"{length}/{number}",
-                tokens=np.concatenate([start, piece[len(piece) + len(start) - length :]]).astype(np.int64),
+                tokens=np.concatenate([prefix, piece[len(piece) + len(prefix) - length :]]).astype(np.int64),
                 metric="perplexity",
                 continuation=self.continuation,
                 facts={"tokens": length},
             )
 
-    def _check_lengths(self, lengths: Sequence[int], first: int = 0) -> None:
-        """Check that each piece has tokens before those that are measured, besides the `first` ones of any text."""
-        if min(lengths) <= self.continuation + first:
+    def _check_lengths(self, lengths: Sequence[int], prefix_length: int = 0) -> None:
+        """Check that each piece has tokens before those that are measured, besides `prefix_length` ones of any text."""
+        if min(lengths) <= self.continuation + prefix_length:
             raise TextError(
                 f"perplexity measures the last {self.continuation} tokens of a piece, and {min(lengths)} tokens leave "
                 "none before them; give longer `lengths`, or a shorter `continuation`"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsurgery.errors import TextError
-from kvsurgery.evaluate.prompts import shortened
+from kvsurgery.evaluate.prompts import truncated_prompt
 from kvsurgery.evaluate.rows import named_files, numbered_rows
 from kvsurgery.evaluate.sample import Reader, Sample
 from kvsurgery.setting import setting
@@ -50,7 +50,7 @@ class RepoEvalTask:
                 yield Sample(
                     task=f"repoeval/{name}",
                     name=str(number),
-                    tokens=shortened(reader.tokenizer, row["prompt"], room, chat=False),
+                    tokens=truncated_prompt(reader.tokenizer, row["prompt"], room, chat=False),
                     metric="lines_match",
                     also=("edit_similarity",),
                     answers=(facts["ground_truth"],),
@@ -65,11 +65,11 @@ class RepoEvalTask:
         path = Path(self.source)
         if not path.is_dir():
             check_readable(path)
-            return {_short(path.stem): self.source}
-        return {_short(name): path for name, path in named_files(self.source, FILES, None, "RepoEval").items()}
+            return {_short_name(path.stem): self.source}
+        return {_short_name(name): path for name, path in named_files(self.source, FILES, None, "RepoEval").items()}
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     return re.sub(r"_level_completion|_context|\.test", "", name)
 
 

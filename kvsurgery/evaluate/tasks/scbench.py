@@ -48,33 +48,33 @@ class SCBenchTask:
             yield from self._samples(reader, name, source, limit)
 
     def _files(self) -> dict[str, str]:
-        chosen = self.tasks and [PREFIX + task.removeprefix(PREFIX) for task in self.tasks]
-        return named_files(self.source, FILES, chosen, "SCBench")
+        selected_files = self.tasks and [PREFIX + task.removeprefix(PREFIX) for task in self.tasks]
+        return named_files(self.source, FILES, selected_files, "SCBench")
 
     def _samples(self, reader: Reader, name: str, source: str, limit: int | None) -> Iterator[Sample]:
         """Of one file; a task with questions of two kinds ends when both are at the limit."""
         task = name.removeprefix(PREFIX)
-        made = dict.fromkeys([""] if "metric" in TASKS[task] else TASKS[task], 0)
+        sample_counts = dict.fromkeys([""] if "metric" in TASKS[task] else TASKS[task], 0)
         functions = _functions(task, name, source) if task in WITH_FUNCTIONS else {}
         for number, place, row in numbered_rows(source, {}, config=name, split="test"):
             questions = _questions(task, row, place)
-            first, rest = _parts(reader, task, row, questions, place)
-            for turn, (question, tokens) in enumerate(zip(questions, rest, strict=True), 1):
-                if limit is not None and min(made.values()) >= limit:
+            context_tokens, question_tokens = _parts(reader, task, row, questions, place)
+            for turn, (question, tokens) in enumerate(zip(questions, question_tokens, strict=True), 1):
+                if limit is not None and min(sample_counts.values()) >= limit:
                     return
-                if limit is not None and made[question.kind] >= limit:
+                if limit is not None and sample_counts[question.kind] >= limit:
                     continue
-                made[question.kind] += 1
-                of_functions = question.metric == FUNCTION
+                sample_counts[question.kind] += 1
+                asks_for_function = question.metric == FUNCTION
                 yield Sample(
                     task="/".join(filter(None, ("scbench", task, question.kind))),
                     name=f"{number}/{turn}",
-                    tokens=np.concatenate([first, tokens]),
+                    tokens=np.concatenate([context_tokens, tokens]),
                     metric=question.metric,
-                    answers=(*question.answers, row["lang"]) if of_functions else question.answers,
-                    choices=functions[row["repo"]] if of_functions else (),
+                    answers=(*question.answers, row["lang"]) if asks_for_function else question.answers,
+                    choices=functions[row["repo"]] if asks_for_function else (),
                     limit=question.limit,
-                    context=len(first),
+                    context=len(context_tokens),
                     facts={"question": turn},
                 )
 
@@ -104,16 +104,16 @@ class Question:
         """
         if not isinstance(turn, dict) or not isinstance(turn.get("input"), str):
             raise TextError(f'{place}: "input" must be text')
-        asked, kind = TASKS[task], ""
-        if "metric" not in asked:
+        spec, kind = TASKS[task], ""
+        if "metric" not in spec:
             kind = str(turn.get("task")).removeprefix(PREFIX)
-            if kind not in asked:
-                raise TextError(f'{place}: "task" must be one of {", ".join(PREFIX + kind for kind in asked)}')
-            asked = asked[kind]
-        metric = asked["metric"]
+            if kind not in spec:
+                raise TextError(f'{place}: "task" must be one of {", ".join(PREFIX + kind for kind in spec)}')
+            spec = spec[kind]
+        metric = spec["metric"]
         fields = option_fields(turn, metric, place)
-        text = asked.get("question", "\n\n{question}").format(question=turn["input"], **fields)
-        return cls(kind, text, metric, asked["limit"], right_answers(turn, metric, place))
+        text = spec.get("question", "\n\n{question}").format(question=turn["input"], **fields)
+        return cls(kind, text, metric, spec["limit"], right_answers(turn, metric, place))
 
 
 def _questions(task: str, row: Mapping[str, Any], place: str) -> list[Question]:
@@ -125,14 +125,16 @@ def _questions(task: str, row: Mapping[str, Any], place: str) -> list[Question]:
 
 def _functions(task: str, name: str, source: str) -> dict[str, tuple[str, ...]]:
     """The functions that are asked for, by repository: several rows may be of one."""
-    found: dict[str, dict[str, None]] = {}
+    functions_by_repository: dict[str, dict[str, None]] = {}
     columns = {"repo": str, "lang": str}
     for _, place, row in numbered_rows(source, columns, config=name, split="test"):
         if row["lang"] not in LANGUAGES:
             raise TextError(f'{place}: "lang" must be one of {", ".join(LANGUAGES)}')
-        asked = (question for question in _questions(task, row, place) if question.metric == FUNCTION)
-        found.setdefault(row["repo"], {}).update(dict.fromkeys(question.answers[0] for question in asked))
-    return {repository: tuple(functions) for repository, functions in found.items()}
+        function_questions = (question for question in _questions(task, row, place) if question.metric == FUNCTION)
+        functions_by_repository.setdefault(row["repo"], {}).update(
+            dict.fromkeys(question.answers[0] for question in function_questions)
+        )
+    return {repository: tuple(functions) for repository, functions in functions_by_repository.items()}
 
 
 def _parts(
@@ -144,14 +146,16 @@ def _parts(
         raise TextError(f'{place}: "context" must be text')
     text = TASKS[task].get("context", "{context}").format(context=context)
     parts = [turn_with_context(reader.tokenizer, text, question.text) for question in questions]
-    first, rest = parts[0][0], [tokens for _, tokens in parts]
-    needed = max(len(tokens) + question.limit for tokens, question in zip(rest, questions, strict=True))
-    room = reader.max_context - needed
+    context_tokens, question_tokens = parts[0][0], [tokens for _, tokens in parts]
+    needed_tokens = max(
+        len(tokens) + question.limit for tokens, question in zip(question_tokens, questions, strict=True)
+    )
+    room = reader.max_context - needed_tokens
     if room < 2:
         raise TextError(f"{place}: its questions leave no room for a context in {reader.max_context} tokens")
-    if len(first) > room:
-        first = np.concatenate([first[: room // 2], first[-(room // 2) :]])
-    return first, rest
+    if len(context_tokens) > room:
+        context_tokens = np.concatenate([context_tokens[: room // 2], context_tokens[-(room // 2) :]])
+    return context_tokens, question_tokens
 
 
 TASK = SCBenchTask

@@ -26,29 +26,29 @@ SHORT_PROMPT = 4096  # tokens below which examples and lists of words are smalle
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 NEEDLE = "Register: {key} has the {kind} {value}."
-HIDDEN = (
+NIAH_PROMPT = (
     "One or more entries of a register are somewhere in the text below, each with a name and its {kind}. Keep them in "
     "mind while you read; the question comes at the end.\n\n{context}\n\n"
     "This was the text. Which {kinds} does the register have for {query}?"
 )
-FOUND = " For {query} the register has the {kinds}"
-TRACK = (
+NIAH_LEAD = " For {query} the register has the {kinds}"
+TRACKING_PROMPT = (
     "Some lines of the text below begin with LET. Each gives a variable a number, or the value that another variable "
     "has.\n\n{context}\n\nQuestion: Which variables have the value {value} after the last line? Name all of them."
 )
-TRACKED = " Answer: The value {value} is that of {count} variables:"
-COMMON = (
+TRACKING_LEAD = " Answer: The value {value} is that of {count} variables:"
+COMMON_PROMPT = (
     "This is a list of words with numbers before them. Ten of the words are in it more often than the rest.\n\n"
     "{context}\n\nQuestion: Which ten words does the list have most often?"
 )
-LISTED = " Answer: The list has these ten words most often:"
-FREQUENT = (
+COMMON_LEAD = " Answer: The list has these ten words most often:"
+FREQUENT_PROMPT = (
     "The words of the text below are in code, and there are dots (...) between them. Count how often every word comes."
     "\n\n{context}\n\nQuestion: Which three words come most often, if the dots do not count? Name them, and explain "
     "nothing."
 )
-COUNTED = " Answer: The three words that come most often are:"
-DOCUMENTS = (
+FREQUENT_LEAD = " Answer: The three words that come most often are:"
+QUESTION_PROMPT = (
     "A question comes after these numbered documents. Most of them have nothing to do with it.\n\n{context}\n\n"
     "Question: {question}\nWrite the answer alone, in a few words."
 )
@@ -56,8 +56,8 @@ DOCUMENTS = (
 HOPS, CHAIN_LINES, FEW_LINES = 4, 15, 5  # of variable tracking; lines of the example, and where prompts are short
 LISTED_WORDS = 10  # that are common
 PAIRS = 300_000  # of words, at most, that a list is made of
-CODED = 6  # letters of a coded word
-LEAST_CODED = 53  # for the fourth word to be there less often than the third
+CODED_LETTERS = 6  # letters of a coded word
+MIN_CODED_WORDS = 53  # for the fourth word to be there less often than the third
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Puzzle:
         write: a prompt of a number of units (lines, words, documents), and a number of smaller pieces that fill it up.
         lead: words that the answer begins with.
         answers: what is to be found in it.
-        least: units without which it is no puzzle.
-        rest: of the smaller units, as many as may come to a unit.
+        min_units: units without which it is no puzzle.
+        max_fillers: of the smaller units, as many as may come to a unit.
     """
 
     write: Callable[[int, int], str]
     lead: str
     answers: tuple[str, ...]
-    least: int = 1
-    rest: int = 0
+    min_units: int = 1
+    max_fillers: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,41 +102,43 @@ class Niah:
         Args:
             essay: words of a text, which is begun anew where it ends.
         """
-        keys, values = _Distinct(rng, self.key), _Distinct(rng, self.value)
-        told = {keys.draw(): [values.draw() for _ in range(self.values)] for _ in range(self.keys)}
-        asked = rng.sample([*told], self.queries)
-        answers = tuple(value for key in asked for value in told[key])
+        keys, values = _DistinctValues(rng, self.key), _DistinctValues(rng, self.value)
+        values_by_key = {keys.draw(): [values.draw() for _ in range(self.values)] for _ in range(self.keys)}
+        queried_keys = rng.sample([*values_by_key], self.queries)
+        answers = tuple(value for key in queried_keys for value in values_by_key[key])
         kind = self.value.removesuffix("s")
-        needles = [NEEDLE.format(kind=kind, key=key, value=value) for key in told for value in told[key]]
+        needles = [
+            NEEDLE.format(kind=kind, key=key, value=value) for key in values_by_key for value in values_by_key[key]
+        ]
         rng.shuffle(needles)
         depths, places = sorted(rng.sample(DEPTHS, len(needles))), sorted(rng.random() for _ in needles)
-        others: list[str] = []
+        other_needles: list[str] = []
 
-        def context(units: int, rest: int) -> str:
+        def context(units: int, fillers: int) -> str:
             if self.haystack == "essay":
                 sentences = SENTENCE_END.split(" ".join(islice(cycle(essay), units)))
                 return " ".join(_insert(sentences, [len(sentences) * depth // 100 for depth in depths], needles))
             if self.haystack == "needle":
-                while len(others) < units:
-                    others.append(NEEDLE.format(kind=kind, key=keys.draw(), value=values.draw()))
-            lines = others[:units] if self.haystack == "needle" else [NOISE] * units
-            hidden = _insert(lines, [int(place * (units + 1)) for place in places], needles)
-            return "\n".join(hidden + _noise(rest))
+                while len(other_needles) < units:
+                    other_needles.append(NEEDLE.format(kind=kind, key=keys.draw(), value=values.draw()))
+            lines = other_needles[:units] if self.haystack == "needle" else [NOISE] * units
+            context_lines = _insert(lines, [int(place * (units + 1)) for place in places], needles)
+            return "\n".join(context_lines + _noise(fillers))
 
-        query = ", ".join(asked[:-1]) + f", and {asked[-1]}" if len(asked) > 1 else asked[0]
+        query = ", ".join(queried_keys[:-1]) + f", and {queried_keys[-1]}" if len(queried_keys) > 1 else queried_keys[0]
         words = {"kind": kind, "kinds": self.value if len(answers) > 1 else kind, "query": query}
         return Puzzle(
-            write=lambda units, rest: HIDDEN.format(context=context(units, rest), **words),
-            lead=FOUND.format(**words),
+            write=lambda units, fillers: NIAH_PROMPT.format(context=context(units, fillers), **words),
+            lead=NIAH_LEAD.format(**words),
             answers=answers,
-            rest=0 if self.haystack == "essay" else 200,
+            max_fillers=0 if self.haystack == "essay" else 200,
         )
 
 
 def variable_tracking(rng: random.Random, length: int) -> Puzzle:
     """A chain of variables that are all assigned one value; before it, an example with its answer."""
 
-    def chained(letters: int) -> tuple[list[str], str, Callable[[int, int], str]]:
+    def make_chain(letters: int) -> tuple[list[str], str, Callable[[int, int], str]]:
         names: dict[str, None] = {}
         while len(names) <= HOPS:
             names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
@@ -145,16 +147,18 @@ def variable_tracking(rng: random.Random, length: int) -> Puzzle:
         links = [f"LET {name} = {origin}" for name, origin in zip(variables, origins, strict=False)]
         places = sorted(rng.random() for _ in links)
 
-        def write(lines: int, rest: int) -> str:
-            hidden = _insert([NOISE] * lines, [int(place * (lines + 1)) for place in places], links)
-            return TRACK.format(context="\n".join(hidden + _noise(rest)), value=value)
+        def write(lines: int, fillers: int) -> str:
+            context_lines = _insert([NOISE] * lines, [int(place * (lines + 1)) for place in places], links)
+            return TRACKING_PROMPT.format(context="\n".join(context_lines + _noise(fillers)), value=value)
 
-        return variables, TRACKED.format(count=len(variables), value=value), write
+        return variables, TRACKING_LEAD.format(count=len(variables), value=value), write
 
-    variables, lead, write = chained(3)
+    variables, lead, write = make_chain(3)
     example = f"{write(FEW_LINES if length < SHORT_PROMPT else CHAIN_LINES, 0)}{lead} {' '.join(variables)}\n\n"
-    variables, lead, write = chained(5)
-    return Puzzle(lambda lines, rest: example + write(lines, rest), lead, tuple(variables), rest=len(NOISE.split()))
+    variables, lead, write = make_chain(5)
+    return Puzzle(
+        lambda lines, fillers: example + write(lines, fillers), lead, tuple(variables), max_fillers=len(NOISE.split())
+    )
 
 
 def common_words(rng: random.Random, length: int) -> Puzzle:
@@ -162,85 +166,95 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
 
     The longest lists, for which there are not words enough, are of two words each, such as "silver-kettle".
     """
-    short = length < SHORT_PROMPT
-    often, seldom = (6, 1) if short else (30, 3)
+    is_short = length < SHORT_PROMPT
+    common_repeats, rare_repeats = (6, 1) if is_short else (30, 3)
 
-    def listed(words: list[str], often: int, seldom: int, rest: Sequence[str], seed: float) -> str:
-        words = [*words[:LISTED_WORDS] * often, *words[LISTED_WORDS:] * seldom, *rest]
+    def list_prompt(
+        words: list[str], common_repeats: int, rare_repeats: int, fillers: Sequence[str], seed: float
+    ) -> str:
+        words = [*words[:LISTED_WORDS] * common_repeats, *words[LISTED_WORDS:] * rare_repeats, *fillers]
         random.Random(seed).shuffle(words)
-        return COMMON.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
+        return COMMON_PROMPT.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
 
     # of these tokens, a list's item takes two at least
-    count = length // 2 // seldom
-    single, pairs = sorted(chain(*WORDS.values())), _Distinct(rng, "words")
-    pool = rng.sample(single, len(single)) if count <= len(single) else [pairs.draw() for _ in range(min(count, PAIRS))]
+    count = length // 2 // rare_repeats
+    single_words, pairs = sorted(chain(*WORDS.values())), _DistinctValues(rng, "words")
+    pool = (
+        rng.sample(single_words, len(single_words))
+        if count <= len(single_words)
+        else [pairs.draw() for _ in range(min(count, PAIRS))]
+    )
 
-    words = pool[: 20 if short else 40]
-    common = " ".join(f"{number}. {word}" for number, word in enumerate(words[:LISTED_WORDS], 1))
-    example = f"{listed(words, *((3, 1) if short else (10, 3)), (), rng.random())}{LISTED} {common}\n\n"
+    words = pool[: 20 if is_short else 40]
+    common_list = " ".join(f"{number}. {word}" for number, word in enumerate(words[:LISTED_WORDS], 1))
+    example = (
+        f"{list_prompt(words, *((3, 1) if is_short else (10, 3)), (), rng.random())}{COMMON_LEAD} {common_list}\n\n"
+    )
     rng.shuffle(pool)
     words, seed = pool[:count], rng.random()
     return Puzzle(
-        write=lambda count, rest: example + listed(words[:count], often, seldom, words[count : count + 1] * rest, seed),
-        lead=LISTED,
+        write=lambda count, fillers: (
+            example + list_prompt(words[:count], common_repeats, rare_repeats, words[count : count + 1] * fillers, seed)
+        ),
+        lead=COMMON_LEAD,
         answers=tuple(words[:LISTED_WORDS]),
-        least=LISTED_WORDS,
-        rest=seldom - 1,
+        min_units=LISTED_WORDS,
+        max_fillers=rare_repeats - 1,
     )
 
 
 def frequent_words(rng: random.Random, length: int) -> Puzzle:
     """Coded words, as often as Zipf's law has it; the most frequent is dots, and the three after it are asked for."""
-    coded: dict[str, None] = {}
-    while len(coded) < max(5, length // 50):
-        coded["".join(rng.choices(string.ascii_lowercase, k=CODED))] = None
-    words, seed = ["...", *coded][: len(coded)], rng.random()
+    coded_words: dict[str, None] = {}
+    while len(coded_words) < max(5, length // 50):
+        coded_words["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
+    words, seed = ["...", *coded_words][: len(coded_words)], rng.random()
 
-    def write(count: int, rest: int) -> str:
+    def write(count: int, fillers: int) -> str:
         # shares of 1 / rank ** 2, which all in all come to pi ** 2 / 6
         counts = [int(count * 6 / (math.pi * rank) ** 2) for rank in range(1, len(words) + 1)]
-        text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)] + words[:1] * rest
+        text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)] + words[:1] * fillers
         random.Random(seed).shuffle(text)
-        return FREQUENT.format(context=" ".join(text))
+        return FREQUENT_PROMPT.format(context=" ".join(text))
 
-    return Puzzle(write, COUNTED, tuple(words[1:4]), least=LEAST_CODED, rest=100)
+    return Puzzle(write, FREQUENT_LEAD, tuple(words[1:4]), min_units=MIN_CODED_WORDS, max_fillers=100)
 
 
 def question(rng: random.Random, questions: Questions, number: int) -> Puzzle:
     """A question and the documents that answer it, among others: first those of the same article."""
-    asked = questions.asked[number]
-    near = rng.sample(asked.near, len(asked.near))
-    known = {*asked.documents, *near}
-    far = [document for document in range(len(questions.documents)) if document not in known]
-    rng.shuffle(far)
+    entry = questions.entries[number]
+    near_documents = rng.sample(entry.near, len(entry.near))
+    used_documents = {*entry.documents, *near_documents}
+    far_documents = [document for document in range(len(questions.documents)) if document not in used_documents]
+    rng.shuffle(far_documents)
     seed = rng.random()
 
-    def write(count: int, rest: int) -> str:
-        order = chain(asked.documents, near, cycle(far or near or asked.documents))
+    def write(count: int, fillers: int) -> str:
+        order = chain(entry.documents, near_documents, cycle(far_documents or near_documents or entry.documents))
         texts = [questions.documents[document] for document in islice(order, count + 1)]
-        begun = texts.pop().split(" ")[:rest]
+        cut_words = texts.pop().split(" ")[:fillers]
         random.Random(seed).shuffle(texts)
         context = "\n\n".join(f"[{place}]\n{text}" for place, text in enumerate(texts, 1))
         # what is left is less than a document, or than its heading
-        context += "\n" * bool(begun) + " ".join(begun)
-        return DOCUMENTS.format(context=context, question=asked.question)
+        context += "\n" * bool(cut_words) + " ".join(cut_words)
+        return QUESTION_PROMPT.format(context=context, question=entry.question)
 
-    return Puzzle(write, " Answer:", asked.answers, least=len(asked.documents), rest=1000)
+    return Puzzle(write, " Answer:", entry.answers, min_units=len(entry.documents), max_fillers=1000)
 
 
-class _Distinct:
+class _DistinctValues:
     """Words, numbers or ids, none of them twice."""
 
     def __init__(self, rng: random.Random, kind: str):
-        self.rng, self.kind, self.drawn = rng, kind, set()
+        self.rng, self.kind, self.drawn_values = rng, kind, set()
 
     def draw(self) -> str:
-        while (made := self._made()) in self.drawn:
+        while (value := self._random_value()) in self.drawn_values:
             pass
-        self.drawn.add(made)
-        return made
+        self.drawn_values.add(value)
+        return value
 
-    def _made(self) -> str:
+    def _random_value(self) -> str:
         if self.kind == "numbers":
             return str(self.rng.randrange(10**6, 10**7))
         if self.kind == "uuids":

@@ -11,7 +11,7 @@ from kvsurgery.evaluate.rows import read_json
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A question.
 
     Attributes:
@@ -30,7 +30,7 @@ class Asked:
 class Questions:
     """Questions, and all documents there are."""
 
-    asked: tuple[Asked, ...]
+    entries: tuple[Question, ...]
     documents: tuple[str, ...]
 
 
@@ -40,7 +40,7 @@ def read_squad(path: str) -> Questions:
     Raises:
         TextError: it cannot be read, or is no such file.
     """
-    documents, asked = _Documents(), []
+    documents, questions = _Documents(), []
     try:
         for article in read_json(path)["data"]:
             places = [documents.place(paragraph["context"]) for paragraph in article["paragraphs"]]
@@ -49,10 +49,10 @@ def read_squad(path: str) -> Questions:
                 for entry in paragraph["qas"]:
                     if not entry.get("is_impossible", False):
                         answers = tuple(dict.fromkeys(_text(answer["text"]) for answer in entry["answers"]))
-                        asked.append(Asked(_text(entry["question"]), answers, (place,), near))
+                        questions.append(Question(_text(entry["question"]), answers, (place,), near))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise TextError(f"{path} is not in SQuAD's layout: {_reason(error)}") from error
-    return _questions(path, asked, documents)
+    return _questions(path, questions, documents)
 
 
 def read_hotpot(path: str) -> Questions:
@@ -61,15 +61,15 @@ def read_hotpot(path: str) -> Questions:
     Raises:
         TextError: it cannot be read, or is no such file.
     """
-    documents, asked = _Documents(), []
+    documents, questions = _Documents(), []
     try:
         for entry in read_json(path):
             passages = [f"{_text(title)}\n{''.join(sentences)}" for title, sentences in entry["context"]]
             places = tuple(dict.fromkeys(map(documents.place, passages)))
-            asked.append(Asked(_text(entry["question"]), (_text(entry["answer"]),), places))
+            questions.append(Question(_text(entry["question"]), (_text(entry["answer"]),), places))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise TextError(f"{path} is not in HotpotQA's layout: {_reason(error)}") from error
-    return _questions(path, asked, documents)
+    return _questions(path, questions, documents)
 
 
 class _Documents:
@@ -82,11 +82,11 @@ class _Documents:
         return self.places.setdefault(_text(text), len(self.places))
 
 
-def _questions(path: str, asked: Sequence[Asked], documents: _Documents) -> Questions:
-    answered = tuple(entry for entry in asked if entry.answers)
-    if not answered:
+def _questions(path: str, questions: Sequence[Question], documents: _Documents) -> Questions:
+    answered_questions = tuple(entry for entry in questions if entry.answers)
+    if not answered_questions:
         raise TextError(f"{path} holds no questions with an answer")
-    return Questions(answered, tuple(documents.places))
+    return Questions(answered_questions, tuple(documents.places))
 
 
 def _text(value: Any) -> str:

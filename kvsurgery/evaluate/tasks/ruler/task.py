@@ -45,8 +45,8 @@ LISTS = {"vt": variable_tracking, "cwe": common_words, "fwe": frequent_words}
 QUESTIONS = ("qa_1", "qa_2")
 TASKS = (*NIAH, *LISTS, *QUESTIONS)
 LIMITS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}  # tokens of an answer
-NEAR = 200  # this part of a length may be left
-FIRST = 64  # units more, at first, to see what a unit takes
+TOLERANCE_DIVISOR = 200  # this part of a length may be left
+FIRST_STEP = 64  # units more, at first, to see what a unit takes
 
 Draw = Callable[[random.Random, int, int], Puzzle]  # from a length and a number
 
@@ -77,8 +77,8 @@ class RulerTask:
         """Tasks that cannot be made, and why; those that are asked for are an error instead."""
         files = {"qa_1": (self.squad, "SQuAD (`squad`)"), "qa_2": (self.hotpot, "HotpotQA (`hotpot`)")}
         return {
-            task: f"there are no questions without a file of {published}"
-            for task, (path, published) in files.items()
+            task: f"there are no questions without a file of {benchmark}"
+            for task, (path, benchmark) in files.items()
             if path is None
         }
 
@@ -141,8 +141,8 @@ class RulerTask:
                 return lambda rng, length, number: LISTS[task](rng, length)
             path = self.squad if task == "qa_1" else self.hotpot
             assert path is not None  # without a file, the task is left out
-            read = read_squad(path) if task == "qa_1" else read_hotpot(path)
-            return lambda rng, length, number: question(rng, read, number % len(read.asked))
+            questions = read_squad(path) if task == "qa_1" else read_hotpot(path)
+            return lambda rng, length, number: question(rng, questions, number % len(questions.entries))
 
         return {task: draw(task) for task in tasks}
 
@@ -165,11 +165,11 @@ class _Room:
         Raises:
             TextError: that is too much.
         """
-        tokens = self._prompt(puzzle, puzzle.least, 0)
+        tokens = self._prompt(puzzle, puzzle.min_units, 0)
         if len(tokens) > self.tokens:
-            least = len(tokens) + LIMITS[self.task]
+            needed_tokens = len(tokens) + LIMITS[self.task]
             raise TextError(
-                f"RULER's {self.task} takes {least} tokens or more, not {self.length}; give longer `lengths`"
+                f"RULER's {self.task} takes {needed_tokens} tokens or more, not {self.length}; give longer `lengths`"
             )
         return tokens
 
@@ -180,17 +180,21 @@ class _Room:
             TextError: there is no room for the puzzle, or it is unknown to the tokenizer.
         """
         tokens = self.smallest(puzzle)
-        units, tokens = self._most(lambda units: self._prompt(puzzle, units, 0), tokens, puzzle.least, self.length)
-        _, tokens = self._most(lambda rest: self._prompt(puzzle, units, rest), tokens, 0, puzzle.rest)
+        units, tokens = self._largest_fitting(
+            lambda units: self._prompt(puzzle, units, 0), tokens, puzzle.min_units, self.length
+        )
+        _, tokens = self._largest_fitting(
+            lambda fillers: self._prompt(puzzle, units, fillers), tokens, 0, puzzle.max_fillers
+        )
         unknown = (tokens == self.reader.tokenizer.unk_token_id).mean()
         if unknown > MAX_UNKNOWN:
             raise TextError(f"{unknown:.0%} of RULER's {self.task} is unknown to the tokenizer; leave the task out")
         return tokens
 
-    def _prompt(self, puzzle: Puzzle, units: int, rest: int) -> np.ndarray:
-        return turn_tokens(self.reader.tokenizer, puzzle.write(units, rest), puzzle.lead)
+    def _prompt(self, puzzle: Puzzle, units: int, fillers: int) -> np.ndarray:
+        return turn_tokens(self.reader.tokenizer, puzzle.write(units, fillers), puzzle.lead)
 
-    def _most(
+    def _largest_fitting(
         self, make: Callable[[int], np.ndarray], tokens: np.ndarray, low: int, high: int
     ) -> tuple[int, np.ndarray]:
         """The largest number from `low` to `high` whose prompt has room, or one that leaves little; and the prompt.
@@ -200,21 +204,21 @@ class _Room:
         Args:
             tokens: the prompt of `low`.
         """
-        near = self.length // NEAR
-        begun, above, over, tries = (low, len(tokens)), high + 1, None, 0
-        while low + 1 < above and (left := self.tokens - len(tokens)) > near:
-            aim, tries = left - near // 2, tries + 1
-            if over is None:
-                gained = len(tokens) - begun[1]
-                more = aim * (low - begun[0]) // gained if gained else max(FIRST, low)
+        tolerance = self.length // TOLERANCE_DIVISOR
+        start, upper, upper_tokens, tries = (low, len(tokens)), high + 1, None, 0
+        while low + 1 < upper and (remaining := self.tokens - len(tokens)) > tolerance:
+            aim, tries = remaining - tolerance // 2, tries + 1
+            if upper_tokens is None:
+                gained_tokens = len(tokens) - start[1]
+                step = aim * (low - start[0]) // gained_tokens if gained_tokens else max(FIRST_STEP, low)
             else:
-                more = aim * (above - low) // (over - len(tokens)) if tries % 2 else (above - low) // 2
-            number = min(max(low + more, low + 1), above - 1)
-            made = make(number)
-            if len(made) <= self.tokens:
-                low, tokens = number, made
+                step = aim * (upper - low) // (upper_tokens - len(tokens)) if tries % 2 else (upper - low) // 2
+            number = min(max(low + step, low + 1), upper - 1)
+            prompt_tokens = make(number)
+            if len(prompt_tokens) <= self.tokens:
+                low, tokens = number, prompt_tokens
             else:
-                above, over = number, len(made)
+                upper, upper_tokens = number, len(prompt_tokens)
         return low, tokens
 
 
