@@ -314,7 +314,7 @@ def _over_tiles(
 
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
     """
-    *states, skipped = kv_torch.near(key, value, group, past)
+    *states, skipped = kv_torch.unpacked_columns(key, value, group, past)
     tiles = copy.copy(group) if isinstance(group, QuantizedGroup) and max(group.packed) else None
     if tiles is None:
         return over_columns(*states, skipped, path)
