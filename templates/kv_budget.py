@@ -39,7 +39,7 @@ class BudgetedHeads:
         quantization = layout.quantization if layout.quantized_budgets else None
         self.groups: Sequence[HeadGroup] = [head_group(states, 1, quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.least = self.start - min(budget, self.start)
+            group.min_skipped = self.start - min(budget, self.start)
         self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column
         self.window_queries: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
 

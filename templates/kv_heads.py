@@ -36,8 +36,8 @@ class HeadGroup:
         self.sink, self.recent, self.margin = sink, recent, 0
         self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
         self.in_buffers = False  # whether keys and values are views of the layer's buffers
-        self.least = 0  # columns that every row skips
-        self.most = EVERY  # tokens that a row ever has here
+        self.min_skipped = 0  # columns that every row skips
+        self.max_tokens = EVERY  # tokens that a row ever has here
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
         self.skips = self.dropped  # the columns that each row skips
         self.skipped: Skipped = 0  # the same, a number where rows agree
@@ -126,14 +126,14 @@ class HeadGroup:
 
     def wanted(self, capacity: int) -> int:
         """Slots that hold what a head keeps of this many columns; never fewer than there are."""
-        tokens = min(capacity - self.least, self.most)
+        tokens = min(capacity - self.min_skipped, self.max_tokens)
         return max(self.slots, tokens if self.sink is None else min(tokens, self.sink + self.ring))
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
         """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
-        if self.sink is not None and seen - self.least > self.sink + self.ring:
+        if self.sink is not None and seen - self.min_skipped > self.sink + self.ring:
             ring = self.recent + margin
-            slots = min(capacity - self.least, self.most, self.sink + ring)
+            slots = min(capacity - self.min_skipped, self.max_tokens, self.sink + ring)
             positions = self.positions(self.lengths(seen), slots, ring)
             # positions that the old ring has dropped yield other tokens, outside of every window that can come
             self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))

@@ -57,7 +57,7 @@ class HeldHeads(BudgetedHeads):
         self.limits = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
         self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
         for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.most = budget + self.selection.window + self.hold
+            group.max_tokens = budget + self.selection.window + self.hold
         self.queries: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
         self.renewals: list[Renewal] = []

@@ -344,7 +344,7 @@ class QuantizedGroup(HeadGroup):
 
     def wanted_tiles(self, capacity: int) -> int:
         """Tiles that a head fills in this many columns; never fewer than there are."""
-        filled_tiles = self.quantization.tiles(min(capacity - self.least, self.most) - self.sink)
+        filled_tiles = self.quantization.tiles(min(capacity - self.min_skipped, self.max_tokens) - self.sink)
         return max(self.count, min(filled_tiles, self.quantization.window_tiles(self.span)))
 
     def due(self) -> bool:
