@@ -286,7 +286,8 @@ def store_group(
             past_states, new_states = window, (key, value)
             if (earlier_tokens := stop - past - query.shape[2]) > 0:
                 past_states = tuple(
-                    torch.cat([old, new[:, :, :earlier_tokens]], 2) for old, new in zip(window, new_states, strict=True)
+                    torch.cat([past_part, new_part[:, :, :earlier_tokens]], 2)
+                    for past_part, new_part in zip(window, new_states, strict=True)
                 )
                 new_states = tuple(states[:, :, earlier_tokens:] for states in new_states)
             return path.streaming(

@@ -40,17 +40,17 @@ class BudgetedHeads:
         self.groups: Sequence[HeadGroup] = [head_group(states, 1, quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.min_skipped = self.start - min(budget, self.start)
-        self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column
+        self.prompt_group = HeadGroup(states, len(self.budgets))  # the prompt, by column
         self.window_queries: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated beside the groups."""
-        return self.waiting.nbytes
+        return self.prompt_group.nbytes
 
     def take_rows(self, rows: Rows) -> None:
         """Follow a change of rows in what is stored beside the groups."""
-        self.waiting.keys, self.waiting.values = rows(self.waiting.keys), rows(self.waiting.values)
+        self.prompt_group.keys, self.prompt_group.values = rows(self.prompt_group.keys), rows(self.prompt_group.values)
         if self.window_queries is not None:
             self.window_queries = rows(self.window_queries)
 
@@ -94,7 +94,9 @@ class BudgetedHeads:
             if past or cut < self.prompt:
                 self.wait(past, *prompt_states)
             if past:
-                prompt_states = tuple(states[:, :, : past + cut] for states in (self.waiting.keys, self.waiting.values))
+                prompt_states = tuple(
+                    states[:, :, : past + cut] for states in (self.prompt_group.keys, self.prompt_group.values)
+                )
             read = over_columns(*prompt_states, layer.full.skipped, path)
             outputs.append(read(prompt_query, scoring))
             reads += [(cut, read)] * layer.shared
@@ -130,10 +132,10 @@ class BudgetedHeads:
     @torch.no_grad()
     def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of a prompt that comes in chunks."""
-        if not self.waiting.slots:
+        if not self.prompt_group.slots:
             states = (part.new_zeros(*part.shape[:2], self.prompt, part.shape[3]) for part in (keys, values))
-            self.waiting.keys, self.waiting.values = states
-        self.waiting.write(slice(None), column, keys, values)
+            self.prompt_group.keys, self.prompt_group.values = states
+        self.prompt_group.write(slice(None), column, keys, values)
 
     @torch.no_grad()
     def observe(self, column: int, query: torch.Tensor) -> None:
@@ -173,7 +175,7 @@ class BudgetedHeads:
             window_starts = (max(self.start, min(pad, self.prompt)) for pad in row_pads)
             group.dropped = [start - count for start, count in zip(window_starts, row_counts, strict=True)]
             group.align(pads)
-        self.waiting = HeadGroup(keys, len(self.budgets))
+        self.prompt_group = HeadGroup(keys, len(self.budgets))
         self.window_queries, self.selected = None, True
         return kept_columns.sort().values
 

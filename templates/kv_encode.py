@@ -104,8 +104,8 @@ class EncodingLayer(HandingLayer):
         n, budget = keys.shape[2], self.encoder.reform.encode_budget
         if n > budget and not self.layout.native:
             return self.choose(query, keys, scoring)
-        first = max(n - min(self.layout.recent - 1, budget), 0) if self.layout.native else 0
-        return torch.arange(first, n, device=keys.device).expand(keys.shape[1], -1)
+        first_place = max(n - min(self.layout.recent - 1, budget), 0) if self.layout.native else 0
+        return torch.arange(first_place, n, device=keys.device).expand(keys.shape[1], -1)
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The same where the budget is less than n."""

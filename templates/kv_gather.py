@@ -154,7 +154,7 @@ class LongPrompts:
             for index, (row, question) in enumerate(zip(rows, questions, strict=True)):
                 external_scores = None if token_scores is None else token_scores[index, pads[index] :]
                 places.append(self._places(row, question, reform, external_scores, advance))
-        kwargs = _gathered(kwargs, generation_config, prompt, pads, places)
+        kwargs = _gathered_arguments(kwargs, generation_config, prompt, pads, places)
         if kwargs.get("streamer") is not None and ids is not None:
             kwargs["streamer"] = PromptFirst(kwargs["streamer"], ids)
         output = super().generate(None, generation_config, *args, **kwargs)
@@ -202,7 +202,7 @@ class LongPrompts:
         embeddings = encoder.read(advance, **{name: row[None]})
         scores = similarity(embeddings, embeddings[question:].to(row.device))
         if external_scores is not None:
-            scores = torch.lerp(_unit(scores), _unit(external_scores.to(scores)), TOKEN_WEIGHT)
+            scores = torch.lerp(_unit_scaled(scores), _unit_scaled(external_scores.to(scores)), TOKEN_WEIGHT)
         return gather(scores, question, reform)
 
 
@@ -226,7 +226,7 @@ def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor
     return [row[pad:] for row, pad in zip(states, pads, strict=True)]
 
 
-def _gathered(
+def _gathered_arguments(
     kwargs: dict, generation_config: Any, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
 ) -> dict:
     """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt's."""
@@ -255,7 +255,7 @@ def _after_prompt(output: Any, prompt: torch.Tensor, width: int) -> Any:
     return output
 
 
-def _unit(scores: torch.Tensor) -> torch.Tensor:
+def _unit_scaled(scores: torch.Tensor) -> torch.Tensor:
     """Scores brought to [0, 1]."""
     low, high = scores.aminmax()
     return (scores - low) / (high - low).clamp(min=1e-12)

@@ -179,9 +179,9 @@ class HeadGroup:
         if self.sink is None or stop <= self.sink:
             spans = [(start, stop)]
         else:
-            first = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
-            wrap = min(stop, first + self.ring - (first - self.sink) % self.ring)
-            spans = [(start, min(stop, self.sink)), (first, wrap), (wrap, stop)]
+            ring_start = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
+            wrap = min(stop, ring_start + self.ring - (ring_start - self.sink) % self.ring)
+            spans = [(start, min(stop, self.sink)), (ring_start, wrap), (wrap, stop)]
         for begin, end in spans:
             if begin < end:
                 slot, size = self.slot(begin), end - begin

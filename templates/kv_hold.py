@@ -54,7 +54,7 @@ class HeldHeads(BudgetedHeads):
         super().__init__(states, layout, prompt)
         assert self.selection.hold is not None
         self.hold, self.next = self.selection.hold, prompt + self.selection.hold  # before which heads select again
-        self.limits = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
+        self.budget_tensor = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
         self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.max_tokens = budget + self.selection.window + self.hold
@@ -129,10 +129,10 @@ class HeldHeads(BudgetedHeads):
         return self.queries
 
     def watch(self, column: int, query: torch.Tensor) -> None:
-        first = max(self.next - self.selection.window - column, 0)
-        if first < query.shape[2]:
+        first_query = max(self.next - self.selection.window - column, 0)
+        if first_query < query.shape[2]:
             ring = self._query_ring(query)  # to detach takes less long than to enter `no_grad`
-            for place, states in enumerate(query.detach()[:, :, first:].unbind(2), column + first):
+            for place, states in enumerate(query.detach()[:, :, first_query:].unbind(2), column + first_query):
                 ring.select(2, place % ring.shape[2]).copy_(states)
 
     @torch.inference_mode(False)
@@ -180,7 +180,7 @@ class HeldHeads(BudgetedHeads):
             table, max_length = self.head_table(layer), max(map(max, lengths))
             accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
             kept = kv_reselect.select(
-                table, self.limits, self.queries, column, max_length, self.selection, self.scoring, accumulated
+                table, self.budget_tensor, self.queries, column, max_length, self.selection, self.scoring, accumulated
             )
             kv_move.move(table, kept, column)
             # either all are quantized or none is
@@ -249,8 +249,8 @@ class HeldHeads(BudgetedHeads):
         self.renewals = [renewal for renewal in self.renewals if renewal.column > layer.columns.settled]
 
     def oldest(self, settled: int) -> int:
-        current = max(self.start, *(group.tiles_end for group in self.quantized), 0)
-        return next((renewal.oldest for renewal in self.renewals if renewal.column > settled), current)
+        current_oldest = max(self.start, *(group.tiles_end for group in self.quantized), 0)
+        return next((renewal.oldest for renewal in self.renewals if renewal.column > settled), current_oldest)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -256,7 +256,7 @@ def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _gathered(x, HEADS: tl.constexpr, M: tl.constexpr):
+def _head_sums(x, HEADS: tl.constexpr, M: tl.constexpr):
     """The sums of the rows of x [R, K] that are a head's, again and again, [M, K]."""
     R: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
@@ -432,7 +432,7 @@ def _over_tiles(
                 scores = tl.dot(scaled_q[plane], tl.trans(codes), scores, input_precision="ieee")
             if UNIT_ROWS > 1:
                 own = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
-                scores = _gathered(tl.where(own, scores, 0.0), HEADS, M)
+                scores = _head_sums(tl.where(own, scores, 0.0), HEADS, M)
         else:
             for side in tl.static_range(max(SIDES, 1)):
                 side_rows = tl.zeros([M, N], tl.float32)
@@ -453,7 +453,7 @@ def _over_tiles(
                 else:
                     scores += side_rows
             if SPREAD:
-                scores = _gathered(scores, HEADS, M)
+                scores = _head_sums(scores, HEADS, M)
         if CAP:
             scores = _capped(scores * scale, cap, CAP)
         if RING:
@@ -495,6 +495,6 @@ def _over_tiles(
         if SPREAD and GROUPS > 1:
             row_group = m // HEADS + plane // SIDE * (GROUPS // SIDES)
             in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
-            own = _gathered(tl.where(in_group, own, 0.0), HEADS, M)
+            own = _head_sums(tl.where(in_group, own, 0.0), HEADS, M)
         out = own / safe_total[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

@@ -217,15 +217,15 @@ def _select_kernel(
         trial = threshold | (1 << (30 - step))
         threshold = tl.where(_count_reaching(pooled, trial, stop, N) >= count, trial, threshold)
     ties = count - _count_reaching(pooled, threshold + 1, stop, N)  # of which the first ones stay
-    equal_before, kept_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    ties_before, kept_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for begin in range(0, stop, N):
         slot = begin + n
         bits = tl.load(pooled + slot, slot < stop, -1)
-        equal = (bits == threshold).to(tl.int32)
-        selected = (bits > threshold) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= ties))
+        is_tie = (bits == threshold).to(tl.int32)
+        selected = (bits > threshold) | ((is_tie > 0) & (ties_before + tl.cumsum(is_tie, 0) <= ties))
         place = kept_before + tl.cumsum(selected.to(tl.int32), 0) - 1
         tl.store(kept_slots + place, slot, selected)
-        equal_before += tl.sum(equal, 0)
+        ties_before += tl.sum(is_tie, 0)
         kept_before += tl.sum(selected.to(tl.int32), 0)
     for begin in range(stop, length, N):
         slot = begin + n

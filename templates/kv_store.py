@@ -142,9 +142,9 @@ def _range(x, mask, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: t
             narrow_scale = tl.div_rn(span, max_code).to(dtype).to(tl.float32)
             narrow_minimum = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)
             error = _squared_error(x, mask, narrow_scale, narrow_minimum, AXIS, MOST)
-            better = error < errors
-            scale, minimum = tl.where(better, narrow_scale, scale), tl.where(better, narrow_minimum, minimum)
-            errors = tl.where(better, error, errors)
+            improves = error < errors
+            scale, minimum = tl.where(improves, narrow_scale, scale), tl.where(improves, narrow_minimum, minimum)
+            errors = tl.where(improves, error, errors)
     return scale, minimum
 
 

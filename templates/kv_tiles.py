@@ -136,8 +136,8 @@ def _codes_in(packed: torch.Tensor, bits: int, runs: int, room: torch.Tensor) ->
     """
     planes = 4 if bits == 3 else 8 // bits
     max_tiles = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits))
-    for first in range(0, packed.shape[2], max_tiles):
-        tile_slice = slice(first, first + max_tiles)
+    for first_tile in range(0, packed.shape[2], max_tiles):
+        tile_slice = slice(first_tile, first_tile + max_tiles)
         part = packed[:, :, tile_slice]
         codes = room[: part.numel() * 8 // bits].view(planes, *part.shape[:3], runs, TILE, -1)
         if bits in (3, 8):
@@ -449,14 +449,14 @@ class QuantizedGroup(HeadGroup):
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
-        first = 0
+        first_token = 0
         tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
         for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
             keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]
-            counts = [min(max(packed - first, 0), tokens) for packed in self.packed]
+            counts = [min(max(packed - first_token, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts
-            first += tokens
+            first_token += tokens
 
 
 def head_group(
@@ -484,8 +484,8 @@ def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> T
 
 def bind_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int], buffers: Tiles) -> None:
     """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
-    first = 0
+    start = 0
     for group, count in zip(groups, counts, strict=True):
-        shape, last = (group.heads, count), first + group.heads * count
-        group.tiles = buffers.map(lambda part: part[:, first:last].unflatten(1, shape))  # noqa: B023
-        first = last
+        shape, stop = (group.heads, count), start + group.heads * count
+        group.tiles = buffers.map(lambda part: part[:, start:stop].unflatten(1, shape))  # noqa: B023
+        start = stop

@@ -72,7 +72,7 @@ class TokenCodes:
                 max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in every)), 0)
             )
             fresh_tokens = max(fresh_tokens, max(group.packed) - first_places[-1])
-        last, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
+        last_place, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
         first_place = on_device(first_places, device)[:, None]
         in_slots = (
             self.groups[0]
@@ -80,11 +80,11 @@ class TokenCodes:
             .unflatten(0, kept_counts.shape[:2])
         )
         late_places = (sink + first_place + torch.arange(fresh_tokens, device=device)).expand(len(source), -1, -1)
-        sources = source.gather(2, torch.cat([in_slots, late_places], 2).clamp(0, last))
+        sources = source.gather(2, torch.cat([in_slots, late_places], 2).clamp(0, last_place))
         states = take_slots(keys, sources), self.states(VALUES, sources)
         if any(any(group.packed) for group in self.groups):
             place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
-            in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])
+            in_tile, index = self._place(source[..., (sink + place).clamp(max=last_place)])
             head = torch.arange(len(first_place), device=device)[:, None]
             fresh_index = (
                 self.tokens.key_codes.shape[1] + fresh_tokens * head + (place - first_place).clamp(0, fresh_tokens - 1)

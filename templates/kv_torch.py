@@ -155,11 +155,11 @@ def _fold(
     batch, query_heads, tokens, head_dim = query.shape
     kv_heads = keys.shape[1]
     group = query_heads // kv_heads
-    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
+    folded_query = query.reshape(batch, kv_heads, group * tokens, head_dim)
     mask = None if allowed is None else allowed[:, None]
     if mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, group, 1)
-    return folded, mask
+    return folded_query, mask
 
 
 def merge(
@@ -180,7 +180,7 @@ def step(
     weights of a layer take the place of its code and data in the processor's caches. `make_room` has been called.
     """
     column, (batch, query_heads, _, head_dim) = layer.seen, query.shape
-    heads, first, outputs = key.shape[1], 0, []
+    heads, first_head, outputs = key.shape[1], 0, []
     share = query_heads // heads
     for group in layer.runs:
         keys, values, group_query, position = group.keys, group.values, query, column - group.skips[0]
@@ -189,10 +189,10 @@ def step(
             keys.narrow(2, slot, 1).copy_(key)
             values.narrow(2, slot, 1).copy_(value)
         else:
-            group_query = query.narrow(1, first * share, group_heads * share)
-            keys.narrow(2, slot, 1).copy_(key.narrow(1, first, group_heads))
-            values.narrow(2, slot, 1).copy_(value.narrow(1, first, group_heads))
-            first += group_heads
+            group_query = query.narrow(1, first_head * share, group_heads * share)
+            keys.narrow(2, slot, 1).copy_(key.narrow(1, first_head, group_heads))
+            values.narrow(2, slot, 1).copy_(value.narrow(1, first_head, group_heads))
+            first_head += group_heads
         if stop < slots:
             keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
         folded_query = group_query.reshape(batch, group_heads, share, head_dim)
@@ -319,10 +319,10 @@ def causal_with_lse(
 
 def by_column(skipped: Skipped) -> Visible:
     """What queries see of keys that lie by column: all that is earlier in their row."""
-    first = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
+    start = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
 
     def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
+        return (columns <= queries) & (columns >= start) | (columns == queries)  # padding sees itself: no empty softmax
 
     return allowed
 
@@ -360,13 +360,13 @@ def unpacked_columns(
     `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on. Sinks come right before
     the tokens after the tiles.
     """
-    firsts = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
-    past_columns = max(past - min(firsts), 0)
-    place = torch.arange(past - past_columns, past, device=keys.device) - on_device(firsts, keys.device)[:, None]
+    first_columns = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
+    past_columns = max(past - min(first_columns), 0)
+    place = torch.arange(past - past_columns, past, device=keys.device) - on_device(first_columns, keys.device)[:, None]
     after_tiles = place + on_device(group.packed, keys.device)[:, None]
     slot = group.slot(torch.where(place < (group.sink or 0), place, after_tiles).clamp(min=0))
     states = (torch.cat(parts, 2) for parts in zip(group.take(slot), (keys, values), strict=True))
-    skips = [first - (past - past_columns) for first in firsts]
+    skips = [first_column - (past - past_columns) for first_column in first_columns]
     rows_agree = len(set(skips)) == 1
     keys, values = states
     return keys, values, skips[0] if rows_agree else on_device(skips, keys.device)
