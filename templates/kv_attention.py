@@ -104,9 +104,9 @@ def attention(
     layout, layer, s_aux, reads = module.kv_layout, None, kwargs.get("s_aux"), []
     if isinstance(key, Handle):
         layer, key, value, reads = key
-        fused = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
-        plain = isinstance(layer, KVLayerCache) and layer.runs
-        if fused and plain and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
+        can_fuse = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
+        has_runs = isinstance(layer, KVLayerCache) and layer.runs
+        if can_fuse and has_runs and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
             layer.make_room(1)
             if layer.runs:  # still, with what this forward may take back
                 return kv_torch.step(query, key, value, layer, scaling), None
@@ -115,30 +115,30 @@ def attention(
         raise TypeError("this model runs with its own KVSurgeryCache, or without a cache")
     elif attention_mask is not None and attention_mask.shape[1:] != (1, 1, 1):
         raise TypeError("attention masks must be two-dimensional padding masks")
-    own = own_layout(layout, key.shape[1], module)
-    if layer is not None and own is not layout:
-        layer.hold(own, key)
+    local_layout = own_layout(layout, key.shape[1], module)
+    if layer is not None and local_layout is not layout:
+        layer.hold(local_layout, key)
     scoring = Scoring.of(query, scaling, softcap, dropout)
-    tracked = torch.is_grad_enabled() and _tracked(layer, query, key, value, s_aux)
-    path = kv_torch if tracked or own.chunked else _path(query, dropout)  # kernels know no chunks
+    needs_grad = torch.is_grad_enabled() and _needs_grad(layer, query, key, value, s_aux)
+    path = kv_torch if needs_grad or local_layout.chunked else _path(query, dropout)  # kernels know no chunks
     if layer is not None and not isinstance(layer, KVLayerCache):  # it reads a long prompt
         output = layer.attend(query, key, value, path, scoring)
         return output.transpose(1, 2).contiguous(), None
-    if own.scattered:
-        query, key, value = (full_heads_first(states, own) for states in (query, key, value))
-        s_aux = None if s_aux is None else full_heads_first(s_aux[None], own)[0]
+    if local_layout.scattered:
+        query, key, value = (full_heads_first(states, local_layout) for states in (query, key, value))
+        s_aux = None if s_aux is None else full_heads_first(s_aux[None], local_layout)[0]
     if s_aux is not None:
         scoring = scoring._replace(sinks=s_aux)
     if layer is None:
         padding = None if attention_mask is None else attention_mask.flatten()
-        output = _without_cache(query, key, value, padding, own, path, scoring)
+        output = _without_cache(query, key, value, padding, local_layout, path, scoring)
     elif reads:
         output = reads[0](query.to(key.device), scoring).to(query.device)
     else:
-        output, read = _with_cache(query, key, value, layer, path, tracked, scoring)
+        output, read = _with_cache(query, key, value, layer, path, needs_grad, scoring)
         reads += [read] * layer.shared
-    if own.scattered:
-        output = in_blocks(output, own)
+    if local_layout.scattered:
+        output = in_blocks(output, local_layout)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -151,11 +151,11 @@ def _path(query: torch.Tensor, dropout: float) -> AttentionPath:
     """Where attention without gradients is computed: kernels on CUDA, but for dropout; plain torch otherwise."""
     if kv_cuda is None or not query.is_cuda or dropout:
         return kv_torch
-    fits = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
-    return kv_cuda if fits and kv_cuda.has_tensor_cores(query.device) else kv_torch
+    supported = query.dtype in (torch.float16, torch.bfloat16, torch.float32) and query.shape[-1] <= 256
+    return kv_cuda if supported and kv_cuda.has_tensor_cores(query.device) else kv_torch
 
 
-def _tracked(layer: HandingLayer | None, *states: torch.Tensor | None) -> bool:
+def _needs_grad(layer: HandingLayer | None, *states: torch.Tensor | None) -> bool:
     """Whether gradients are wanted of what these states become, by this layer or by those that share its cache."""
     shared = isinstance(layer, KVLayerCache) and layer.shared
     return shared or any(part.requires_grad for part in states if part is not None)
@@ -173,10 +173,10 @@ def _without_cache(
     """All heads over their own input; nothing is selected, nothing is quantized."""
     skipped, outputs = 0 if padding is None else padding, []
     heads = [layout.heads - layout.streaming, layout.streaming]
-    whole, streaming = split_heads(query, key, value, heads)
+    full, streaming = split_heads(query, key, value, heads)
     scorings = scoring.split(_sizes(heads, query.shape[1]))
     if heads[0]:
-        outputs.append(path.causal(*whole, skipped, scorings[0]))
+        outputs.append(path.causal(*full, skipped, scorings[0]))
     if heads[1]:
         outputs.append(path.streaming_from_start(*streaming, skipped, layout, scorings[1]))
     return torch.cat(outputs, 1)
@@ -188,13 +188,13 @@ def _with_cache(
     value: torch.Tensor,
     layer: KVLayerCache,
     path: AttentionPath,
-    tracked: bool,
+    needs_grad: bool,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, Read]:
     """Store the input and attend from it, head group by head group."""
     layout = layer.layout
     layer.make_room(query.shape[2])
-    if query.shape[2] == 1 and layer.ready and not tracked and path.has_room(layer):
+    if query.shape[2] == 1 and layer.ready and not needs_grad and path.has_room(layer):
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     # all that is stored is rotated, so that nothing else has to know
@@ -202,15 +202,17 @@ def _with_cache(
     key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
     heads = [layout.full, layout.streaming, len(layout.budgets)]
     *parts, budgeted = split_heads(query, key, value, heads)
-    *scorings, of_budgeted = scoring.split(_sizes(heads, query.shape[1]))
+    *scorings, budgeted_scoring = scoring.split(_sizes(heads, query.shape[1]))
     outputs, reads = [], []
-    for (asking, *states), group, own in zip(parts, (layer.full, layer.streaming), scorings, strict=True):
+    for (group_query, *states), group, group_scoring in zip(
+        parts, (layer.full, layer.streaming), scorings, strict=True
+    ):
         if group.heads:
-            read = of_group(*states, group, layer, layer.seen, path, tracked)
-            outputs.append(read(asking, own))
+            read = store_group(*states, group, layer, layer.seen, path, needs_grad)
+            outputs.append(read(group_query, group_scoring))
             reads += [(group.heads, read)] * layer.shared
     if layer.budgeted is not None:
-        output, read = layer.budgeted.attend(*budgeted, layer, path, tracked, of_budgeted)
+        output, read = layer.budgeted.attend(*budgeted, layer, path, needs_grad, budgeted_scoring)
         outputs.append(output)
         reads.append((len(layout.budgets), read))
     layer.advance(query.shape[2])
@@ -237,7 +239,7 @@ def split_heads(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Queries, keys and values of this many KV heads each."""
     sizes = _sizes(heads, query.shape[1])  # `split` would only call `split_with_sizes`, at a cost in each decode step
-    parts = (states.split_with_sizes(own, 1) for states, own in ((query, sizes), (key, heads), (value, heads)))
+    parts = (states.split_with_sizes(counts, 1) for states, counts in ((query, sizes), (key, heads), (value, heads)))
     return zip(*parts, strict=True)
 
 
@@ -247,26 +249,28 @@ def by_heads(reads: list[tuple[int, Read]]) -> Read:
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         sizes = _sizes([heads for heads, _ in reads], query.shape[1])
         parts = zip(reads, query.split(sizes, 1), scoring.split(sizes), strict=True)
-        return torch.cat([of_group(asking, own) for (_, of_group), asking, own in parts], 1)
+        return torch.cat(
+            [group_read(group_query, group_scoring) for (_, group_read), group_query, group_scoring in parts], 1
+        )
 
     return read
 
 
-def of_group(
+def store_group(
     key: torch.Tensor,
     value: torch.Tensor,
     group: HeadGroup,
     layer: KVLayerCache,
     past: int,
     path: AttentionPath,
-    lasting: bool,
+    snapshot: bool,
 ) -> Read:
     """Store columns from `past` on of one group of heads, to attend from them.
 
-    Until the group changes again, or beyond that with `lasting`, as autograd wants it: that keeps what it saw.
+    Until the group changes again, or beyond that with `snapshot`, as autograd wants it: that keeps what it saw.
     """
     layout, stop, skipped = layer.layout, past + key.shape[2], group.skipped
-    if key.shape[2] == 1 and not lasting and not (group is layer.streaming and layout.quantized_window):
+    if key.shape[2] == 1 and not snapshot and not (group is layer.streaming and layout.quantized_window):
         layer.store(group, past, key, value)
         return lambda query, scoring: kv_torch.decode_group(query, group, stop, layout, scoring)
     if group is layer.streaming:
@@ -275,21 +279,26 @@ def of_group(
         if window is None:
             return lambda query, scoring: path.streaming_from_start(query, key, value, skipped, layout, scoring)
         sinks = tuple(states[:, :, : layout.sink] for states in (group.keys, group.values))
-        if lasting:
+        if snapshot:
             sinks = tuple(states.clone() for states in sinks)
 
         def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-            before, own = window, (key, value)
-            if (earlier := stop - past - query.shape[2]) > 0:
-                before = tuple(torch.cat([old, new[:, :, :earlier]], 2) for old, new in zip(window, own, strict=True))
-                own = tuple(states[:, :, earlier:] for states in own)
-            return path.streaming(query, sinks, before, own, past + earlier, skipped, layout, scoring)
+            past_states, new_states = window, (key, value)
+            if (earlier_tokens := stop - past - query.shape[2]) > 0:
+                past_states = tuple(
+                    torch.cat([past_part, new_part[:, :, :earlier_tokens]], 2)
+                    for past_part, new_part in zip(window, new_states, strict=True)
+                )
+                new_states = tuple(states[:, :, earlier_tokens:] for states in new_states)
+            return path.streaming(
+                query, sinks, past_states, new_states, past + earlier_tokens, skipped, layout, scoring
+            )
 
         return read
-    if past and not lasting and not isinstance(group, QuantizedGroup):
+    if past and not snapshot and not isinstance(group, QuantizedGroup):
         layer.store(group, past, key, value)
         return lambda query, scoring: path.after_past(query, group, stop - query.shape[2], scoring)
-    read = _over_tiles(key, value, group, past, path, lasting) if past else over_columns(key, value, skipped, path)
+    read = _over_tiles(key, value, group, past, path, snapshot) if past else over_columns(key, value, skipped, path)
     layer.store(group, past, key, value)
     return read
 
@@ -300,18 +309,18 @@ def over_columns(key: torch.Tensor, value: torch.Tensor, skipped: Skipped, path:
 
 
 def _over_tiles(
-    key: torch.Tensor, value: torch.Tensor, group: HeadGroup, past: int, path: AttentionPath, lasting: bool
+    key: torch.Tensor, value: torch.Tensor, group: HeadGroup, past: int, path: AttentionPath, snapshot: bool
 ) -> Read:
     """Queries of full heads at columns from `past` on, before their tokens are stored; for quantized ones above all.
 
     They see the tiles dequantized, what is not packed yet as it is, and their own tokens' keys as they came.
     """
-    *states, skipped = kv_torch.near(key, value, group, past)
+    *states, skipped = kv_torch.unpacked_columns(key, value, group, past)
     tiles = copy.copy(group) if isinstance(group, QuantizedGroup) and max(group.packed) else None
     if tiles is None:
         return over_columns(*states, skipped, path)
     tiles.packed = [*group.packed]  # tiles that follow are packed beside these
-    if lasting:  # a selection writes to these
+    if snapshot:  # a selection writes to these
         tiles.tiles = tiles.tiles.map(torch.clone)
 
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -361,9 +370,9 @@ def full_heads_first(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
 
 def in_blocks(states: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
     """The reverse: heads [batch, heads, ...] from the order of storage into that of the projections."""
-    full, others = zip(*layout.blocks, strict=True)
-    parts = states.split(_sizes(full + others, states.shape[1]), 1)
-    pairs = zip(parts[: len(full)], parts[len(full) :], strict=True)
+    full_counts, other_counts = zip(*layout.blocks, strict=True)
+    parts = states.split(_sizes(full_counts + other_counts, states.shape[1]), 1)
+    pairs = zip(parts[: len(full_counts)], parts[len(full_counts) :], strict=True)
     return torch.cat([part for pair in pairs for part in pair], 1)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from . import kv_torch
-from .kv_attention import Read, by_heads, of_group, over_columns, split_heads
+from .kv_attention import Read, by_heads, over_columns, split_heads, store_group
 from .kv_cache import HeadTable, KVLayerCache
 from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import EVERY, VALUE_NORM, LayerLayout, Selection
@@ -39,22 +39,22 @@ class BudgetedHeads:
         quantization = layout.quantization if layout.quantized_budgets else None
         self.groups: Sequence[HeadGroup] = [head_group(states, 1, quantization) for _ in self.budgets]
         for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.least = self.start - min(budget, self.start)
-        self.waiting = HeadGroup(states, len(self.budgets))  # the prompt, by column
-        self.observed: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
+            group.min_skipped = self.start - min(budget, self.start)
+        self.prompt_group = HeadGroup(states, len(self.budgets))  # the prompt, by column
+        self.window_queries: torch.Tensor | None = None  # queries [batch, query_heads, <= window, head_dim]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated beside the groups."""
-        return self.waiting.nbytes
+        return self.prompt_group.nbytes
 
     def take_rows(self, rows: Rows) -> None:
         """Follow a change of rows in what is stored beside the groups."""
-        self.waiting.keys, self.waiting.values = rows(self.waiting.keys), rows(self.waiting.values)
-        if self.observed is not None:
-            self.observed = rows(self.observed)
+        self.prompt_group.keys, self.prompt_group.values = rows(self.prompt_group.keys), rows(self.prompt_group.values)
+        if self.window_queries is not None:
+            self.window_queries = rows(self.window_queries)
 
-    def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
+    def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
         """Keep the importance of what was chosen, if later selections add to it: float32 [batch, heads, places], and
         places that are, with those that are no choice at the end, in the order of slots."""
 
@@ -69,7 +69,7 @@ class BudgetedHeads:
         value: torch.Tensor,
         layer: KVLayerCache,
         path: AttentionPath,
-        tracked: bool,
+        needs_grad: bool,
         scoring: Scoring,
     ) -> tuple[torch.Tensor, Read]:
         """Store the layer's new tokens and attend from them: to the whole prompt while it comes in, then to what was
@@ -81,7 +81,7 @@ class BudgetedHeads:
 
         Args:
             query, key, value: of the budgeted heads alone, [batch, heads, tokens, head_dim].
-            tracked: whether gradients are wanted.
+            needs_grad: whether gradients are wanted.
 
         Returns:
             [batch, query_heads, tokens, head_dim], and how queries of later layers attend to the same.
@@ -90,35 +90,37 @@ class BudgetedHeads:
         cut = 0 if self.selected else min(self.prompt - past, tokens)
         outputs, reads = [], []
         if cut:
-            asking, whole = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
+            prompt_query, prompt_states = query[:, :, :cut], (key[:, :, :cut], value[:, :, :cut])
             if past or cut < self.prompt:
-                self.wait(past, *whole)
+                self.wait(past, *prompt_states)
             if past:
-                whole = tuple(states[:, :, : past + cut] for states in (self.waiting.keys, self.waiting.values))
-            read = over_columns(*whole, layer.full.skipped, path)
-            outputs.append(read(asking, scoring))
+                prompt_states = tuple(
+                    states[:, :, : past + cut] for states in (self.prompt_group.keys, self.prompt_group.values)
+                )
+            read = over_columns(*prompt_states, layer.full.skipped, path)
+            outputs.append(read(prompt_query, scoring))
             reads += [(cut, read)] * layer.shared
-            self.observe(past, asking)
+            self.observe(past, prompt_query)
             if past + cut == self.prompt:
-                kept = self.select(*whole, layer.columns.pads, scoring)
+                kept_columns = self.select(*prompt_states, layer.columns.pads, scoring)
                 layer.follow_selection()
-                self.compact(*whole, kept, layer, kernels=path is not kv_torch)
-        one, settled = [1] * len(self.groups), layer.columns.settled
+                self.compact(*prompt_states, kept_columns, layer, kernels=path is not kv_torch)
+        head_counts, settled = [1] * len(self.groups), layer.columns.settled
         while cut < tokens:
-            due = self.due
-            if due == past + cut:
+            due_column = self.due
+            if due_column == past + cut:
                 self.renew(past + cut, layer, kernels=path is not kv_torch)
-                due = self.due
-            stop = min(due - past, tokens)
+                due_column = self.due
+            stop = min(due_column - past, tokens)
             for group in self.groups:
                 group.settled = past + stop - 1 if layer.held else min(settled, past + stop - 1)
             states = [part[:, :, cut:stop] for part in (query, key, value)]
             self.watch(past + cut, states[0])
-            lasting = tracked or (layer.shared and stop < tokens)  # heads select again before others attend
+            snapshot = needs_grad or (layer.shared and stop < tokens)  # heads select again before others attend
             read = by_heads(
                 [
-                    (1, of_group(*of_head, group, layer, past + cut, path, lasting))
-                    for group, (_, *of_head) in zip(self.groups, split_heads(*states, one), strict=True)
+                    (1, store_group(*head_states, group, layer, past + cut, path, snapshot))
+                    for group, (_, *head_states) in zip(self.groups, split_heads(*states, head_counts), strict=True)
                 ]
             )
             outputs.append(read(states[0], scoring))
@@ -130,16 +132,18 @@ class BudgetedHeads:
     @torch.no_grad()
     def wait(self, column: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store columns of a prompt that comes in chunks."""
-        if not self.waiting.slots:
+        if not self.prompt_group.slots:
             states = (part.new_zeros(*part.shape[:2], self.prompt, part.shape[3]) for part in (keys, values))
-            self.waiting.keys, self.waiting.values = states
-        self.waiting.write(slice(None), column, keys, values)
+            self.prompt_group.keys, self.prompt_group.values = states
+        self.prompt_group.write(slice(None), column, keys, values)
 
     @torch.no_grad()
     def observe(self, column: int, query: torch.Tensor) -> None:
         """Remember those queries, at columns from `column` on, that lie in the prompt's observation window."""
-        last = query[:, :, max(self.start - column, 0) :]
-        self.observed = last.clone() if self.observed is None else torch.cat([self.observed, last], 2)
+        window_query = query[:, :, max(self.start - column, 0) :]
+        self.window_queries = (
+            window_query.clone() if self.window_queries is None else torch.cat([self.window_queries, window_query], 2)
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -155,30 +159,35 @@ class BudgetedHeads:
         Returns:
             The columns that each head keeps, ascending, then `EVERY` where others keep more: int64 [batch, heads, n].
         """
-        assert self.observed is not None  # the prompt has been asked
-        rows, device = pads or [0] * len(keys), keys.device
-        counts = [[max(min(budget, self.start - pad), 0) for budget in self.budgets] for pad in rows]
-        padding = on_device(rows, device)[:, None, None]
+        assert self.window_queries is not None  # the prompt has been asked
+        row_pads, device = pads or [0] * len(keys), keys.device
+        counts = [[max(min(budget, self.start - pad), 0) for budget in self.budgets] for pad in row_pads]
+        padding = on_device(row_pads, device)[:, None, None]
         window = torch.arange(self.start, self.prompt, device=device).expand(len(keys), len(self.budgets), -1)
-        kept = window.where(window >= padding, EVERY)
+        kept_columns = window.where(window >= padding, EVERY)
         if any(map(any, counts)):
-            received = attention_received(self.observed, keys, padding, scoring)
-            importance = weighted(received, values, self.selection)[..., : self.start]
-            chosen = most_important(importance, padding, counts, self.selection)
-            self.remember(importance, chosen.sort().values)
-            kept = torch.cat([chosen, kept], -1)
-        for group, of_rows in zip(self.groups, zip(*counts, strict=True), strict=True):
-            firsts = (max(self.start, min(pad, self.prompt)) for pad in rows)
-            group.dropped = [first - count for first, count in zip(firsts, of_rows, strict=True)]
+            attention = attention_received(self.window_queries, keys, padding, scoring)
+            importance = weighted(attention, values, self.selection)[..., : self.start]
+            chosen_columns = most_important(importance, padding, counts, self.selection)
+            self.remember(importance, chosen_columns.sort().values)
+            kept_columns = torch.cat([chosen_columns, kept_columns], -1)
+        for group, row_counts in zip(self.groups, zip(*counts, strict=True), strict=True):
+            window_starts = (max(self.start, min(pad, self.prompt)) for pad in row_pads)
+            group.dropped = [start - count for start, count in zip(window_starts, row_counts, strict=True)]
             group.align(pads)
-        self.waiting = HeadGroup(keys, len(self.budgets))
-        self.observed, self.selected = None, True
-        return kept.sort().values
+        self.prompt_group = HeadGroup(keys, len(self.budgets))
+        self.window_queries, self.selected = None, True
+        return kept_columns.sort().values
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def compact(
-        self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, layer: KVLayerCache, kernels: bool = False
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kept_columns: torch.Tensor,
+        layer: KVLayerCache,
+        kernels: bool = False,
     ) -> None:
         """Store the columns of a prompt that `select` has chosen, by a kernel where there is one."""
         if kernels:
@@ -186,23 +195,23 @@ class BudgetedHeads:
             for group in self.groups:
                 if isinstance(group, QuantizedGroup):
                     group.packed = [group.packable(row, self.prompt - skip) for row, skip in enumerate(group.skips)]
-            kv_compact.compact(self.head_table(layer), keys, values, kept)
+            kv_compact.compact(self.head_table(layer), keys, values, kept_columns)
             return
         for head, group in enumerate(self.groups):
             for rows, skip in group.spans():  # all rows at once where they keep as many
-                index = kept[rows, head, : max(self.prompt - skip, 0), None].expand(-1, -1, keys.shape[3])
+                index = kept_columns[rows, head, : max(self.prompt - skip, 0), None].expand(-1, -1, keys.shape[3])
                 group.write(rows, 0, *(states[rows, head].gather(1, index)[:, None] for states in (keys, values)))
 
     def head_table(self, layer: KVLayerCache) -> HeadTable:
         """These heads alone, the last ones of a layer, as the kernels take them."""
         table, heads = layer.head_table(), len(self.groups)
-        before = len(table.offsets) - heads
-        of_heads = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
-        parts = {name: getattr(table, name) for name in of_heads}
+        heads_before = len(table.offsets) - heads
+        head_fields = ("offsets", "sinks", "rings", "recents", "first_tiles", "skipped", "packed")
+        parts = {name: getattr(table, name) for name in head_fields}
         return table._replace(
             counts=None,  # none of them has a ring of tiles
-            rotated_keys=max(table.rotated_keys - before, 0),
-            rotated_values=max(table.rotated_values - before, 0),
+            rotated_keys=max(table.rotated_keys - heads_before, 0),
+            rotated_values=max(table.rotated_values - heads_before, 0),
             **{name: part if part is None else part[..., -heads:] for name, part in parts.items()},
         )
 
@@ -235,15 +244,15 @@ class BudgetedHeads:
 SELECTING[False] = BudgetedHeads
 
 
-def weighted(received: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:
+def weighted(attention: torch.Tensor, values: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Importance of tokens that got this attention, float32 [batch, heads, n], and have these values.
 
     The Euclidean norm, unlike others, is that of what was rotated too (kv_tiles.py).
     """
     if selection.select != VALUE_NORM:
-        return received
+        return attention
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return received * torch.linalg.vector_norm(values, dim=-1, dtype=dtype).float()
+    return attention * torch.linalg.vector_norm(values, dim=-1, dtype=dtype).float()
 
 
 def most_important(
@@ -285,9 +294,9 @@ def _by_columns(reads: list[tuple[int, Read]]) -> Read:
 
     def read(query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         outputs, stop = [], query.shape[2]
-        for columns, of_columns in reversed(reads):
+        for columns, columns_read in reversed(reads):
             if stop > 0:
-                outputs.insert(0, of_columns(query[:, :, max(stop - columns, 0) : stop], scoring))
+                outputs.insert(0, columns_read(query[:, :, max(stop - columns, 0) : stop], scoring))
             stop -= columns
         return torch.cat(outputs, 2)
 

@@ -88,8 +88,8 @@ class HandingLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         # transformers 4 gives the tensor of cache positions
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + new, 0
+        new_tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new_tokens, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -134,12 +134,12 @@ class KVLayerCache(HandingLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         layout = self.layout
         self.dtype, self.device = key_states.dtype, key_states.device
-        windowed = layout.quantization if layout.quantized_window else None
+        window_quantization = layout.quantization if layout.quantized_window else None
         full = head_group(key_states, layout.full, layout.quantization)
-        streaming = head_group(key_states, layout.streaming, windowed, layout.sink, layout.recent)
+        streaming = head_group(key_states, layout.streaming, window_quantization, layout.sink, layout.recent)
         self.groups = [full, streaming]
-        selecting = selecting_heads(layout)
-        self.budgeted = selecting(key_states, layout, self.columns.prompt) if selecting else None
+        heads_class = selecting_heads(layout)
+        self.budgeted = heads_class(key_states, layout, self.columns.prompt) if heads_class else None
         self.groups += self.budgeted.groups if self.budgeted else []
         self.present = [group for group in self.groups if group.heads]
         self.is_initialized = True
@@ -171,14 +171,14 @@ class KVLayerCache(HandingLayer):
     @property
     def filling(self) -> list[QuantizedGroup]:
         """Those of them that fill tiles with what will not be taken back; heads whose budgets hold can undo it."""
-        held = self.held.groups if self.held else ()
-        return [group for group in self.quantized if group not in held]
+        held_groups = self.held.groups if self.held else ()
+        return [group for group in self.quantized if group not in held_groups]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated."""
-        beside = self.budgeted.nbytes if self.budgeted else 0
-        return sum(group.nbytes for group in self.groups) + beside
+        budgeted_bytes = self.budgeted.nbytes if self.budgeted else 0
+        return sum(group.nbytes for group in self.groups) + budgeted_bytes
 
     def make_room(self, tokens: int) -> None:
         """Prepare the groups for new columns: where their rows begin, what tiles may take, and storage for all."""
@@ -202,8 +202,8 @@ class KVLayerCache(HandingLayer):
             for group in self.groups:
                 group.align(self.pads)
         if seen > self.capacity:
-            grown = max(seen, self.capacity + self.capacity // GROWTH)
-            self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown
+            grown_capacity = max(seen, self.capacity + self.capacity // GROWTH)
+            self.capacity = self.columns.reserved if seen <= self.columns.reserved else grown_capacity
         quantized, self.margin = self.quantized, self.columns.margin
         for group in dict.fromkeys([*([self.held] if self.held else []), self.streaming, *self.filling]):
             if self.margin > group.margin:
@@ -226,9 +226,9 @@ class KVLayerCache(HandingLayer):
         self.runs, begin = [], 0
         if self.keys is None or self.values is None or not self._is_plain():
             return
-        for (_, slots, _), alike in groupby(self.present, lambda group: (group.wraps, group.slots, group.skips)):
-            group, *others = alike
-            run, shape = copy.copy(group), (sum(each.heads for each in (group, *others)), slots)
+        for (_, slots, _), neighbors in groupby(self.present, lambda group: (group.wraps, group.slots, group.skips)):
+            group, *others = neighbors
+            run, shape = copy.copy(group), (sum(neighbor.heads for neighbor in (group, *others)), slots)
             end = begin + shape[0] * slots
             run.keys, run.values = (states[:, begin:end].unflatten(1, shape) for states in (self.keys, self.values))
             self.runs.append(run)
@@ -396,9 +396,9 @@ class KVSurgeryCache(Cache):
 
     @torch.inference_mode(False)  # a copy is written later, maybe outside of an inference mode
     def __deepcopy__(self, memo: dict) -> "KVSurgeryCache":
-        memo[id(self)] = copied = type(self).__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        memo[id(self)] = clone = type(self).__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return clone
 
     def begin(self, mask: torch.Tensor | None, rows: int, tokens: int) -> None:
         """Announce a forward of `tokens` new columns; `mask` [rows, columns] covers all columns, or is None.
@@ -410,9 +410,9 @@ class KVSurgeryCache(Cache):
             ValueError: the mask has holes, does not fit, contradicts an earlier one, or the cache ends in padding or
                 has another number of rows.
         """
-        stored = self._rows or rows
-        if rows != stored:
-            raise ValueError(f"the cache holds {stored} rows, the input has {rows}")
+        stored_rows = self._rows or rows
+        if rows != stored_rows:
+            raise ValueError(f"the cache holds {stored_rows} rows, the input has {rows}")
         self.columns.begin(mask, rows, tokens, self.get_seq_length())
 
     @property
@@ -468,9 +468,9 @@ class KVSurgeryCache(Cache):
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Columns that a layer has seen, padding included. During a forward, earlier layers have seen more than later
         ones; without a layer, or for one without a KV cache of its own, it is the most that any has seen."""
-        own = self.layers[layer_idx : layer_idx + 1] if layer_idx is not None else []
-        seen = [layer.seen for layer in own if isinstance(layer, KVLayerCache)]
-        return max(seen or [layer.seen for layer in self.attention])
+        own_layers = self.layers[layer_idx : layer_idx + 1] if layer_idx is not None else []
+        lengths = [layer.seen for layer in own_layers if isinstance(layer, KVLayerCache)]
+        return max(lengths or [layer.seen for layer in self.attention])
 
     def reset(self) -> None:
         super().reset()

@@ -62,22 +62,22 @@ def _compact_kernel(
     tokens = columns - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head).to(tl.int32)
     if begin >= tokens:
         return
-    kept = kept_ptr + batch * kept_batch + head * kept_head + begin
-    k_from = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
-    v_from = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
-    to = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    kept_columns = kept_ptr + batch * kept_batch + head * kept_head + begin
+    k_source = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
+    v_source = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
+    target = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
     n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     for start in range(0, TILE_TOKENS, N):
         position = begin + start + n
-        stays = (position < tokens) & ((position < sink) | (position >= tokens - ring))
-        column = tl.load(kept + start + n, stays, 0).to(tl.int64)[:, None]
+        in_slots = (position < tokens) & ((position < sink) | (position >= tokens - ring))
+        column = tl.load(kept_columns + start + n, in_slots, 0).to(tl.int64)[:, None]
         slot = tl.where(position < sink, position, sink + (position - sink) % ring).to(tl.int64)[:, None]
-        there = stays[:, None] & (d < D)
-        k = tl.load(k_from + column * prompt_k_column + d, there)
-        v = tl.load(v_from + column * prompt_v_column + d, there)
-        tl.store(k_ptr + to + slot * kv_slot + d, k, there)
-        tl.store(v_ptr + to + slot * kv_slot + d, v, there)
+        mask = in_slots[:, None] & (d < D)
+        k = tl.load(k_source + column * prompt_k_column + d, mask)
+        v = tl.load(v_source + column * prompt_v_column + d, mask)
+        tl.store(k_ptr + target + slot * kv_slot + d, k, mask)
+        tl.store(v_ptr + target + slot * kv_slot + d, v, mask)
     if BITS is not None:
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:
@@ -87,10 +87,10 @@ def _compact_kernel(
             v_scales = v_scales_ptr + batch * v_scales_batch + tile * (2 * TILE_TOKENS * V_COLUMNS)
             for values in tl.static_range(2):
                 _pack(
-                    state_ptr=v_from if values else k_from,
+                    state_ptr=v_source if values else k_source,
                     code_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
                     scale_ptr=v_scales if values else k_scales,
-                    first=kept + sink,
+                    first=kept_columns + sink,
                     ring=ring,
                     step=prompt_v_column if values else prompt_k_column,
                     D=D,
@@ -103,11 +103,11 @@ def _compact_kernel(
                 )
 
 
-def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
+def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept_columns: torch.Tensor) -> None:
     """Store some columns of a prompt as each head's first tokens: slots and tiles of all rows and heads, in place.
 
-    A program has `TILE` tokens of a head; every head gets as many programs as `kept` is long. `BudgetedHeads.compact`
-    has the reference.
+    A program has `TILE` tokens of a head; every head gets as many programs as `kept_columns` is long.
+    `BudgetedHeads.compact` has the reference.
 
     Floor: twice the bytes that go into slots, and for each tile those of its tokens and `quantization.tile_bytes`, over
     the copy bandwidth; else a launch.
@@ -116,22 +116,22 @@ def compact(table: HeadTable, keys: torch.Tensor, values: torch.Tensor, kept: to
         table: of budgeted heads alone: `skipped` are the columns that each head does not keep; `columns` or more: it
             keeps none. `packed` are its first tokens after the sinks, which go into tiles.
         keys, values: [batch, heads, columns, head_dim], in other memory.
-        kept: int [batch, heads, n], the columns that each head keeps, ascending; beyond the last of them anything.
+        kept_columns: int [batch, heads, n], those that each head keeps, ascending; beyond the last of them anything.
     """
-    assert keys.stride(3) == values.stride(3) == kept.stride(2) == 1
+    assert keys.stride(3) == values.stride(3) == kept_columns.stride(2) == 1
     warps = 4 if table.tiles is None else 8
     with torch.cuda.device_of(keys):
-        _compact_kernel[(triton.cdiv(kept.shape[2], TILE), keys.shape[0] * keys.shape[1])](
+        _compact_kernel[(triton.cdiv(kept_columns.shape[2], TILE), keys.shape[0] * keys.shape[1])](
             **_slots(table),
             **_tiles(table, torch.uint8),
             **_pack_options(table),
             prompt_k_ptr=keys,
             prompt_v_ptr=values,
-            kept_ptr=kept,
+            kept_ptr=kept_columns,
             skipped_ptr=table.skipped,
             **_strides(keys, "prompt_k_batch", "prompt_k_head", "prompt_k_column"),
             **_strides(values, "prompt_v_batch", "prompt_v_head", "prompt_v_column"),
-            **_strides(kept, "kept_batch", "kept_head"),
+            **_strides(kept_columns, "kept_batch", "kept_head"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
             columns=keys.shape[2],
             N=min(MOVE_BYTES * warps // (_padded(keys.shape[3]) * keys.element_size()), TILE),

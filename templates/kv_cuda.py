@@ -43,19 +43,19 @@ def decode(
     pack(layer)
     table = layer.head_table()
     columns = layer.columns.on(query.device)
-    asking = kv_store.append(table, columns, query[:, :, 0], key, value)
+    rotated_query = kv_store.append(table, columns, query[:, :, 0], key, value)
     if layer.held:
         heads = len(layer.held.groups) * query.shape[1] // key.shape[1]
-        layer.held.watch_step(columns, asking[:, -heads:, None])
+        layer.held.watch_step(columns, rotated_query[:, -heads:, None])
     layer.advance(1)
-    return kv_decode.decode(asking, table, columns, scoring)[:, :, None]
+    return kv_decode.decode(rotated_query, table, columns, scoring)[:, :, None]
 
 
 def decode_stored(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -> torch.Tensor:
     """The same for a token per row that `decode` has stored."""
     table = layer.head_table()
-    asking = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
-    return kv_decode.decode(asking[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
+    rotated_query = rotated(query, table.rotated_keys * query.shape[1] // len(table.offsets))
+    return kv_decode.decode(rotated_query[:, :, 0], table, layer.columns.on(query.device), scoring)[:, :, None]
 
 
 def pack(layer: KVLayerCache) -> None:
@@ -124,8 +124,10 @@ def streaming_from_start(
     """As `kv_torch.streaming_from_start`."""
     if past := keys.shape[2] - query.shape[2]:
         sinks = first_positions(keys, values, skipped, layout.sink)
-        before, own = ([states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None)))
-        return streaming(query, sinks, before, own, past, skipped, layout, scoring)
+        past_states, new_states = (
+            [states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None))
+        )
+        return streaming(query, sinks, past_states, new_states, past, skipped, layout, scoring)
     window = Window(layout.sink, layout.recent)
     return prefill(query, keys, values, Span(0, _padding(skipped, query)), scoring, window)
 
@@ -134,14 +136,14 @@ def streaming(
     query: torch.Tensor,
     sinks: Sequence[torch.Tensor],
     window: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
+    new_states: Sequence[torch.Tensor],
     past: int,
     skipped: Skipped,
     layout: LayerLayout,
     scoring: Scoring,
 ) -> torch.Tensor:
     """As `kv_torch.streaming`."""
-    keys, values = (torch.cat(states, 2) for states in zip(window, own, strict=True))
+    keys, values = (torch.cat(states, 2) for states in zip(window, new_states, strict=True))
     span = Span(past, _padding(skipped, query), first=past - window[0].shape[2])
     return prefill(query, keys, values, span, scoring, Window(layout.sink, layout.recent, sinks))
 

@@ -70,19 +70,19 @@ def _units(
     SEGMENTS: tl.constexpr,
 ):
     """Units of segments: with two of each row, of what is packed of all rows, and then of their slots."""
-    real, row, head = segment < SEGMENTS * rows, segment, segment % heads
+    valid, row, head = segment < SEGMENTS * rows, segment, segment % heads
     if SEGMENTS == 2:
         row = segment % rows
-    skipped = tl.load(skipped_ptr + row // heads * skipped_batch + head * skipped_head, real, 0)
+    skipped = tl.load(skipped_ptr + row // heads * skipped_batch + head * skipped_head, valid, 0)
     # columns are loaded wherever they count: held in a register, they add 26 instructions to the loop over slots
-    lengths = tl.where(real, tl.load(columns_ptr) - skipped, 0)
-    used = _used_slots(lengths, tl.load(sink_ptr + head, real, 0), tl.load(ring_ptr + head, real, 0))
-    units = (used + N - 1) // N
+    lengths = tl.where(valid, tl.load(columns_ptr) - skipped, 0)
+    used_slots = _used_slots(lengths, tl.load(sink_ptr + head, valid, 0), tl.load(ring_ptr + head, valid, 0))
+    units = (used_slots + N - 1) // N
     if SEGMENTS == 2:
-        in_tiles = tl.load(packed_ptr + row // heads * packed_batch + head * packed_head, real, 0).to(tl.int32)
+        packed_tokens = tl.load(packed_ptr + row // heads * packed_batch + head * packed_head, valid, 0).to(tl.int32)
         if count_ptr is not None:
-            in_tiles = tl.minimum(in_tiles, tl.load(count_ptr + head, real, 0) * TILE_TOKENS)
-        units = tl.where(segment < rows, in_tiles // PACKED_N, units)
+            packed_tokens = tl.minimum(packed_tokens, tl.load(count_ptr + head, valid, 0) * TILE_TOKENS)
+        units = tl.where(segment < rows, packed_tokens // PACKED_N, units)
     return units
 
 
@@ -157,16 +157,16 @@ def _plan_kernel(
         tl.store(end_ptr + segment, ends, segment < segments)
         all_units = tl.max(ends, 0)
     tl.debug_barrier()  # other threads read what these have stored
-    busy = tl.minimum(programs, all_units)
-    for first in range(0, busy, LANES):
+    busy_programs = tl.minimum(programs, all_units)
+    for first in range(0, busy_programs, LANES):
         program = first + lanes
-        unit = _share(tl.minimum(program, busy - 1), all_units, busy)
+        unit = _share(tl.minimum(program, busy_programs - 1), all_units, busy_programs)
         low, high = tl.zeros_like(lanes), tl.zeros_like(lanes) + segments
         for _ in range(steps):
             middle = (low + high) // 2
-            after = tl.load(end_ptr + middle) <= unit
-            low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-        tl.store(start_ptr + program, low, program < busy)
+            ends_before = tl.load(end_ptr + middle) <= unit
+            low, high = tl.where(ends_before, middle + 1, low), tl.where(ends_before, high, middle)
+        tl.store(start_ptr + program, low, program < busy_programs)
 
 
 @triton.jit(do_not_specialize=["skipped_batch", "skipped_head", "packed_batch", "packed_head", "rows", "heads"])
@@ -224,9 +224,9 @@ def _decode_kernel(
 ):
     pid = tl.program_id(0)
     if start_ptr is None:  # every program plans for itself
-        every = tl.arange(0, LANES)
+        all_segments = tl.arange(0, LANES)
         units = _units(
-            segment=every,
+            segment=all_segments,
             columns_ptr=columns_ptr,
             skipped_ptr=skipped_ptr,
             sink_ptr=sink_ptr,
@@ -245,7 +245,7 @@ def _decode_kernel(
         )
         ends = tl.cumsum(units, 0)
         if pid == 0:
-            tl.store(end_ptr + every, ends, every < SEGMENTS * rows)
+            tl.store(end_ptr + all_segments, ends, all_segments < SEGMENTS * rows)
         all_units = tl.max(ends, 0)
     else:
         all_units = tl.load(end_ptr + SEGMENTS * rows - 1)
@@ -260,7 +260,7 @@ def _decode_kernel(
 
     if SEGMENTS == 2:
         if start_ptr is None:
-            packed_stop = tl.minimum(stop, tl.max(tl.where(every < rows, ends, 0), 0))
+            packed_stop = tl.minimum(stop, tl.max(tl.where(all_segments < rows, ends, 0), 0))
             begin = tl.max(tl.where(ends <= unit, ends, 0), 0)
             row = tl.sum((ends <= unit).to(tl.int32), 0)
         else:
@@ -343,8 +343,8 @@ def _decode_kernel(
             packed = tl.load(packed_ptr + batch.to(tl.int64) * packed_batch + head * packed_head).to(tl.int32)
             recent = tl.minimum(recent, length - sink - packed)
         first = (unit - begin) * N
-        at = batch.to(tl.int64) * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + first) * kv_slot
-        k_tile, v_tile = k_ptr + at, v_ptr + at
+        offset = batch.to(tl.int64) * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + first) * kv_slot
+        k_tile, v_tile = k_ptr + offset, v_ptr + offset
         top = tl.full([M], LOWEST, tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DP], tl.float32)
@@ -365,9 +365,9 @@ def _decode_kernel(
             v_tile += N * kv_slot
         # a program's segments follow one another, and so do programs: pid + segment is never taken twice
         part = (pid + segment).to(tl.int64) * G + m
-        safe = tl.where(total > 0, total, 1.0)
-        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
-        tl.store(partial_ptr + part[:, None] * D + d[None, :], acc / safe[:, None], (m < G)[:, None] & in_head)
+        safe_total = tl.where(total > 0, total, 1.0)
+        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
+        tl.store(partial_ptr + part[:, None] * D + d[None, :], acc / safe_total[:, None], (m < G)[:, None] & in_head)
         unit = tl.minimum(end, stop)
         begin = end
         segment += 1
@@ -416,20 +416,20 @@ def _combine_kernel(
             partial = tl.load(
                 partial_ptr + part[:, None] * D + d[None, :], (program < stop)[:, None] & (d < D)[None, :], 0.0
             )
-            higher = tl.maximum(top, tl.max(lse, 0))
-            weights = tl.exp2(lse - higher)
-            fade = tl.exp2(top - higher)
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_top)
+            fade = tl.exp2(top - new_top)
             acc = acc * fade + tl.sum(partial * weights[:, None], 0)
             total = total * fade + tl.sum(weights, 0)
-            top = higher
+            top = new_top
     out = acc / tl.where(total > 0, total, 1.0)
-    to = out_ptr + (row.to(tl.int64) * G + member) * D
+    out_row = out_ptr + (row.to(tl.int64) * G + member) * D
     if matrix_ptr is None:
-        tl.store(to + d, out.to(out_ptr.dtype.element_ty), d < D)
+        tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), d < D)
     elif row % heads < rotated:  # back: a rotation's inverse is its transpose
-        _times_matrix(out, matrix_ptr, to, step=1, own_step=D, D=D, N=MATRIX_N)
+        _times_matrix(out, matrix_ptr, out_row, step=1, sum_step=D, D=D, N=MATRIX_N)
     else:
-        tl.store(to + d, out.to(out_ptr.dtype.element_ty), d < D)
+        tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), d < D)
 
 
 def decode(
@@ -461,7 +461,7 @@ def decode(
     assert query.stride(2) == 1
     walk = _walk(query, table, scoring)
     segments, options, wide = walk.segments, walk.options, walk.wide
-    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.most)
+    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.max_units)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
@@ -519,7 +519,7 @@ class _Walk(NamedTuple):
     """How the decode kernel walks its line of units."""
 
     tokens: int  # of a unit of slots
-    most: int  # units there can be
+    max_units: int  # units there can be
     segments: int  # of a pair of a row and a KV head: its slots, and with tiles its packed tokens before
     members: int  # rows of dots
     options: dict  # of packed tokens; None without any
@@ -530,24 +530,24 @@ class _Walk(NamedTuple):
 def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring) -> _Walk:
     """What fits the registers and the shared memory, by the compiled code."""
     batch, query_heads, head_dim = query.shape
-    heads, size, padded = len(table.offsets), query.element_size(), _padded(head_dim)
-    tokens = min(max(TILE_BYTES // (padded * size), 16), 64)
-    most = batch * (table.keys.shape[1] // tokens + heads)
-    asking = _power(query_heads // heads)
-    segments, members, options = 1, max(16, asking), dict.fromkeys(PACKED_OPTIONS)
+    heads, itemsize, padded_dim = len(table.offsets), query.element_size(), _padded(head_dim)
+    tokens = min(max(TILE_BYTES // (padded_dim * itemsize), 16), 64)
+    max_units = batch * (table.keys.shape[1] // tokens + heads)
+    query_rows = _power(query_heads // heads)
+    segments, members, options = 1, max(16, query_rows), dict.fromkeys(PACKED_OPTIONS)
     if table.tiles is not None and table.quantization is not None:
-        segments, (members, options) = 2, _packed_options(head_dim, asking, table.quantization)
-        most += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-    wide = padded != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
-    half = size == 2
-    wide = not half or (segments == 2 and (wide or scoring.softcap is not None))
+        segments, (members, options) = 2, _packed_options(head_dim, query_rows, table.quantization)
+        max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
+    wide = padded_dim != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
+    half_precision = itemsize == 2
+    wide = not half_precision or (segments == 2 and (wide or scoring.softcap is not None))
     # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
     # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
-    stages = 5 if tokens * padded * size <= TILE_BYTES else 3
+    stages = 5 if tokens * padded_dim * itemsize <= TILE_BYTES else 3
     # a unit has half as much again in third bits, or a quarter in scales
     stages = min(stages, 4) if options["BITS"] == 3 or options["SIDES"] else stages
-    stages = stages if half or segments == 1 else 1
-    return _Walk(tokens, most, segments, members, options, wide, stages)
+    stages = stages if half_precision or segments == 1 else 1
+    return _Walk(tokens, max_units, segments, members, options, wide, stages)
 
 
 def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_tokens: int | None) -> None:
@@ -568,8 +568,8 @@ def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_
     )
 
 
-def _packed_options(head_dim: int, asking: int, quantization: Quantization) -> tuple[int, dict[str, int]]:
-    """How the kernel walks tiles: rows of its dots, of which `asking` have queries, and options.
+def _packed_options(head_dim: int, query_rows: int, quantization: Quantization) -> tuple[int, dict[str, int]]:
+    """How the kernel walks tiles: rows of its dots, of which `query_rows` have queries, and options.
 
     Widths and tokens are not measured: they follow from the compiled code. A dot that is wider than it is tall is split
     over warps by columns; a square one has each warp compute all of it.
@@ -582,22 +582,22 @@ def _packed_options(head_dim: int, asking: int, quantization: Quantization) -> t
     if quantization.scheme == "kivi":
         key_rows, _ = quantization.key_groups(head_dim)
     _, groups = quantization.value_groups(head_dim)
-    members, half, sides = max(16, asking), min(tokens, TILE // 2), 0
-    limit, of_values = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), asking * groups
+    members, half_tokens, sides = max(16, query_rows), min(tokens, TILE // 2), 0
+    max_rows, value_dot_rows = min(SHARED_ROWS, SHARED_OUTPUT // head_dim), query_rows * groups
 
-    def of_keys(tokens: int) -> int:
+    def key_dot_rows(tokens: int) -> int:
         """Rows for the queries of every group of so many tokens."""
-        return asking * key_rows * tokens // TILE
+        return query_rows * key_rows * tokens // TILE
 
     if max(key_rows, groups) > 1 and groups & (groups - 1) == 0:
-        fewer = tokens if of_keys(tokens) <= limit else half
-        most = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
-        if max(of_keys(tokens), of_values) <= members:
+        fewer_tokens = tokens if key_dot_rows(tokens) <= max_rows else half_tokens
+        max_sides = max(min(groups, 16 // quantization.word_bits) // 2, 1)  # sides of two groups of channels or more
+        if max(key_dot_rows(tokens), value_dot_rows) <= members:
             sides = 1
-        elif of_keys(fewer) <= limit and of_values <= members * most:
-            tokens, sides = fewer, 1 if of_values <= members else most
-        elif max(of_keys(half), of_values) <= limit:
-            members, tokens, sides = max(of_keys(half), of_values), half, 1
+        elif key_dot_rows(fewer_tokens) <= max_rows and value_dot_rows <= members * max_sides:
+            tokens, sides = fewer_tokens, 1 if value_dot_rows <= members else max_sides
+        elif max(key_dot_rows(half_tokens), value_dot_rows) <= max_rows:
+            members, tokens, sides = max(key_dot_rows(half_tokens), value_dot_rows), half_tokens, 1
     if key_rows and not sides:
         tokens = min(tokens, TILE // key_rows)  # a unit has one row of scales
     widths = key_width, max(key_width, 2 * members)
@@ -617,5 +617,5 @@ def shared_memory(device: torch.device) -> int:
 def _programs(device: torch.device, program_bytes: int) -> int:
     """Decode programs of so much shared memory that a device runs at once."""
     properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_multiprocessor", shared_memory(device))
-    return properties.multi_processor_count * max(shared // program_bytes, 1)
+    shared_bytes = getattr(properties, "shared_memory_per_multiprocessor", shared_memory(device))
+    return properties.multi_processor_count * max(shared_bytes // program_bytes, 1)

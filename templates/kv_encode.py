@@ -36,10 +36,10 @@ class Rotation(NamedTuple):
     def turn(self, states: torch.Tensor) -> torch.Tensor:
         """Apply RoPE to states [batch, heads, positions, head_dim], on whichever device."""
         cos, sin = (part.to(states.device) for part in self)
-        turned, rest = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], -1)
-        first, second = turned.float().chunk(2, -1)
-        turned = turned * cos + torch.cat([-second, first], -1) * sin
-        return torch.cat([turned.to(states.dtype), rest], -1)
+        rotary, unrotated = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], -1)
+        first, second = rotary.float().chunk(2, -1)
+        rotary = rotary * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([rotary.to(states.dtype), unrotated], -1)
 
     def turn_back(self, states: torch.Tensor) -> torch.Tensor:
         """States before RoPE, of those after it."""
@@ -78,20 +78,25 @@ class EncodingLayer(HandingLayer):
         assert self.keys is not None  # as `update` was called
         assert self.values is not None
         past, tokens = self.encoder.past, query.shape[2]
-        kept = self.keys.shape[2]  # less than `past` in a layer with a sliding window of its own
-        earlier, own = self.encoder.rotation.at(past - kept, kept), self.encoder.rotation.at(past, tokens)
-        unturned = own.turn_back(keys)
-        self.encoder.take(self.index, {"q": lambda: own.turn_back(query), "k": lambda: unturned, "v": lambda: values})
-        before = earlier.turn(self.keys), self.values
-        seen = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        kept_tokens = self.keys.shape[2]  # less than `past` in a layer with a sliding window of its own
+        kept_rotation, chunk_rotation = (
+            self.encoder.rotation.at(past - kept_tokens, kept_tokens),
+            self.encoder.rotation.at(past, tokens),
+        )
+        plain_keys = chunk_rotation.turn_back(keys)
+        self.encoder.take(
+            self.index, {"q": lambda: chunk_rotation.turn_back(query), "k": lambda: plain_keys, "v": lambda: values}
+        )
+        kept_states = kept_rotation.turn(self.keys), self.values
+        visible_states = torch.cat([kept_states[0], keys], 2), torch.cat([kept_states[1], values], 2)
         if self.layout.native:
-            sinks = tuple(states[:, :, :0] for states in before)
-            output = path.streaming(query, sinks, before, (keys, values), past, 0, self.layout, scoring)
+            sinks = tuple(states[:, :, :0] for states in kept_states)
+            output = path.streaming(query, sinks, kept_states, (keys, values), past, 0, self.layout, scoring)
         else:
-            output = path.causal(query, *seen, 0, scoring)
-        chosen = self.kept(query, seen[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
-        self.keys = torch.cat([self.keys, unturned], 2).gather(2, chosen)
-        self.values = seen[1].gather(2, chosen)
+            output = path.causal(query, *visible_states, 0, scoring)
+        index = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
+        self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, index)
+        self.values = visible_states[1].gather(2, index)
         return output
 
     def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -99,8 +104,8 @@ class EncodingLayer(HandingLayer):
         n, budget = keys.shape[2], self.encoder.reform.encode_budget
         if n > budget and not self.layout.native:
             return self.choose(query, keys, scoring)
-        first = max(n - min(self.layout.recent - 1, budget), 0) if self.layout.native else 0
-        return torch.arange(first, n, device=keys.device).expand(keys.shape[1], -1)
+        first_place = max(n - min(self.layout.recent - 1, budget), 0) if self.layout.native else 0
+        return torch.arange(first_place, n, device=keys.device).expand(keys.shape[1], -1)
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The same where the budget is less than n."""
@@ -180,25 +185,25 @@ class Encoder(ChunkEncoder):
             progress: is told after every chunk how many tokens it had.
             inputs: input_ids [1, tokens] or inputs_embeds [1, tokens, hidden].
         """
-        [(name, whole)] = inputs.items()
+        [(name, prompt)] = inputs.items()
         embeddings = torch.empty(0)  # until the first chunk says how large they are
-        for start in range(0, whole.shape[1], self.reform.chunk):
-            part = whole[:, start : start + self.reform.chunk]
+        for start in range(0, prompt.shape[1], self.reform.chunk):
+            chunk = prompt[:, start : start + self.reform.chunk]
             self.parts: dict[int, torch.Tensor] = {}  # by place in `reform.heads`
-            self.read_chunk(**{name: part})
-            own = torch.cat([self.parts[place] for place in range(len(self.reform.heads))], -1)
+            self.read_chunk(**{name: chunk})
+            chunk_embeddings = torch.cat([self.parts[place] for place in range(len(self.reform.heads))], -1)
             if not start:
-                embeddings = own.new_empty(whole.shape[1], own.shape[1])
-            embeddings[start : start + len(own)] = own
+                embeddings = chunk_embeddings.new_empty(prompt.shape[1], chunk_embeddings.shape[1])
+            embeddings[start : start + len(chunk_embeddings)] = chunk_embeddings
             if progress is not None:
-                progress(part.shape[1])
+                progress(chunk.shape[1])
         return embeddings
 
     def take(self, layer: int, states: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Embed what is wanted."""
-        for place, (wanted, state, head) in enumerate(self.reform.heads):
-            if wanted == layer:
-                own = states[state]()[0, head]
-                self.parts[place] = F.normalize(own.float(), dim=-1).to("cpu", own.dtype)
+        for place, (embedding_layer, state, head) in enumerate(self.reform.heads):
+            if embedding_layer == layer:
+                head_states = states[state]()[0, head]
+                self.parts[place] = F.normalize(head_states.float(), dim=-1).to("cpu", head_states.dtype)
         if layer == self.reform.exit_layer:
             raise Exit

@@ -30,9 +30,9 @@ def similarity(embeddings: torch.Tensor, question: torch.Tensor) -> torch.Tensor
         embeddings: [tokens, embedding_heads * head_dim], each head's part of length 1; may lie in host memory.
         question: the same of the question's tokens, on the device that computes.
     """
-    asked = question.float().T
+    question_matrix = question.float().T
     blocks = embeddings.split(max(1, BLOCK // len(question)))
-    return torch.cat([(part.to(asked.device).float() @ asked).amax(-1) for part in blocks])
+    return torch.cat([(block.to(question_matrix.device).float() @ question_matrix).amax(-1) for block in blocks])
 
 
 def gather(scores: torch.Tensor, question: int, reform: Reform) -> torch.Tensor:
@@ -47,14 +47,14 @@ def gather(scores: torch.Tensor, question: int, reform: Reform) -> torch.Tensor:
     """
     tokens = len(scores)
     pooled = F.max_pool1d(scores[None], reform.pool, 1, reform.pool // 2)[0]
-    always = torch.zeros_like(pooled, dtype=torch.bool)
-    always[: reform.keep] = always[min(question, tokens - reform.keep) :] = True
-    if (needed := int(always.sum())) > reform.recompute_budget:
+    always_kept = torch.zeros_like(pooled, dtype=torch.bool)
+    always_kept[: reform.keep] = always_kept[min(question, tokens - reform.keep) :] = True
+    if (kept_count := int(always_kept.sum())) > reform.recompute_budget:
         raise ValueError(
-            f"recompute_budget {reform.recompute_budget} is less than the {needed} tokens that are always kept: "
+            f"recompute_budget {reform.recompute_budget} is less than the {kept_count} tokens that are always kept: "
             f"the first and last {reform.keep}, and the question of {tokens - question}"
         )
-    pooled[always] = float("inf")
+    pooled[always_kept] = float("inf")
     return pooled.sort(descending=True, stable=True).indices[: reform.recompute_budget].sort().values
 
 
@@ -81,8 +81,8 @@ def question_start(
             raise ValueError(f"the question would begin at token {query_start} of a prompt of {length}")
         return query_start
     if tokens.ndim == 1 and marker and length > len(marker):
-        found = (tokens.unfold(0, len(marker), 1) == torch.tensor(marker, device=tokens.device)).all(-1).nonzero()
-        if len(found) and 0 < length - (start := int(found[-1]) + len(marker)) <= reform.recompute_budget // 2:
+        matches = (tokens.unfold(0, len(marker), 1) == torch.tensor(marker, device=tokens.device)).all(-1).nonzero()
+        if len(matches) and 0 < length - (start := int(matches[-1]) + len(marker)) <= reform.recompute_budget // 2:
             return start
     return max(length - reform.query_length, 0)
 
@@ -152,15 +152,15 @@ class LongPrompts:
         rows, places = _without_padding([*prompt.values()][-1], pads), []
         with _progress(progress, sum(len(row) for row in rows if len(row) > reform.recompute_budget)) as advance:
             for index, (row, question) in enumerate(zip(rows, questions, strict=True)):
-                external = None if token_scores is None else token_scores[index, pads[index] :]
-                places.append(self._places(row, question, reform, external, advance))
-        kwargs = _gathered(kwargs, generation_config, prompt, pads, places)
+                external_scores = None if token_scores is None else token_scores[index, pads[index] :]
+                places.append(self._places(row, question, reform, external_scores, advance))
+        kwargs = _gathered_arguments(kwargs, generation_config, prompt, pads, places)
         if kwargs.get("streamer") is not None and ids is not None:
             kwargs["streamer"] = PromptFirst(kwargs["streamer"], ids)
         output = super().generate(None, generation_config, *args, **kwargs)
         if ids is not None:  # of embeddings alone, stock code returns what follows only
             output = _after_prompt(output, ids, max(map(len, places)))
-        return (output, [own.cpu() for own in places]) if return_gathered else output
+        return (output, [row_places.cpu() for row_places in places]) if return_gathered else output
 
     def _padding(self, states: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
         """Left padding of each row; without a mask, as stock code infers it."""
@@ -175,23 +175,23 @@ class LongPrompts:
 
     def _embedded(self, prompt: dict[str, torch.Tensor], images: dict) -> torch.Tensor:
         """Embeddings of a prompt with its images in place, [batch, tokens, hidden], as the text model gets them."""
-        taken = []
+        embeddings = []
 
         def take(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            taken.append(kwargs["inputs_embeds"])
+            embeddings.append(kwargs["inputs_embeds"])
             raise Exit
 
         [*_, (name, states)] = prompt.items()
         with self.get_decoder().register_forward_pre_hook(take, with_kwargs=True), suppress(Exit):
             self.model(**{name: states}, **images)
-        return taken[0]
+        return embeddings[0]
 
     def _places(
         self,
         row: torch.Tensor,
         question: int,
         reform: Reform,
-        external: torch.Tensor | None,
+        external_scores: torch.Tensor | None,
         advance: Callable[[int], None],
     ) -> torch.Tensor:
         """Places of a row's tokens that are kept."""
@@ -201,8 +201,8 @@ class LongPrompts:
         name = "input_ids" if row.ndim == 1 else "inputs_embeds"
         embeddings = encoder.read(advance, **{name: row[None]})
         scores = similarity(embeddings, embeddings[question:].to(row.device))
-        if external is not None:
-            scores = torch.lerp(_unit(scores), _unit(external.to(scores)), TOKEN_WEIGHT)
+        if external_scores is not None:
+            scores = torch.lerp(_unit_scaled(scores), _unit_scaled(external_scores.to(scores)), TOKEN_WEIGHT)
         return gather(scores, question, reform)
 
 
@@ -226,36 +226,36 @@ def _without_padding(states: torch.Tensor, pads: list[int]) -> list[torch.Tensor
     return [row[pad:] for row, pad in zip(states, pads, strict=True)]
 
 
-def _gathered(
+def _gathered_arguments(
     kwargs: dict, generation_config: Any, prompt: dict[str, torch.Tensor], pads: list[int], places: list[torch.Tensor]
 ) -> dict:
     """The arguments of `generate` with the gathered rows, padded on the left, in place of the prompt's."""
     width = max(map(len, places))
     kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
-    [*_, last] = prompt.values()
-    for name, states in {**prompt, "attention_mask": last.new_ones(last.shape[:2], dtype=torch.long)}.items():
+    [*_, inputs] = prompt.values()
+    for name, states in {**prompt, "attention_mask": inputs.new_ones(inputs.shape[:2], dtype=torch.long)}.items():
         kwargs[name] = states.new_zeros(len(states), width, *states.shape[2:])
-        for line, row, own in zip(kwargs[name], _without_padding(states, pads), places, strict=True):
-            line[width - len(own) :] = row[own]
+        for gathered_row, row, row_places in zip(kwargs[name], _without_padding(states, pads), places, strict=True):
+            gathered_row[width - len(row_places) :] = row[row_places]
     for name in ("max_length", "min_length"):  # the caller counts the whole prompt
-        stated = getattr(generation_config, name, None) if name not in kwargs else kwargs[name]
-        if stated:
-            kwargs[name] = max(stated - (last.shape[1] - width), 0)
+        length_limit = getattr(generation_config, name, None) if name not in kwargs else kwargs[name]
+        if length_limit:
+            kwargs[name] = max(length_limit - (inputs.shape[1] - width), 0)
     return kwargs
 
 
 def _after_prompt(output: Any, prompt: torch.Tensor, width: int) -> Any:
     """What `generate` returned for gathered prompts of `width` columns, with the whole ones in their place."""
-    gathered = output if torch.is_tensor(output) else output.sequences
-    whole = prompt.repeat_interleave(len(gathered) // len(prompt), 0)
-    sequences = torch.cat([whole, gathered[:, width:]], 1)
+    gathered_sequences = output if torch.is_tensor(output) else output.sequences
+    whole_prompts = prompt.repeat_interleave(len(gathered_sequences) // len(prompt), 0)
+    sequences = torch.cat([whole_prompts, gathered_sequences[:, width:]], 1)
     if torch.is_tensor(output):
         return sequences
     output.sequences = sequences
     return output
 
 
-def _unit(scores: torch.Tensor) -> torch.Tensor:
+def _unit_scaled(scores: torch.Tensor) -> torch.Tensor:
     """Scores brought to [0, 1]."""
     low, high = scores.aminmax()
     return (scores - low) / (high - low).clamp(min=1e-12)

@@ -47,10 +47,10 @@ class KVSurgeryModel:
         return NAME
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
-        parts = attn_implementation
-        if not isinstance(parts, dict):
-            parts = dict.fromkeys(self.config.sub_configs, parts)
-        super().set_attn_implementation({**parts, "": NAME, "text_config": NAME}, *args, **kwargs)
+        implementations = attn_implementation
+        if not isinstance(implementations, dict):
+            implementations = dict.fromkeys(self.config.sub_configs, implementations)
+        super().set_attn_implementation({**implementations, "": NAME, "text_config": NAME}, *args, **kwargs)
 
 
 class KVSurgeryGeneration(KVSurgeryModel):
@@ -103,11 +103,11 @@ class KVSurgeryGeneration(KVSurgeryModel):
         if mask is None:  # transformers drops one that hides nothing, and remembers its length
             columns = getattr(kwargs.get("generation_config"), "_mask_length", None)
         columns = columns or (input_ids if mask is None else mask).shape[1]
-        repeated = cache.get_seq_length() - (columns - input_ids.shape[1])
-        if repeated >= input_ids.shape[1]:
+        repeated_tokens = cache.get_seq_length() - (columns - input_ids.shape[1])
+        if repeated_tokens >= input_ids.shape[1]:
             raise ValueError("the cache holds all tokens of the input already; pass at least one that is new")
         if not hasattr(self, "_get_initial_cache_position"):  # by which transformers 4 leaves these out itself
-            cache.repeated = repeated
+            cache.repeated = repeated_tokens
         cache.activate_past_recording()
         cache.confirm(columns)  # the first forward holds what is new of these, and candidates
         try:
@@ -119,10 +119,10 @@ class KVSurgeryGeneration(KVSurgeryModel):
 
 def leave_out(bound: inspect.BoundArguments, tokens: int) -> None:
     """Let a forward begin after so many tokens of its input."""
-    for given in (bound.arguments, bound.arguments.get("kwargs", {})):
+    for arguments in (bound.arguments, bound.arguments.get("kwargs", {})):
         for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
-            if given.get(name) is not None:
-                given[name] = given[name][..., tokens:]
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name][..., tokens:]
 
 
 def with_kv_cache(forward: Callable) -> Callable:
@@ -137,10 +137,10 @@ def with_kv_cache(forward: Callable) -> Callable:
         if isinstance(cache := bound.arguments.get(CACHE), KVSurgeryCache) and cache.repeated:
             leave_out(bound, cache.repeated)
             cache.repeated = 0
-        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-        mask, cache, use_cache = (given.get(name) for name in ("attention_mask", CACHE, "use_cache"))
+        arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        mask, cache, use_cache = (arguments.get(name) for name in ("attention_mask", CACHE, "use_cache"))
         config = self.get_decoder().config
-        inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        inputs = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if mask is not None and (not torch.is_tensor(mask) or mask.ndim != 2):
             raise TypeError("attention_mask must be a two-dimensional padding mask [batch, tokens]")
         if use_cache is None:
@@ -149,8 +149,8 @@ def with_kv_cache(forward: Callable) -> Callable:
             cache = bound.arguments[CACHE] = KVSurgeryCache(self.config)
         if inputs is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        check_causal(config, given.get("mm_token_type_ids"))
-        if given.get("return_shared_kv_states"):
+        check_causal(config, arguments.get("mm_token_type_ids"))
+        if arguments.get("return_shared_kv_states"):
             raise ValueError(
                 "this checkpoint's cache keeps fewer keys and values than another model would read of it; leave "
                 "return_shared_kv_states out, and assistant models that read the target's cache"
@@ -166,17 +166,17 @@ def with_kv_cache(forward: Callable) -> Callable:
             raise ValueError(f"the attention mask covers {mask.shape[1]} tokens, the input has {inputs.shape[1]}")
         if (
             mask is None
-            and given.get("position_ids") is not None
+            and arguments.get("position_ids") is not None
             and (cache is None or cache.columns.expected == inputs.shape[1])
         ):
-            check_not_packed(given["position_ids"])
+            check_not_packed(arguments["position_ids"])
         if (
             cache is not None
             and cache.columns.expected > inputs.shape[1] == 1
             and isinstance(self, KVSurgeryGeneration)
         ):
             cache.graph = cache.graph or DecodeGraph()
-            output = cache.graph.step(forward, self, given, cache)
+            output = cache.graph.step(forward, self, arguments, cache)
             if output is not None:
                 return output
         return forward(*bound.args, **bound.kwargs)
@@ -234,10 +234,10 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
     Raises:
         ValueError: an unknown key, or a value that this cache cannot have.
     """
-    known = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
-    if unknown := sorted(set(cache_config) - known):
+    known_keys = {"backend", "nbits", "q_group_size", "residual_length", "axis_key", "axis_value"}
+    if unknown_keys := sorted(set(cache_config) - known_keys):
         raise ValueError(
-            f"cache_config has {', '.join(unknown)}; this checkpoint's cache knows {', '.join(sorted(known))}"
+            f"cache_config has {', '.join(unknown_keys)}; this checkpoint's cache knows {', '.join(sorted(known_keys))}"
         )
     backend = str(cache_config.get("backend", "quanto")).lower()
     per_token = {"quanto": 0, "hqq": 1}.get(backend)  # axes of a scale for each token
@@ -248,15 +248,15 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
         raise ValueError(
             "cache_config: the layers of this checkpoint differ in bits; give nbits, or leave cache_implementation out"
         )
-    stored = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
-    default = stored.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
+    by_bits = {layer.quantization.bits: layer.quantization for layer in layout.layers if layer.quantization}
+    default = by_bits.get(cache_config.get("nbits"), layout.quantization or Quantization(4))
     scheme = default.scheme
     if "axis_key" in cache_config:
         scheme = "per-token" if cache_config["axis_key"] == per_token else "kivi"
     if cache_config.get("axis_value", per_token) != per_token:
         raise ValueError(f"cache_config: values have a scale per token, which is axis_value {per_token} of {backend}")
     bits = cache_config.get("nbits", default.bits)
-    alike = (bits, scheme) == (default.bits, default.scheme)
+    same_codes = (bits, scheme) == (default.bits, default.scheme)
     return Quantization(
         bits=bits,
         scheme=scheme,
@@ -264,8 +264,8 @@ def requested_quantization(cache_config: dict, config: Any) -> Quantization:
         residual=cache_config.get("residual_length", default.residual),
         streaming=default.streaming,
         sink=default.sink,
-        rotate=default.rotate if alike else None,
-        clip=default.clip if alike else None,
+        rotate=default.rotate if same_codes else None,
+        clip=default.clip if same_codes else None,
     )
 
 

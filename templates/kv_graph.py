@@ -48,13 +48,13 @@ class DecodeGraph:
         self.registered: int | None = None
         self.attributes: list[dict] = []  # of the model's modules then
 
-    def step(self, forward: Callable, model: torch.nn.Module, given: dict, cache: KVSurgeryCache) -> Any:
+    def step(self, forward: Callable, model: torch.nn.Module, arguments: dict, cache: KVSurgeryCache) -> Any:
         """What `forward` returns for one token per row, from the graph; None: it has to run itself.
 
         Args:
-            given: the arguments of `forward`; the cache has been told of the step.
+            arguments: those of `forward`; the cache has been told of the step.
         """
-        if model in UNFIT or not fits(model, given) or self._hooked(model):
+        if model in UNFIT or not fits(model, arguments) or self._hooked(model):
             return None
         for layer in cache.layers:
             layer.make_room(1)
@@ -63,7 +63,7 @@ class DecodeGraph:
             return None
         if len(tables) != len(self.tables) or any(a is not b for a, b in zip(tables, self.tables, strict=True)):
             self.tables, self.steps, self.graph = tables, 0, None
-        ids, positions = given["input_ids"], given.get("position_ids")
+        ids, positions = arguments["input_ids"], arguments.get("position_ids")
         if positions is None:
             positions = torch.full((1, 1), cache.columns.expected - 1, device=ids.device)
         positions = positions.expand(len(ids), 1)
@@ -90,9 +90,9 @@ class DecodeGraph:
 
         torch counts the hooks of a process. accelerate does not; its hooks are attributes of modules.
         """
-        registered = RemovableHandle.next_id
-        if self.hooked or self.registered != registered or any("_hf_hook" in each for each in self.attributes):
-            self.registered, self.hooked = registered, hooked(model)
+        next_hook_id = RemovableHandle.next_id
+        if self.hooked or self.registered != next_hook_id or any("_hf_hook" in fields for fields in self.attributes):
+            self.registered, self.hooked = next_hook_id, hooked(model)
             self.attributes = [vars(module) for module in model.modules()]
         return self.hooked
 
@@ -112,7 +112,7 @@ class DecodeGraph:
     ) -> torch.cuda.CUDAGraph | None:
         with torch.inference_mode(False):  # later steps may be outside of an inference mode
             self.ids, self.positions = ids.clone(), positions.clone()
-        seen = [layer.seen for layer in cache.layers]
+        lengths = [layer.seen for layer in cache.layers]
         try:
             self.graph, output = capture(
                 lambda: forward(
@@ -124,25 +124,25 @@ class DecodeGraph:
         except RuntimeError as error:
             logger.warning_once(f"decode steps run without a CUDA graph: {error}")
             UNFIT.add(model)
-        for layer, columns in zip(cache.layers, seen, strict=True):
-            layer.seen = columns  # capturing computes nothing
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.seen = length  # capturing computes nothing
         return None if model in UNFIT else self.graph
 
 
-def fits(model: torch.nn.Module, given: dict) -> bool:
+def fits(model: torch.nn.Module, arguments: dict) -> bool:
     """Whether a graph can stand for a forward of these arguments: inference, one token, nothing else asked for."""
-    ids, config = given.get("input_ids"), model.config
+    ids, config = arguments.get("input_ids"), model.config
     if ids is None or not capturable(ids) or ids.shape[1] != 1 or model.training or torch.is_grad_enabled():
         return False
     if split_over_devices(model) or waits_for_the_device(text_config(config)):
         return False
     if LINEAR in (getattr(text_config(config), "layer_types", None) or ()):  # the stock cache may move its states
         return False
-    if given.get("return_dict") is False or not getattr(config, "return_dict", True):
+    if arguments.get("return_dict") is False or not getattr(config, "return_dict", True):
         return False
     if any(getattr(part, name, False) for part in (config, text_config(config)) for name in OUTPUTS):
         return False
-    return all(name in ARGUMENTS or value is None or value is False for name, value in given.items())
+    return all(name in ARGUMENTS or value is None or value is False for name, value in arguments.items())
 
 
 def hooked(model: torch.nn.Module) -> bool:
@@ -165,16 +165,16 @@ def waits_for_the_device(config: Any) -> bool:
     """Whether a step of such a model needs the host: experts are chosen there, some kinds of RoPE, and positions that
     factors of queries follow (Llama 4)."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    rope_types = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    return bool(kinds & {"dynamic", "longrope"} or experts or getattr(config, "attn_temperature_tuning", False))
+    return bool(rope_types & {"dynamic", "longrope"} or experts or getattr(config, "attn_temperature_tuning", False))
 
 
 def split_over_devices(model: torch.nn.Module) -> bool:
     """Whether a forward of a model waits for other processes or moves between devices."""
-    mapped = set(getattr(model, "hf_device_map", {}).values())
-    sharded = hasattr(next(model.parameters(), None), "device_mesh")
-    return len(mapped) > 1 or sharded or getattr(model, "_device_mesh", None) is not None
+    mapped_devices = set(getattr(model, "hf_device_map", {}).values())
+    is_sharded = hasattr(next(model.parameters(), None), "device_mesh")
+    return len(mapped_devices) > 1 or is_sharded or getattr(model, "_device_mesh", None) is not None
 
 
 def capturable(states: torch.Tensor) -> bool:
@@ -186,12 +186,12 @@ def capturable(states: torch.Tensor) -> bool:
 
 def capture(work: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of what `work` launches, and what it returns: tensors that every replay fills."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    graph, current_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)  # torch's own is of the first device that it captured on
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             output = work()
     except RuntimeError:
-        torch.cuda.set_stream(current)  # a capture that fails leaves its own
+        torch.cuda.set_stream(current_stream)  # a capture that fails leaves its own
         raise
     return graph, output

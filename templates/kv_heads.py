@@ -36,8 +36,8 @@ class HeadGroup:
         self.sink, self.recent, self.margin = sink, recent, 0
         self.keys = self.values = states.new_zeros(states.shape[0], heads, 0, states.shape[-1])
         self.in_buffers = False  # whether keys and values are views of the layer's buffers
-        self.least = 0  # columns that every row skips
-        self.most = EVERY  # tokens that a row ever has here
+        self.min_skipped = 0  # columns that every row skips
+        self.max_tokens = EVERY  # tokens that a row ever has here
         self.dropped = [0] * states.shape[0]  # of each row, the columns before those that a budgeted head has kept
         self.skips = self.dropped  # the columns that each row skips
         self.skipped: Skipped = 0  # the same, a number where rows agree
@@ -45,16 +45,16 @@ class HeadGroup:
         self.settled = 0  # columns that tiles may take
 
     def __copy__(self) -> "HeadGroup":
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
 
     def __getstate__(self) -> dict:
         """Without views of the layer's buffers, as pickle would write a whole buffer for each; the layer makes them."""
         if not self.in_buffers:
             return self.__dict__
-        empty = self.keys.new_zeros(*self.keys.shape[:2], 0, self.keys.shape[3])
-        return {**self.__dict__, "keys": empty, "values": empty}
+        empty_states = self.keys.new_zeros(*self.keys.shape[:2], 0, self.keys.shape[3])
+        return {**self.__dict__, "keys": empty_states, "values": empty_states}
 
     @property
     def heads(self) -> int:
@@ -84,8 +84,8 @@ class HeadGroup:
     def align(self, pads: Sequence[int]) -> None:
         """Learn the left padding of each row; none is an empty list."""
         skips = [max(pair) for pair in zip(pads or [0] * len(self.dropped), self.dropped, strict=True)]
-        alike = len(set(skips)) <= 1
-        self.skips, self.skipped = skips, skips[0] if alike else on_device(skips, self.keys.device)
+        rows_agree = len(set(skips)) <= 1
+        self.skips, self.skipped = skips, skips[0] if rows_agree else on_device(skips, self.keys.device)
 
     def spans(self) -> Iterator[tuple[slice, int]]:
         """Rows that skip the same number of columns, and that number."""
@@ -108,10 +108,10 @@ class HeadGroup:
         """The slot of a position: an integer, or a tensor of them."""
         if self.sink is None:
             return position
-        in_ring = self.sink + (position - self.sink) % self.ring
+        ring_slot = self.sink + (position - self.sink) % self.ring
         if isinstance(position, int):
-            return position if position < self.sink else in_ring
-        return torch.where(position < self.sink, position, in_ring)
+            return position if position < self.sink else ring_slot
+        return torch.where(position < self.sink, position, ring_slot)
 
     def positions(self, lengths: torch.Tensor, slots: int, ring: int) -> torch.Tensor:
         """The position that each of `slots` slots holds in rows of `lengths` tokens; -1 or >= length: it is empty.
@@ -121,19 +121,19 @@ class HeadGroup:
         slot = torch.arange(slots, device=lengths.device)
         if self.sink is None:
             return slot.expand(lengths.shape[0], -1)
-        newest = lengths - 1 - (lengths - 1 - slot) % ring
-        return torch.where(slot < self.sink, slot, torch.where(newest < self.sink, -1, newest))
+        newest_positions = lengths - 1 - (lengths - 1 - slot) % ring
+        return torch.where(slot < self.sink, slot, torch.where(newest_positions < self.sink, -1, newest_positions))
 
     def wanted(self, capacity: int) -> int:
         """Slots that hold what a head keeps of this many columns; never fewer than there are."""
-        tokens = min(capacity - self.least, self.most)
+        tokens = min(capacity - self.min_skipped, self.max_tokens)
         return max(self.slots, tokens if self.sink is None else min(tokens, self.sink + self.ring))
 
     def widen(self, margin: int, seen: int, capacity: int) -> None:
         """Let the ring hold `margin` tokens beyond the window; `seen` columns have come, of `capacity`."""
-        if self.sink is not None and seen - self.least > self.sink + self.ring:
+        if self.sink is not None and seen - self.min_skipped > self.sink + self.ring:
             ring = self.recent + margin
-            slots = min(capacity - self.least, self.most, self.sink + ring)
+            slots = min(capacity - self.min_skipped, self.max_tokens, self.sink + ring)
             positions = self.positions(self.lengths(seen), slots, ring)
             # positions that the old ring has dropped yield other tokens, outside of every window that can come
             self.keys, self.values = self.take(self.slot(positions.clamp(min=0)))
@@ -179,15 +179,15 @@ class HeadGroup:
         if self.sink is None or stop <= self.sink:
             spans = [(start, stop)]
         else:
-            first = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
-            turn = min(stop, first + self.ring - (first - self.sink) % self.ring)
-            spans = [(start, min(stop, self.sink)), (first, turn), (turn, stop)]
+            ring_start = max(start, self.sink, stop - self.ring)  # of the ring, only what survives is written
+            wrap = min(stop, ring_start + self.ring - (ring_start - self.sink) % self.ring)
+            spans = [(start, min(stop, self.sink)), (ring_start, wrap), (wrap, stop)]
         for begin, end in spans:
             if begin < end:
                 slot, size = self.slot(begin), end - begin
-                for stored, states in ((self.keys, keys), (self.values, values)):
+                for storage, states in ((self.keys, keys), (self.values, values)):
                     part = states if size == tokens else states[:, :, begin - start : end - start]
-                    stored[rows, :, slot : slot + size] = part
+                    storage[rows, :, slot : slot + size] = part
 
     def write_one(self, position: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one token per row at `position` [batch]; padding, at a negative one, is overwritten by position 0."""
@@ -195,9 +195,9 @@ class HeadGroup:
         slot = self.slot(position.clamp(min=0))
         self.keys[rows, :, slot], self.values[rows, :, slot] = keys[:, :, 0], values[:, :, 0]
 
-    def take_rows(self, of: Callable[[list], list]) -> None:
+    def take_rows(self, reorder: Callable[[list], list]) -> None:
         """Follow a change of rows in what is known of them; storage is its owner's to change."""
-        self.dropped, self.skips, self.packed = of(self.dropped), of(self.skips), of(self.packed)
+        self.dropped, self.skips, self.packed = reorder(self.dropped), reorder(self.skips), reorder(self.packed)
 
 
 class SelectingHeads(Protocol):
@@ -222,7 +222,7 @@ class SelectingHeads(Protocol):
         value: torch.Tensor,
         layer: Any,
         path: Any,
-        tracked: bool,
+        needs_grad: bool,
         scoring: Any,
     ) -> tuple[torch.Tensor, Callable]: ...
     def take_rows(self, rows: "Rows") -> None: ...
@@ -248,10 +248,10 @@ def selecting_heads(layout: LayerLayout) -> Callable[[torch.Tensor, LayerLayout,
     if not layout.budgets:
         return None
     if layout.holds not in SELECTING:
-        heads, options = (" whose budgets hold", " and --hold") if layout.holds else ("", "")
+        heads_suffix, options_suffix = (" whose budgets hold", " and --hold") if layout.holds else ("", "")
         raise ValueError(
-            f"config.json asks for budgeted heads{heads}, and this checkpoint was converted without their code; "
-            f"convert the original model with --rest budgeted{options}"
+            f"config.json asks for budgeted heads{heads_suffix}, and this checkpoint was converted without their code; "
+            f"convert the original model with --rest budgeted{options_suffix}"
         )
     return SELECTING[layout.holds]
 
@@ -262,13 +262,16 @@ def allocate(groups: Sequence[HeadGroup], slots: Sequence[int]) -> tuple[torch.T
     Returns:
         The buffers, [batch, sum of heads x slots, head_dim]: head after head, group after group.
     """
-    old = [(group.keys, group.values) for group in groups]
-    batch, _, _, head_dim = old[0][0].shape
-    rows = sum(keys.shape[1] * count for (keys, _), count in zip(old, slots, strict=True))
+    old_states = [(group.keys, group.values) for group in groups]
+    batch, _, _, head_dim = old_states[0][0].shape
+    total_slots = sum(keys.shape[1] * count for (keys, _), count in zip(old_states, slots, strict=True))
     # zeros, not uninitialized memory: a masked slot has weight 0, and 0 x NaN would be NaN
-    buffers = old[0][0].new_zeros(batch, rows, head_dim), old[0][0].new_zeros(batch, rows, head_dim)
+    buffers = (
+        old_states[0][0].new_zeros(batch, total_slots, head_dim),
+        old_states[0][0].new_zeros(batch, total_slots, head_dim),
+    )
     bind(groups, slots, buffers)
-    for group, (keys, values) in zip(groups, old, strict=True):
+    for group, (keys, values) in zip(groups, old_states, strict=True):
         group.keys[:, :, : keys.shape[2]], group.values[:, :, : keys.shape[2]] = keys, values
     return buffers
 
@@ -297,8 +300,8 @@ def check_padding(mask: torch.Tensor) -> tuple[bool, bool]:
     left, right = ~mask[:, 0], ~mask[:, -1]
     edges = (mask[:, 1:] != mask[:, :-1]).sum(-1)
     holes = edges > left.long() + right.long()
-    padded_left, padded_right, holed = torch.stack([left.any(), (right & mask.any(-1)).any(), holes.any()]).tolist()
-    if holed:
+    padded_left, padded_right, has_holes = torch.stack([left.any(), (right & mask.any(-1)).any(), holes.any()]).tolist()
+    if has_holes:
         raise ValueError("the attention mask has holes between tokens; only padding at the ends of a row is supported")
     return padded_left, padded_right
 
@@ -343,8 +346,10 @@ class Columns:
         if not seen or (mask is not None and tokens > 1):
             padded_left, padded_right = (False, False) if mask is None else check_padding(mask)
             pads = leading_padding(mask).tolist() if mask is not None and padded_left else []
-            known, stated = ([min(pad, seen) for pad in some or [0] * rows] for some in (self.pads, pads))
-            if known != stated:
+            known_pads, stated_pads = (
+                [min(pad, seen) for pad in row_pads or [0] * rows] for row_pads in (self.pads, pads)
+            )
+            if known_pads != stated_pads:
                 raise ValueError("the attention mask pads other tokens than it did in an earlier call")
             self.padded_right = padded_right
         elif mask is not None and self.padding_open:

@@ -25,7 +25,7 @@ from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_received import attention_received
 from .kv_tiles import QuantizedGroup
-from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, taken
+from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_slots
 from .kv_torch import Scoring
 
 try:
@@ -54,11 +54,11 @@ class HeldHeads(BudgetedHeads):
         super().__init__(states, layout, prompt)
         assert self.selection.hold is not None
         self.hold, self.next = self.selection.hold, prompt + self.selection.hold  # before which heads select again
-        self.limits = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
+        self.budget_tensor = on_device(self.budgets, states.device, torch.int32)  # as the kernels take them
         self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
         for group, budget in zip(self.groups, self.budgets, strict=True):
-            group.most = budget + self.selection.window + self.hold
-        self.asked: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
+            group.max_tokens = budget + self.selection.window + self.hold
+        self.queries: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
@@ -72,40 +72,40 @@ class HeldHeads(BudgetedHeads):
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
         self.scores = rows(self.scores)
-        if self.asked is not None:
-            self.asked = rows(self.asked)
+        if self.queries is not None:
+            self.queries = rows(self.queries)
         self.renewals = [
-            each._replace(
-                dropped=[*map(rows.of, each.dropped)],
-                packed=[*map(rows.of, each.packed)],
-                stored=[[*map(rows, of_group)] for of_group in each.stored],
-                scores=rows(each.scores),
+            renewal._replace(
+                dropped=[*map(rows.of, renewal.dropped)],
+                packed=[*map(rows.of, renewal.packed)],
+                stored=[[*map(rows, group_states)] for group_states in renewal.stored],
+                scores=rows(renewal.scores),
             )
-            for each in self.renewals
+            for renewal in self.renewals
         ]
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def widen(self, margin: int, seen: int, capacity: int) -> None:
-        old, self.margin = self.asked, margin
-        if old is not None:
-            self.asked = old.new_zeros(*old.shape[:2], self.selection.window + margin, old.shape[3])
-            column = torch.arange(max(seen - old.shape[2], 0), seen, device=old.device)
-            self.asked[:, :, column % self.asked.shape[2]] = old[:, :, column % old.shape[2]]
+        old_ring, self.margin = self.queries, margin
+        if old_ring is not None:
+            self.queries = old_ring.new_zeros(*old_ring.shape[:2], self.selection.window + margin, old_ring.shape[3])
+            column = torch.arange(max(seen - old_ring.shape[2], 0), seen, device=old_ring.device)
+            self.queries[:, :, column % self.queries.shape[2]] = old_ring[:, :, column % old_ring.shape[2]]
 
     def reserve(self, columns: int) -> None:
         counts = [self.selection.scores(budget, columns) for budget in self.budgets]
         if counts != self.counts:
-            before = self._scores(max(self.counts))
+            old_scores = self._scores(max(self.counts))
             self.counts, self.firsts = counts, on_device([0, *accumulate(counts)], self.scores.device, torch.int32)
-            self._score(before)
+            self._set_scores(old_scores)
 
     def _scores(self, slots: int) -> torch.Tensor:
         """Accumulated scores of the first slots of each head: [batch, heads, slots], 0 where there is none."""
         parts = self.scores.split(self.counts, 1)
         return torch.stack([F.pad(part, (0, slots - part.shape[1])) for part in parts], 1)
 
-    def _score(self, scores: torch.Tensor) -> None:
+    def _set_scores(self, scores: torch.Tensor) -> None:
         """The reverse."""
         parts = zip(scores.unbind(1), self.counts, strict=True)
         self.scores = torch.cat([F.pad(part, (0, count - part.shape[1])) for part, count in parts], 1)
@@ -116,29 +116,29 @@ class HeldHeads(BudgetedHeads):
             group.settled = self.prompt - 1
         return super().select(keys, values, pads, scoring)
 
-    def remember(self, importance: torch.Tensor, chosen: torch.Tensor) -> None:
+    def remember(self, importance: torch.Tensor, places: torch.Tensor) -> None:
         if self.scores.shape[1]:
-            scores = importance.gather(2, chosen.clamp(max=importance.shape[2] - 1))
-            self._score(scores.where(chosen < importance.shape[2], 0))
+            scores = importance.gather(2, places.clamp(max=importance.shape[2] - 1))
+            self._set_scores(scores.where(places < importance.shape[2], 0))
 
-    def _ring(self, query: torch.Tensor) -> torch.Tensor:
+    def _query_ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
-        if self.asked is None:
+        if self.queries is None:
             with torch.inference_mode(False):  # it is written again later, maybe outside of an inference mode
-                self.asked = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
-        return self.asked
+                self.queries = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
+        return self.queries
 
     def watch(self, column: int, query: torch.Tensor) -> None:
-        first = max(self.next - self.selection.window - column, 0)
-        if first < query.shape[2]:
-            ring = self._ring(query)  # to detach takes less long than to enter `no_grad`
-            for place, states in enumerate(query.detach()[:, :, first:].unbind(2), column + first):
+        first_query = max(self.next - self.selection.window - column, 0)
+        if first_query < query.shape[2]:
+            ring = self._query_ring(query)  # to detach takes less long than to enter `no_grad`
+            for place, states in enumerate(query.detach()[:, :, first_query:].unbind(2), column + first_query):
                 ring.select(2, place % ring.shape[2]).copy_(states)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def watch_step(self, columns: torch.Tensor, query: torch.Tensor) -> None:
-        ring = self._ring(query)
+        ring = self._query_ring(query)
         ring[:, :, (columns[0] - 1) % ring.shape[2]] = query
 
     @property
@@ -156,54 +156,55 @@ class HeldHeads(BudgetedHeads):
         window = self.selection.window
         lengths = [[max(column - skip, 0) for skip in skips] for skips in self._by_row("skips")]
         counts = [
-            [max(min(budget, length - window), 0) for budget, length in zip(self.budgets, of_row, strict=True)]
-            for of_row in lengths
+            [max(min(budget, length - window), 0) for budget, length in zip(self.budgets, row_lengths, strict=True)]
+            for row_lengths in lengths
         ]
-        left = [
+        kept_counts = [
             [count + min(length, window) for count, length in zip(*pair, strict=True)]
             for pair in zip(counts, lengths, strict=True)
         ]
-        there = any(map(any, lengths))
-        if left == lengths and not (there and self.scores.shape[1]):  # nothing to drop, nothing to add up
+        any_tokens = any(map(any, lengths))
+        if kept_counts == lengths and not (any_tokens and self.scores.shape[1]):  # nothing to drop, nothing to add up
             self._pack(column, layer, kernels)
             self.next = column + self.hold
             return
-        self._keep_aside(column, layer)
-        of_heads = [*zip(*left, strict=True)]
-        dropped = [[column - tokens for tokens in of_head] for of_head in of_heads]
+        self._back_up(column, layer)
+        head_counts = [*zip(*kept_counts, strict=True)]
+        dropped = [[column - tokens for tokens in head_tokens] for head_tokens in head_counts]
         self.start, self.next = column - window, column + self.hold
         if kernels:
             assert kv_reselect is not None  # as there are
             assert kv_move is not None
-            assert self.asked is not None
+            assert self.queries is not None
             assert self.scoring is not None
-            table, most = self.head_table(layer), max(map(max, lengths))
-            earlier = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
+            table, max_length = self.head_table(layer), max(map(max, lengths))
+            accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
             kept = kv_reselect.select(
-                table, self.limits, self.asked, column, most, self.selection, self.scoring, earlier
+                table, self.budget_tensor, self.queries, column, max_length, self.selection, self.scoring, accumulated
             )
             kv_move.move(table, kept, column)
-            for group, of_rows in zip(self.quantized, of_heads, strict=False):  # either all are quantized or none is
-                refill(group, of_rows)
+            # either all are quantized or none is
+            for group, row_counts in zip(self.quantized, head_counts, strict=False):
+                refill(group, row_counts)
             self._align(dropped, layer)
             return
-        used = [max(of_head) for of_head in zip(*lengths, strict=True)]
+        head_lengths = [max(head_tokens) for head_tokens in zip(*lengths, strict=True)]
         codes = TokenCodes(self.quantized, layer) if self.quantized else None
-        keys = self._stored(KEYS, used, codes)
-        needed = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
-        values = self._stored(VALUES, used, codes) if needed else keys[:, :, :0]
-        stops, kept, of_budgets = on_device([lengths, left, counts], keys.device)[..., None]
+        keys = self._stored(KEYS, head_lengths, codes)
+        needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
+        values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
+        stops, kept, chosen_counts = on_device([lengths, kept_counts, counts], keys.device)[..., None]
         importance = self._importance(keys, values, column, stops)
-        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
-        chosen = most_important(importance, nothing, counts, self.selection, stops - window).sort().values
-        self.remember(importance, chosen)
-        place = torch.arange(max(map(max, left)), device=keys.device)
-        newest = (stops - kept + place).clamp(max=keys.shape[2] - 1)
-        order = F.pad(chosen, (0, len(place) - chosen.shape[2])).where(place < of_budgets, newest)
+        no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
+        top_places = most_important(importance, no_padding, counts, self.selection, stops - window).sort().values
+        self.remember(importance, top_places)
+        place = torch.arange(max(map(max, kept_counts)), device=keys.device)
+        newest_places = (stops - kept + place).clamp(max=keys.shape[2] - 1)
+        order = F.pad(top_places, (0, len(place) - top_places.shape[2])).where(place < chosen_counts, newest_places)
         if codes:
-            codes.keep(keys, order, kept, of_heads, [*zip(*lengths, strict=True)])
+            codes.keep(keys, order, kept, head_counts, [*zip(*lengths, strict=True)])
         else:
-            self._write([*map(max, of_heads)], taken(keys, order), taken(values, order))
+            self._write([*map(max, head_counts)], take_slots(keys, order), take_slots(values, order))
         self._drop(dropped, layer)
 
     def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
@@ -211,45 +212,45 @@ class HeldHeads(BudgetedHeads):
 
         Heads have so many tokens: int64 [batch, heads, 1]. Values are given where heads select by them too.
         """
-        assert self.asked is not None
+        assert self.queries is not None
         assert self.scoring is not None
         window, device = self.selection.window, keys.device
-        asked = torch.arange(column - window, column, device=device) % self.asked.shape[2]
-        nothing = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-        received = attention_received(self.asked[:, :, asked], keys, nothing, self.scoring, stops)
-        importance = weighted(received, values, self.selection)
+        query_places = torch.arange(column - window, column, device=device) % self.queries.shape[2]
+        no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
+        attention = attention_received(self.queries[:, :, query_places], keys, no_padding, self.scoring, stops)
+        importance = weighted(attention, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
 
     def _pack(self, column: int, layer: KVLayerCache, kernels: bool) -> None:
         """Fill the tiles that are due before a column between selections."""
-        due = [group for group in self.quantized if group.due()]
-        if not due:
+        due_groups = [group for group in self.quantized if group.due()]
+        if not due_groups:
             return
-        self._keep_aside(column, layer)
+        self._back_up(column, layer)
         if kernels:
             assert kv_store is not None
             kv_store.flush_due(self.quantized, self.head_table(layer), column)
             return
-        for group in due:
+        for group in due_groups:
             group.pack()
         self._drop([group.dropped for group in self.groups], layer)
 
-    def _keep_aside(self, column: int, layer: KVLayerCache) -> None:
+    def _back_up(self, column: int, layer: KVLayerCache) -> None:
         """Copy what the heads have, if the column before which they change may be taken back."""
         self._confirm(layer)
         if column > layer.columns.settled:
             dropped, packed = [group.dropped for group in self.groups], [[*group.packed] for group in self.groups]
             stored = [[part.clone() for part in _stored_parts(group)] for group in self.groups]
-            known = column, self.oldest(column), self.start, self.next
-            self.renewals.append(Renewal(*known, dropped, packed, stored, self._scores(max(self.counts))))
+            columns = column, self.oldest(column), self.start, self.next
+            self.renewals.append(Renewal(*columns, dropped, packed, stored, self._scores(max(self.counts))))
 
     def _confirm(self, layer: KVLayerCache) -> None:
         """Forget the copies that no confirmed column needs."""
-        self.renewals = [each for each in self.renewals if each.column > layer.columns.settled]
+        self.renewals = [renewal for renewal in self.renewals if renewal.column > layer.columns.settled]
 
     def oldest(self, settled: int) -> int:
-        now = max(self.start, *(group.tiles_end for group in self.quantized), 0)
-        return next((each.oldest for each in self.renewals if each.column > settled), now)
+        current_oldest = max(self.start, *(group.tiles_end for group in self.quantized), 0)
+        return next((renewal.oldest for renewal in self.renewals if renewal.column > settled), current_oldest)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -261,11 +262,11 @@ class HeldHeads(BudgetedHeads):
 
     def _restore(self, renewal: Renewal, layer: KVLayerCache) -> None:
         """Let heads have what they had."""
-        for group, packed, copies in zip(self.groups, renewal.packed, renewal.stored, strict=True):
+        for group, packed, saved_parts in zip(self.groups, renewal.packed, renewal.stored, strict=True):
             group.packed = packed
-            for part, copied in zip(_stored_parts(group), copies, strict=True):
-                part[:, :, : copied.shape[2]] = copied  # there may be more room by now
-        self._score(renewal.scores)
+            for part, saved in zip(_stored_parts(group), saved_parts, strict=True):
+                part[:, :, : saved.shape[2]] = saved  # there may be more room by now
+        self._set_scores(renewal.scores)
         self.start, self.next = renewal.start, renewal.next
         self._drop(renewal.dropped, layer)
 
@@ -278,8 +279,8 @@ class HeldHeads(BudgetedHeads):
         if codes:
             place = torch.arange(max(counts), device=self.groups[0].keys.device)[None, None]
             return codes.states(kind, place)
-        every = zip(self.groups, counts, strict=True)
-        parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in every]
+        group_counts = zip(self.groups, counts, strict=True)
+        parts = [(group.keys, group.values)[kind][:, :, :count] for group, count in group_counts]
         return torch.cat([F.pad(part, (0, 0, 0, max(counts) - part.shape[2])) for part in parts], 1)
 
     def _write(self, counts: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -289,17 +290,17 @@ class HeldHeads(BudgetedHeads):
 
     def _align(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
         """Let groups know how many columns each row has dropped."""
-        for group, of_rows in zip(self.groups, dropped, strict=True):
-            group.dropped = of_rows
+        for group, group_dropped in zip(self.groups, dropped, strict=True):
+            group.dropped = group_dropped
             group.align(layer.columns.pads)
 
     def _drop(self, dropped: list[list[int]], layer: KVLayerCache) -> None:
         """Let groups know how many columns each row has dropped, and the kernels, in the tensor that they know."""
         self._align(dropped, layer)
-        known = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}
-        for name, of_heads in known.items():
-            if of_heads is not None:
-                of_heads[:, -len(self.groups) :] = on_device(self._by_row(name), of_heads.device, of_heads.dtype)
+        table_tensors = {} if layer.table is None else {"skips": layer.table.skipped, "packed": layer.table.packed}
+        for name, tensor in table_tensors.items():
+            if tensor is not None:
+                tensor[:, -len(self.groups) :] = on_device(self._by_row(name), tensor.device, tensor.dtype)
 
 
 SELECTING[True] = HeldHeads
@@ -307,8 +308,8 @@ SELECTING[True] = HeldHeads
 
 def _next_tile(group: QuantizedGroup) -> int:
     """The first column before which a row packs another tile."""
-    least = min(skip + packed for skip, packed in zip(group.skips, group.packed, strict=True))
-    return least + group.sink + group.quantization.residual + TILE
+    first_unpacked = min(skip + packed for skip, packed in zip(group.skips, group.packed, strict=True))
+    return first_unpacked + group.sink + group.quantization.residual + TILE
 
 
 def _stored_parts(group: HeadGroup) -> list[torch.Tensor]:

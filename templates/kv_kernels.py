@@ -60,22 +60,22 @@ def _sink_score(logit):
 @triton.jit
 def _accumulate(scores, v, top, total, acc):
     """A step of online softmax: scores [M, N] of values v [N, D]."""
-    higher = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    fade = tl.exp2(top - higher)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    fade = tl.exp2(top - new_top)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return higher, total * fade + tl.sum(weights, 1), acc
+    return new_top, total * fade + tl.sum(weights, 1), acc
 
 
 @triton.jit
-def _times_matrix(x, matrix_ptr, to_ptr, step, own_step, D: tl.constexpr, N: tl.constexpr):
+def _times_matrix(x, matrix_ptr, to_ptr, step, sum_step, D: tl.constexpr, N: tl.constexpr):
     """Store x [D] times a matrix [D, D] in fp32, N elements at once: at d, the sum of x[e] * matrix[d * step + e *
-    own_step]."""
+    sum_step]."""
     e = tl.arange(0, x.shape[0])[:, None]
     for first in range(0, D, N):
         d = first + tl.arange(0, N)
-        at = matrix_ptr + d[None, :] * step + e * own_step
-        product = tl.sum(x[:, None] * tl.load(at, (e < D) & (d < D)[None, :], 0.0), 0)
+        elements = matrix_ptr + d[None, :] * step + e * sum_step
+        product = tl.sum(x[:, None] * tl.load(elements, (e < D) & (d < D)[None, :], 0.0), 0)
         tl.store(to_ptr + d, product.to(to_ptr.dtype.element_ty), d < D)
 
 
@@ -139,5 +139,5 @@ def _tiles(table: HeadTable, word: torch.dtype) -> dict:
     assert all(part[0].is_contiguous() for part in table.tiles)
     key_codes, value_codes = key_codes.view(word), value_codes.view(word)
     parts = key_codes, key_scales, value_codes, value_scales, table.packed, table.first_tiles
-    steps = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
-    return dict(zip((*pointers, *strides), (*parts, *steps), strict=True))
+    batch_strides = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
+    return dict(zip((*pointers, *strides), (*parts, *batch_strides), strict=True))

@@ -55,15 +55,15 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.rotate is None:
-            few = "both" if self.scheme == "per-token" else "values"
-            object.__setattr__(self, "rotate", "none" if self.bits == 8 else few)
+            default_rotate = "both" if self.scheme == "per-token" else "values"
+            object.__setattr__(self, "rotate", "none" if self.bits == 8 else default_rotate)
         if self.clip is None:
             object.__setattr__(self, "clip", self.bits in (3, 2) or (self.bits, self.scheme) == (4, "per-token"))
 
     def tiles(self, tokens: Tokens) -> Tokens:
         """Tiles that are packed of this many tokens after the sinks: `residual` and more stay, and the very newest."""
-        rest = tokens - 1 - self.residual
-        return rest * (rest > 0) // TILE
+        packable = tokens - 1 - self.residual
+        return packable * (packable > 0) // TILE
 
     def window_tiles(self, recent: int) -> int:
         """Tiles that a window of this many tokens can reach into, however its newest tokens are taken back."""
@@ -71,8 +71,8 @@ class Quantization:
 
     def slots(self, capacity: Tokens, sink: int, margin: int = 0) -> Tokens:
         """Slots for tokens in the model's dtype of a head of `capacity` tokens, of which `margin` may be taken back."""
-        beyond = capacity - sink - self.residual - TILE - margin
-        return capacity - beyond * (beyond > 0)
+        excess = capacity - sink - self.residual - TILE - margin
+        return capacity - excess * (excess > 0)
 
     def head_bytes(self, tokens: Tokens, head_dim: int, itemsize: int, margin: int = 0) -> Tokens:
         """Bytes of a head that sees all of its `tokens`, of which `margin` may be taken back."""
@@ -228,26 +228,33 @@ class LayerLayout:
         Raises:
             ValueError: blocks do not divide, or processes differ and the rank is not known.
         """
-        size, rest = divmod(len(self.blocks), processes)
-        if rest:
+        size, remainder = divmod(len(self.blocks), processes)
+        if remainder:
             raise ValueError(f"{len(self.blocks)} blocks of heads do not divide over {processes} processes")
         if rank is None:
-            first, *others = (self.part(each, processes) for each in range(processes))
+            first, *others = (self.part(process, processes) for process in range(processes))
             if any(other != first for other in others):
                 raise ValueError("processes hold different heads, and nothing says which of them this one is")
             return first
         start = rank * size
-        own = self.blocks[start : start + size]
-        before, count = (sum(others for _, others in some) for some in (self.blocks[:start], own))
-        first, heads = (sum(map(sum, some)) for some in (self.blocks[:start], own))
-        budgets, order = self.budgets[before : before + count], self.order[first : first + heads]
-        return replace(self, blocks=own, budgets=budgets, order=order)
+        own_blocks = self.blocks[start : start + size]
+        first_budget, budget_count = (
+            sum(others for _, others in blocks) for blocks in (self.blocks[:start], own_blocks)
+        )
+        first, heads = (sum(map(sum, blocks)) for blocks in (self.blocks[:start], own_blocks))
+        budgets, order = self.budgets[first_budget : first_budget + budget_count], self.order[first : first + heads]
+        return replace(self, blocks=own_blocks, budgets=budgets, order=order)
 
     @cached_property
     def quantized_window(self) -> bool:
         """Whether streaming heads are quantized."""
-        how = self.quantization
-        return bool(how and how.streaming and self.streaming and self.recent >= 2 * (how.residual + TILE))
+        quantization = self.quantization
+        return bool(
+            quantization
+            and quantization.streaming
+            and self.streaming
+            and self.recent >= 2 * (quantization.residual + TILE)
+        )
 
     @cached_property
     def quantized_heads(self) -> int:
@@ -274,8 +281,8 @@ class LayerLayout:
     @cached_property
     def quantized_budgets(self) -> bool:
         """Whether budgeted heads are quantized."""
-        how, selection = self.quantization, self.selection
-        return bool(how and self.budgets and selection and selection.quantizable(how))
+        quantization, selection = self.quantization, self.selection
+        return bool(quantization and self.budgets and selection and selection.quantizable(quantization))
 
     def held(self, budget: int, prompt: int, new: int) -> int:
         """Tokens that a head with this budget stores at most."""
@@ -299,18 +306,20 @@ class LayerLayout:
         streaming = self.streaming * self.streaming_slots(total, margin) * token
         if self.selection:
             streaming += SCORE_BYTES * sum(self.selection.scores(budget, total) for budget in self.budgets)
-        how = self.quantization
-        if how is None:
+        quantization = self.quantization
+        if quantization is None:
             return streaming + (total * self.full + sum(budgeted)) * token
         if self.quantized_budgets:
             tokens += [(count, 0 if self.holds else margin) for count in budgeted]
         else:
             streaming += sum(budgeted) * token
         if self.quantized_window:
-            tiles = min(how.tiles(total - self.sink), how.window_tiles(self.recent))
-            slots = how.slots(total, self.sink, margin)
-            streaming = self.streaming * (tiles * how.tile_bytes(head_dim, itemsize) + slots * token)
-        return streaming + sum(how.head_bytes(count, head_dim, itemsize, beyond) for count, beyond in tokens)
+            tiles = min(quantization.tiles(total - self.sink), quantization.window_tiles(self.recent))
+            slots = quantization.slots(total, self.sink, margin)
+            streaming = self.streaming * (tiles * quantization.tile_bytes(head_dim, itemsize) + slots * token)
+        return streaming + sum(
+            quantization.head_bytes(count, head_dim, itemsize, head_margin) for count, head_margin in tokens
+        )
 
 
 def setting(config: Any, name: str) -> Any:
@@ -333,8 +342,8 @@ def layer_setting(config: Any, layer: int, name: str) -> Any:
     layers = setting(config, "per_layer_config")
     try:
         if isinstance(layers, dict):
-            own = {int(index): settings for index, settings in layers.items()}.get(layer, {})
-            return own[name] if name in own else setting(config, name)
+            layer_settings = {int(index): settings for index, settings in layers.items()}.get(layer, {})
+            return layer_settings[name] if name in layer_settings else setting(config, name)
         return setting(config if layers is None else layers[layer], name)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"per_layer_config of config.json is malformed: {error!r}") from error
@@ -363,12 +372,12 @@ class KVLayout:
         try:
             head_dim = _count(section["head_dim"], least=1)
             selection = _selection(section["selection"]) if "selection" in section else None
-            stored = section.get(QUANTIZATION[version])
+            quantization_section = section.get(QUANTIZATION[version])
             entries = section["layers"]
             sizes = [_count(entry.get("head_dim", head_dim), least=1) for entry in entries]
             quantizations = [
                 _quantization(part, version, size)
-                for part, size in zip(_by_layer(stored, len(entries)), sizes, strict=True)
+                for part, size in zip(_by_layer(quantization_section, len(entries)), sizes, strict=True)
             ]
             layers = tuple(
                 _layer(entry, selection, quantization)
@@ -378,14 +387,16 @@ class KVLayout:
             raise ValueError(f"kv_surgery section of config.json is malformed: {error!r}") from error
         if len(layers) != (depth := setting(text, "num_hidden_layers")):
             raise ValueError(f"kv_surgery describes {len(layers)} layers, the model has {depth}")
-        kinds = setting(text, "layer_types") or []
-        if not isinstance(kinds, list | tuple):
-            raise ValueError(f"layer_types of config.json is no list: {kinds!r}")
+        layer_types = setting(text, "layer_types") or []
+        if not isinstance(layer_types, list | tuple):
+            raise ValueError(f"layer_types of config.json is no list: {layer_types!r}")
         for index, layer in enumerate(layers):
             heads = layer_setting(text, index, "num_key_value_heads") or setting(text, "num_attention_heads")
-            own = 0 if kinds[index : index + 1] == [LINEAR] or layer.source is not None else heads
-            if layer.heads != own:
-                raise ValueError(f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {own}")
+            expected_heads = 0 if layer_types[index : index + 1] == [LINEAR] or layer.source is not None else heads
+            if layer.heads != expected_heads:
+                raise ValueError(
+                    f"kv_surgery gives layer {index} {layer.heads} KV heads, the model has {expected_heads}"
+                )
             if layer.source is not None and not (layer.source < index and layers[layer.source].heads == heads):
                 raise ValueError(f"kv_surgery lets layer {index} share the KV cache of layer {layer.source}")
         sizes = [{*map(sum, layer.blocks)} for layer in layers if layer.blocks]
@@ -520,7 +531,7 @@ def _by_layer(entry: dict | None, count: int) -> list[dict | None]:
     if any(len(values) != count for values in lists.values()):
         raise ValueError(f"lists of a quantized cache have a value for each of {count} layers")
     entries = [entry | {name: values[layer] for name, values in lists.items()} for layer in range(count)]
-    return [None if "bits" in lists and each["bits"] is None else each for each in entries]
+    return [None if "bits" in lists and layer_entry["bits"] is None else layer_entry for layer_entry in entries]
 
 
 def _quantization(entry: dict | None, version: int, head_dim: int) -> Quantization | None:

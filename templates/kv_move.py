@@ -9,7 +9,7 @@ from .kv_cache import HeadTable
 from .kv_compact import PACK_REGISTERS
 from .kv_kernels import TILE_TOKENS, _padded, _power, _slots, _strides, _tiles, tl, triton
 from .kv_layout import EVERY, TILE
-from .kv_reselect import _own_scales, _tokens
+from .kv_reselect import _token_scale_options, _tokens
 from .kv_store import _pack, _pack_options
 
 MOVED = 32  # tokens at once
@@ -36,19 +36,19 @@ def _move_kernel(
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    kept = kept_ptr + tl.program_id(0).to(tl.int64) * places
+    kept_slots = kept_ptr + tl.program_id(0).to(tl.int64) * places
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     for begin in range(0, tokens, N):
         slot = begin + n
-        source = tl.load(kept + slot, slot < tokens, 0)
-        moves = (source > slot)[:, None] & (d < D)
-        at = states + source.to(tl.int64)[:, None] * kv_slot + d
-        to = states + slot.to(tl.int64)[:, None] * kv_slot + d
-        k, v = tl.load(k_ptr + at, moves), tl.load(v_ptr + at, moves)
+        source = tl.load(kept_slots + slot, slot < tokens, 0)
+        moved = (source > slot)[:, None] & (d < D)
+        source_offsets = states + source.to(tl.int64)[:, None] * kv_slot + d
+        target_offsets = states + slot.to(tl.int64)[:, None] * kv_slot + d
+        k, v = tl.load(k_ptr + source_offsets, moved), tl.load(v_ptr + source_offsets, moved)
         tl.debug_barrier()  # what others of this block still read; later blocks read later slots
-        tl.store(k_ptr + to, k, moves)
-        tl.store(v_ptr + to, v, moves)
+        tl.store(k_ptr + target_offsets, k, moved)
+        tl.store(v_ptr + target_offsets, v, moved)
 
 
 @triton.jit
@@ -69,12 +69,15 @@ def _copy(
         fresh_ptr: such a tile, with what tokens have whose source is not among `packed` ones.
     """
     n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, _power(WIDTH))[None, :]
-    old, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
-    at = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
-    own = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
-    moved, fresh = tl.load(ptr + at, inside & old, 0), tl.load(fresh_ptr + own, inside & ~old, 0)
+    from_tiles, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
+    source_offsets = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
+    tile_offsets = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
+    moved, fresh = (
+        tl.load(ptr + source_offsets, inside & from_tiles, 0),
+        tl.load(fresh_ptr + tile_offsets, inside & ~from_tiles, 0),
+    )
     tl.debug_barrier()  # what others still read; later tokens come from later places
-    tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + own, tl.where(old, moved, fresh), inside)
+    tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + tile_offsets, tl.where(from_tiles, moved, fresh), inside)
 
 
 @triton.jit
@@ -109,16 +112,16 @@ def _refill(
     n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     # slots go round a ring, and tiles give and take: what slots get is put aside
     for begin in range(0, tokens - still_packed, N):
-        aside = begin + n
-        position = tl.where(aside < sink, aside, aside + still_packed)
-        there = position < tokens
-        source = tl.load(kept_ptr + position, there, 0)
+        aside_index = begin + n
+        position = tl.where(aside_index < sink, aside_index, aside_index + still_packed)
+        mask = position < tokens
+        source = tl.load(kept_ptr + position, mask, 0)
         x = _tokens(
             ptr=states_ptr,
             codes_ptr=codes_ptr,
             scales_ptr=scales_ptr,
             position=source,
-            there=there,
+            mask=mask,
             sink=sink,
             ring=ring,
             packed=packed,
@@ -127,12 +130,12 @@ def _refill(
             BITS=BITS,
             COLUMNS=COLUMNS,
         )
-        tl.store(aside_ptr + aside[:, None] * D + d, x, there[:, None] & (d < D))
+        tl.store(aside_ptr + aside_index[:, None] * D + d, x, mask[:, None] & (d < D))
     for start in range(0, still_packed, TILE_TOKENS):
-        of_tile = kept_ptr + sink + start
-        if tl.load(of_tile + TILE_TOKENS - 1) - sink >= packed:  # the last of them, at least, is in a slot
+        tile_sources = kept_ptr + sink + start
+        if tl.load(tile_sources + TILE_TOKENS - 1) - sink >= packed:  # the last of them, at least, is in a slot
             t = tl.arange(0, TILE_TOKENS)
-            tl.store(place_ptr + t, tl.maximum(tl.load(of_tile + t) - sink, packed) % ring)
+            tl.store(place_ptr + t, tl.maximum(tl.load(tile_sources + t) - sink, packed) % ring)
             tl.debug_barrier()
             _pack(
                 state_ptr=states_ptr + sink * kv_slot,
@@ -151,7 +154,7 @@ def _refill(
             )
         tl.debug_barrier()
         for first in range(0, TILE_TOKENS, N):
-            begin, source = start + first, tl.load(of_tile + first + n) - sink
+            begin, source = start + first, tl.load(tile_sources + first + n) - sink
             _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, STEP=CODES, FIRST=0, WIDTH=W)
             if BITS == 3:
                 _copy(codes_ptr, fresh_codes_ptr, source, begin, packed, STEP=CODES, FIRST=THIRDS, WIDTH=W // 2)
@@ -159,12 +162,12 @@ def _refill(
             _copy(scales_ptr, fresh_scales_ptr, source, begin, packed, STEP=2 * SCALES, FIRST=SCALES, WIDTH=COLUMNS)
     tl.debug_barrier()
     for begin in range(0, tokens - still_packed, N):
-        aside = begin + n
-        position = tl.where(aside < sink, aside, aside + still_packed)
-        slot = tl.where(aside < sink, aside, sink + (position - sink) % ring)
-        there = (position < tokens)[:, None] & (d < D)
-        x = tl.load(aside_ptr + aside[:, None] * D + d, there)
-        tl.store(states_ptr + slot.to(tl.int64)[:, None] * kv_slot + d, x, there)
+        aside_index = begin + n
+        position = tl.where(aside_index < sink, aside_index, aside_index + still_packed)
+        slot = tl.where(aside_index < sink, aside_index, sink + (position - sink) % ring)
+        mask = (position < tokens)[:, None] & (d < D)
+        x = tl.load(aside_ptr + aside_index[:, None] * D + d, mask)
+        tl.store(states_ptr + slot.to(tl.int64)[:, None] * kv_slot + d, x, mask)
 
 
 @triton.jit(
@@ -216,15 +219,15 @@ def _move_codes_kernel(
     batch, head = program // heads, tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
     sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
-    own = packed_ptr + batch * packed_batch + head * packed_head
-    packed = tl.load(own)
+    packed_count_ptr = packed_ptr + batch * packed_batch + head * packed_head
+    packed = tl.load(packed_count_ptr)
     # tiles stay as many while there are tokens to fill them: none of theirs returns to slots, to be quantized again
-    full = tl.minimum(packed, tl.maximum(tokens - sink, 0) // TILE_TOKENS * TILE_TOKENS)
-    still_packed = tl.maximum(full, tl.maximum(tokens - sink - residual, 0) // TILE_TOKENS * TILE_TOKENS)
+    filled = tl.minimum(packed, tl.maximum(tokens - sink, 0) // TILE_TOKENS * TILE_TOKENS)
+    still_packed = tl.maximum(filled, tl.maximum(tokens - sink - residual, 0) // TILE_TOKENS * TILE_TOKENS)
     tile = tl.load(first_ptr + head).to(tl.int64)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
-    kept, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
+    kept_slots, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
     place = place_ptr + program * TILE_TOKENS
     fresh_codes = fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8)
     fresh_scales = fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS)
@@ -234,7 +237,7 @@ def _move_codes_kernel(
             codes_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
             scales_ptr=(v_scales_ptr + batch * v_scales_batch if values else k_scales_ptr + batch * k_scales_batch)
             + scales,
-            kept_ptr=kept,
+            kept_ptr=kept_slots,
             aside_ptr=aside + slots * D if values else aside,
             place_ptr=place,
             fresh_codes_ptr=fresh_codes,
@@ -252,10 +255,10 @@ def _move_codes_kernel(
             PACK_N=PACK_N,
             RANGES=RANGES,
         )
-    tl.store(own, still_packed)
+    tl.store(packed_count_ptr, still_packed)
 
 
-def move(table: HeadTable, kept: torch.Tensor, column: int) -> None:
+def move(table: HeadTable, kept_slots: torch.Tensor, column: int) -> None:
     """Let the first tokens of each head be those that `select` chose, in place.
 
     Tokens in tiles keep their codes, and `table.packed` says how many are in tiles now. What slots get is put aside
@@ -264,28 +267,28 @@ def move(table: HeadTable, kept: torch.Tensor, column: int) -> None:
     Floor: twice the bytes of what moves over the copy bandwidth; else a launch.
     """
     batch, heads = table.skipped.shape
-    given = {
+    arguments = {
         **_slots(table),
         **_strides(table.skipped, "skipped_batch", "skipped_head"),
-        "kept_ptr": kept,
+        "kept_ptr": kept_slots,
         "skipped_ptr": table.skipped,
         "column": column,
-        "places": kept.shape[2],
+        "places": kept_slots.shape[2],
         "N": MOVED,
         "enable_fp_fusion": False,
     }
-    with torch.cuda.device_of(kept):
+    with torch.cuda.device_of(kept_slots):
         if table.tiles is None or table.quantization is None:
-            _move_kernel[(batch * heads,)](**given, num_warps=4)
+            _move_kernel[(batch * heads,)](**arguments, num_warps=4)
             return
         packing, slots = _pack_options(table), table.quantization.slots(EVERY, table.quantization.sink)
         codes, scales = (part.new_empty(batch, heads, *part.shape[2:]) for part in table.tiles[:2])
         _move_codes_kernel[(batch * heads,)](
-            **given,
+            **arguments,
             **_tiles(table, torch.uint8),
-            **_own_scales(table),
+            **_token_scale_options(table),
             aside_ptr=table.keys.new_empty(batch, heads, 2, slots, table.keys.shape[2]),
-            place_ptr=kept.new_empty(batch, heads, TILE),
+            place_ptr=kept_slots.new_empty(batch, heads, TILE),
             fresh_codes_ptr=codes,
             fresh_scales_ptr=scales,
             slots=slots,

@@ -34,8 +34,8 @@ def _unpacking(plane: int, bits: int, mantissa: int) -> tuple[int, ...]:
     span = mantissa // bits * bits  # bits that reach the mantissa with the same shift
     place = plane * bits % span
     exponent = (bias + mantissa - place) << mantissa
-    added = 0x8000 | exponent | 2 ** (bits - 1) << place
-    return plane * bits - place, (2**bits - 1) << place, exponent, 0, added
+    addend = 0x8000 | exponent | 2 ** (bits - 1) << place
+    return plane * bits - place, (2**bits - 1) << place, exponent, 0, addend
 
 
 @triton.constexpr_function
@@ -67,16 +67,16 @@ def _raw_asm(plane: int, bits: int) -> str:
 @triton.constexpr_function
 def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
     """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16."""
-    shift, mask, exponent, added_mask, added = _unpacking(plane, bits, mantissa)
+    shift, mask, exponent, addend_mask, addend = _unpacking(plane, bits, mantissa)
     kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
-    of_added = f"lop3.b32 b, word, {added_mask * 0x10001}, b, 0x6a;" if added_mask else ""
+    mask_addend = f"lop3.b32 b, word, {addend_mask * 0x10001}, b, 0x6a;" if addend_mask else ""
     return f"""{{
         .reg .b32 word, a, b, one;
         mov.b32 one, {one * 0x10001};
-        mov.b32 b, {added * 0x10001};
+        mov.b32 b, {addend * 0x10001};
         shr.b32 word, $1, {shift};
         lop3.b32 a, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
-        {of_added}
+        {mask_addend}
         fma.rn.{kind} $0, a, one, b;
     }}"""
 
@@ -105,8 +105,8 @@ def _third_bits(codes, unit, n, w, D: tl.constexpr, N: tl.constexpr):
     W: tl.constexpr = D // 8
     tile = unit * N // TILE_TOKENS
     # after the words of a tile, which are two bytes each
-    at = (unit * N + n)[:, None] * W + (tile + 1) * (2 * TILE_TOKENS * W) + w[None, :]
-    return tl.load(codes.to(tl.pointer_type(tl.uint8)) + at, (w < W)[None, :], 0).to(tl.int16)
+    offsets = (unit * N + n)[:, None] * W + (tile + 1) * (2 * TILE_TOKENS * W) + w[None, :]
+    return tl.load(codes.to(tl.pointer_type(tl.uint8)) + offsets, (w < W)[None, :], 0).to(tl.int16)
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _codes(
     """Codes at bits PLANE * BITS of int16 words, less 2 ** (BITS - 1), or RAW; of 3 bits one is in `third`."""
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
     if ASM and BITS == 3:
-        of_three: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, RAW)
-        codes = tl.inline_asm_elementwise(of_three, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
+        third_asm: tl.constexpr = _unpacking_third_asm(PLANE, MANTISSA, RAW)
+        codes = tl.inline_asm_elementwise(third_asm, "=r,r,r", [words, third], dtype.value, is_pure=True, pack=2)
     elif ASM:
         asm: tl.constexpr = _raw_asm(PLANE, BITS) if RAW else _unpacking_asm(PLANE, BITS, MANTISSA)
         codes = tl.inline_asm_elementwise(asm, "=r,r", [words], dtype.value, is_pure=True, pack=2)
@@ -157,18 +157,18 @@ def _product(x, y, ASM: tl.constexpr):
 
 
 @triton.jit
-def _pairs(ptr, at, there, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+def _pairs(ptr, index, mask, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
     """Scales 2 * at and 2 * at + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
 
     One load gets all, in words of 32 bits: cp.async copies no less, and only what a dot needs is under way early.
     """
-    both = tl.arange(0, 2)[None, :]
+    part = tl.arange(0, 2)[None, :]
     if dtype == tl.float32:
-        of_even = ptr + 2 * at[:, None] + MINIMA * both
-        even, even_low = tl.split(tl.load(of_even, there[:, None], 0.0))
-        odd, odd_low = tl.split(tl.load(of_even + 1, there[:, None], 0.0))
+        even_ptr = ptr + 2 * index[:, None] + MINIMA * part
+        even, even_low = tl.split(tl.load(even_ptr, mask[:, None], 0.0))
+        odd, odd_low = tl.split(tl.load(even_ptr + 1, mask[:, None], 0.0))
     else:
-        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + MINIMA // 2 * both, there[:, None], 0)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + index[:, None] + MINIMA // 2 * part, mask[:, None], 0)
         scales, lows = tl.split(words)
         even, odd = _halves(scales, dtype)
         even_low, odd_low = _halves(lows, dtype)
@@ -193,7 +193,7 @@ def _columns(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _of_channels(
+def _channel_scales(
     ptr,
     kw,
     W: tl.constexpr,
@@ -204,22 +204,22 @@ def _of_channels(
     dtype: tl.constexpr,
 ):
     """Scale and minimum of the channels of each plane; `kw` counts the words of several groups, KW each."""
-    at, there = kw // KW * (BYTES * W) + kw % KW, kw % KW < W
+    index, mask = kw // KW * (BYTES * W) + kw % KW, kw % KW < W
     scales, lows = (), ()
     if dtype == tl.float32:
         for byte in tl.static_range(BYTES):
-            pairs = _pairs(ptr, byte * W + at, there, MINIMA, 0, dtype)
+            pairs = _pairs(ptr, byte * W + index, mask, MINIMA, 0, dtype)
             scales += (pairs[0], pairs[1])
             lows += (pairs[2], pairs[3])
     else:
         part = tl.arange(0, 2 * BYTES)[None, :]  # one load has enough words that each thread copies one
-        at = at[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
-        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, there[:, None], 0)
-        of_scales, of_lows = tl.split(tl.reshape(words, [kw.shape[0], BYTES, 2]))
-        of_scales, of_lows = _columns(of_scales, BYTES), _columns(of_lows, BYTES)
+        index = index[:, None] + part // 2 * W + part % 2 * (MINIMA // 2)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + index, mask[:, None], 0)
+        scale_words, low_words = tl.split(tl.reshape(words, [kw.shape[0], BYTES, 2]))
+        scale_words, low_words = _columns(scale_words, BYTES), _columns(low_words, BYTES)
         for byte in tl.static_range(BYTES):
-            scales += _split_words(of_scales[byte], ASM, dtype)
-            lows += _split_words(of_lows[byte], ASM, dtype)
+            scales += _split_words(scale_words[byte], ASM, dtype)
+            lows += _split_words(low_words[byte], ASM, dtype)
     return scales, lows
 
 
@@ -233,18 +233,18 @@ def _halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _of_tokens(ptr, tile, token, HALF: tl.constexpr, dtype: tl.constexpr):
+def _token_scales(ptr, tile, token, HALF: tl.constexpr, dtype: tl.constexpr):
     """Scale and zero of some tokens of a tile, where a token has one of each; to join pairs would slow the dots."""
     pairs = _pairs(ptr + tile * (2 * TILE_TOKENS), token // 2, token >= 0, TILE_TOKENS, HALF, dtype)
     return tl.where(token % 2 == 0, pairs[0], pairs[1]), tl.where(token % 2 == 0, pairs[2], pairs[3])
 
 
 @triton.jit
-def _of_groups(ptr, tile, token, channel, there, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+def _group_scales(ptr, tile, token, channel, mask, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
     """Scale and zero [N, channels] of some tokens and channels of a tile, where a token has GROUPS of each."""
-    at = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
-    scale = tl.load(at, there[None, :], 0.0).to(tl.float32)
-    return scale, tl.load(at + TILE_TOKENS * GROUPS, there[None, :], 0.0).to(tl.float32) + scale * HALF
+    pointers = ptr + (tile * (2 * TILE_TOKENS) + token)[:, None] * GROUPS + (channel // (D // GROUPS))[None, :]
+    scale = tl.load(pointers, mask[None, :], 0.0).to(tl.float32)
+    return scale, tl.load(pointers + TILE_TOKENS * GROUPS, mask[None, :], 0.0).to(tl.float32) + scale * HALF
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _spread(x, HEADS: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _gathered(x, HEADS: tl.constexpr, M: tl.constexpr):
+def _head_sums(x, HEADS: tl.constexpr, M: tl.constexpr):
     """The sums of the rows of x [R, K] that are a head's, again and again, [M, K]."""
     R: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
@@ -272,7 +272,7 @@ def _repeated(x, M: tl.constexpr):
 
 
 @triton.jit
-def _of_side(
+def _side_scales(
     ptr,
     tile,
     first,
@@ -289,16 +289,20 @@ def _of_side(
     one of a side, or [1, N].
     """
     if GROUPS == 1:
-        factor, zero = _of_tokens(ptr, tile, first + tl.arange(0, N), HALF, dtype)
+        factor, zero = _token_scales(ptr, tile, first + tl.arange(0, N), HALF, dtype)
         factor, zero = factor[None, :], zero[None, :]
     else:
-        OWN: tl.constexpr = GROUPS // SIDES
-        pair = tl.arange(0, N * OWN // 2)
-        at = first * (GROUPS // 2) + pair // (OWN // 2) * (GROUPS // 2) + (side * (OWN // 2) + pair % (OWN // 2))
-        pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), at, at >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
+        SIDE_GROUPS: tl.constexpr = GROUPS // SIDES
+        pair = tl.arange(0, N * SIDE_GROUPS // 2)
+        index = (
+            first * (GROUPS // 2)
+            + pair // (SIDE_GROUPS // 2) * (GROUPS // 2)
+            + (side * (SIDE_GROUPS // 2) + pair % (SIDE_GROUPS // 2))
+        )
+        pairs = _pairs(ptr + tile * (2 * TILE_TOKENS * GROUPS), index, index >= 0, TILE_TOKENS * GROUPS, HALF, dtype)
         # sums of one: past a join, the compiler would lay out weights as if they were loaded with half as many bits
-        factor = tl.sum(tl.reshape(tl.join(pairs[0], pairs[1]), [1, N, OWN]), 0)
-        zero = tl.sum(tl.reshape(tl.join(pairs[2], pairs[3]), [1, N, OWN]), 0)
+        factor = tl.sum(tl.reshape(tl.join(pairs[0], pairs[1]), [1, N, SIDE_GROUPS]), 0)
+        zero = tl.sum(tl.reshape(tl.join(pairs[2], pairs[3]), [1, N, SIDE_GROUPS]), 0)
         factor, zero = _spread(tl.trans(factor), HEADS, M), _spread(tl.trans(zero), HEADS, M)
     return factor, zero
 
@@ -344,8 +348,8 @@ def _over_tiles(
     its own. Where a scale is a channel's of keys or a token's, queries, scores or weights take it: codes stay integers.
     Where SIDES is not 0, rows that a group of queries would leave empty take the groups that have a scale: row
     g * HEADS + h is head h, times the scales of group g. What it gives elsewhere than in its group is left out. Where
-    rows are too few, planes are in SIDES of as many groups each, and each side has weights of its own. Only keys that
-    are ASKED for groups of tokens may take more rows: a warp leaves out the products of others.
+    rows are too few, planes are in SIDES of as many groups each, and each side has weights of its own. Only keys may
+    take more, Q_ROWS where they have groups of tokens: a warp leaves out the products of others.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     WORD_BITS: tl.constexpr = 2 if BITS == 3 else BITS
@@ -365,29 +369,31 @@ def _over_tiles(
     HEADS: tl.constexpr = _power(G) if SPREAD else M
     SIDE: tl.constexpr = PLANES // max(SIDES, 1)  # planes
     UNIT_ROWS: tl.constexpr = max(KEY_ROWS * N // TILE_TOKENS, 1)
-    ASKED: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
-    R: tl.constexpr = ASKED if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
-    a, r = tl.arange(0, ASKED), tl.arange(0, R)
-    q, exact, acc, q_sums, zeros = (), (), (), (), ()
+    Q_ROWS: tl.constexpr = max(UNIT_ROWS * HEADS, M) if SPREAD else M  # rows that ask keys
+    R: tl.constexpr = Q_ROWS if SPREAD else max(_power(G), 128 // KW)  # fewer: every thread would add up all channels
+    a, r = tl.arange(0, Q_ROWS), tl.arange(0, R)
+    q, exact_q, acc, q_sums, zeros = (), (), (), (), ()
     # without matrix units tokens lie elsewhere; and a product fused with a sum over lanes differs from lane to lane
     LANES: tl.constexpr = N if dtype == tl.float32 else min(N, LANE_TOKENS)
     for side in tl.static_range(max(SIDES, 1)):
         q_sum = tl.zeros([M], tl.float32)
         for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
             channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-            of_q = q_ptr + (a % HEADS)[:, None] * q_head + channel[None, :]
-            asked = (a % HEADS < G)[:, None] & (kw < W)[None, :]
+            q_pointers = q_ptr + (a % HEADS)[:, None] * q_head + channel[None, :]
+            q_mask = (a % HEADS < G)[:, None] & (kw < W)[None, :]
             if SPREAD and KEY_ROWS == 0:
                 row_group = a // HEADS + side * (GROUPS // SIDES)
-                asked &= row_group[:, None] == (channel // (D // GROUPS))[None, :]
-            of_plane = tl.load(of_q, asked, 0.0)
+                q_mask &= row_group[:, None] == (channel // (D // GROUPS))[None, :]
+            plane_q = tl.load(q_pointers, q_mask, 0.0)
             if KEY_ROWS == 0:
-                q_sum += tl.sum(of_plane.to(tl.float32), 1) * SMALL
+                q_sum += tl.sum(plane_q.to(tl.float32), 1) * SMALL
             if K_RAW:  # exactly
-                of_plane = (of_plane.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
-            q += (of_plane,)
-            of_group = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
-            exact += (tl.load(of_group, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,)
+                plane_q = (plane_q.to(tl.float32) * 2.0 ** (64 - _raw_place(_place(plane, PLANES), BITS))).to(dtype)
+            q += (plane_q,)
+            exact_pointers = q_ptr + (r % HEADS)[:, None] * q_head + channel[None, :]
+            exact_q += (
+                tl.load(exact_pointers, (r % HEADS < G)[:, None] & (kw < W)[None, :], 0.0).to(tl.float32) * SMALL,
+            )
             acc += (tl.zeros([M, VW], tl.float32),)
         q_sums += (q_sum,)
         zeros += (tl.zeros([M, LANES], tl.float32),)  # what the zeros of values add to every channel of a side
@@ -405,79 +411,81 @@ def _over_tiles(
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
         if KEY_ROWS > 0:
-            of_row = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
-            folded, of_zeros = (), tl.zeros([R, KW], tl.float32)
+            row_scales = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            scaled_q, zero_products = (), tl.zeros([R, KW], tl.float32)
             groups = tl.arange(0, UNIT_ROWS * KW)
-            factors, lows = _of_channels(of_row, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            factors, lows = _channel_scales(row_scales, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
             for plane in tl.static_range(PLANES):
                 factor, zero = factors[plane], lows[plane].to(tl.float32)
                 if not K_RAW:
                     zero += factor.to(tl.float32) * HALF
                 if SPREAD:
-                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, ASKED)
-                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, ASKED)
+                    factor = _spread(tl.reshape(factor, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
+                    zero = _spread(tl.reshape(zero, [UNIT_ROWS, KW]), HEADS, Q_ROWS)
                 else:
                     factor, zero = factor[None, :], zero[None, :]
-                folded += (_product(q[plane], factor, ASM),)
-                of_zeros += exact[plane] * zero
-            scores = tl.broadcast_to(_repeated(tl.sum(of_zeros, 1)[:, None], ASKED), [ASKED, N])
+                scaled_q += (_product(q[plane], factor, ASM),)
+                zero_products += exact_q[plane] * zero
+            scores = tl.broadcast_to(_repeated(tl.sum(zero_products, 1)[:, None], Q_ROWS), [Q_ROWS, N])
             for plane in tl.static_range(PLANES):
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
-                scores = tl.dot(folded[plane], tl.trans(codes), scores, input_precision="ieee")
+                scores = tl.dot(scaled_q[plane], tl.trans(codes), scores, input_precision="ieee")
             if UNIT_ROWS > 1:
                 own = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
-                scores = _gathered(tl.where(own, scores, 0.0), HEADS, M)
+                scores = _head_sums(tl.where(own, scores, 0.0), HEADS, M)
         else:
             for side in tl.static_range(max(SIDES, 1)):
-                of_side = tl.zeros([M, N], tl.float32)
+                side_rows = tl.zeros([M, N], tl.float32)
                 for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
                     codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                     if GROUPS > 1 and not SPREAD:
                         k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
-                        k_factor, k_zero = _of_groups(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
+                        k_factor, k_zero = _group_scales(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
                         codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
-                    of_side = tl.dot(q[plane], tl.trans(codes), of_side, input_precision="ieee")
+                    side_rows = tl.dot(q[plane], tl.trans(codes), side_rows, input_precision="ieee")
                 if GROUPS == 1 or SPREAD:
-                    k_factor, k_zero = _of_side(k_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, K_BIAS, dtype)
-                    of_side = of_side * k_factor + q_sums[side][:, None] * k_zero
+                    k_factor, k_zero = _side_scales(
+                        k_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, K_BIAS, dtype
+                    )
+                    side_rows = side_rows * k_factor + q_sums[side][:, None] * k_zero
                 if side == 0:
-                    scores = of_side
+                    scores = side_rows
                 else:
-                    scores += of_side
+                    scores += side_rows
             if SPREAD:
-                scores = _gathered(scores, HEADS, M)
+                scores = _head_sums(scores, HEADS, M)
         if CAP:
             scores = _capped(scores * scale, cap, CAP)
         if RING:
-            last = packed // TILE_TOKENS - 1
-            token = (last - (last - tile) % count) * TILE_TOKENS + first + n
+            last_tile = packed // TILE_TOKENS - 1
+            token = (last_tile - (last_tile - tile) % count) * TILE_TOKENS + first + n
             scores = tl.where((newest - token < recent)[None, :], scores, float("-inf"))
 
         factor = 1.0 if CAP else scale  # which is positive, and a part of the subtraction
-        higher = tl.maximum(top, tl.max(scores, 1) * factor - RISE)
-        weights = tl.exp2(scores * factor - higher[:, None])
-        fade = tl.exp2(top - higher)
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor - RISE)
+        weights = tl.exp2(scores * factor - new_top[:, None])
+        fade = tl.exp2(top - new_top)
         total = total * fade[:, None] + _in_part(weights, LANES)
-        faded, faded_zeros, acc, zeros = acc, zeros, (), ()
+        old_acc, old_zeros, acc, zeros = acc, zeros, (), ()
         for side in tl.static_range(max(SIDES, 1)):
             if GROUPS == 1 or SPREAD:
-                v_factor, v_zero = _of_side(v_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, V_BIAS, dtype)
-                zeros += (faded_zeros[side] * fade[:, None] + _in_part(weights * v_zero, LANES),)
-                of_side = weights * v_factor
+                v_factor, v_zero = _side_scales(v_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, V_BIAS, dtype)
+                zeros += (old_zeros[side] * fade[:, None] + _in_part(weights * v_zero, LANES),)
+                side_rows = weights * v_factor
             else:
-                zeros += (faded_zeros[side],)
-                of_side = weights
+                zeros += (old_zeros[side],)
+                side_rows = weights
             for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
                 codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
                 if GROUPS > 1 and not SPREAD:
                     v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-                    v_factor, v_zero = _of_groups(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
+                    v_factor, v_zero = _group_scales(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
-                acc += (tl.dot(of_side.to(dtype), codes, faded[plane] * fade[:, None], input_precision="ieee"),)
-        top = higher
+                acc += (tl.dot(side_rows.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
+        top = new_top
     total = tl.sum(total, 1)
-    safe = tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe), LOWEST), m < G)
+    safe_total = tl.where(total > 0, total, 1.0)
+    tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
     for plane in tl.static_range(PLANES):
         channel = plane // 2 * 2 * W + 2 * vw + plane % 2
         own = acc[plane]
@@ -487,6 +495,6 @@ def _over_tiles(
         if SPREAD and GROUPS > 1:
             row_group = m // HEADS + plane // SIDE * (GROUPS // SIDES)
             in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
-            own = _gathered(tl.where(in_group, own, 0.0), HEADS, M)
-        out = own / safe[:, None]
+            own = _head_sums(tl.where(in_group, own, 0.0), HEADS, M)
+        out = own / safe_total[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

@@ -104,17 +104,17 @@ def _prefill_kernel(
     # the query heads of a KV head are further queries: row m is query m // G of query head m % G
     m = block * M + tl.arange(0, M)
     token, d = m // G, tl.arange(0, DP)
-    written = (token < tokens)[:, None] & (d < D)[None, :]
-    of_head = (head * G + m % G).to(tl.int64)
-    q_rows = of_head * q_head + token.to(tl.int64) * q_token
-    q = tl.load(q_ptr + batch * q_batch + q_rows[:, None] + d[None, :], written, 0.0)
+    q_mask = (token < tokens)[:, None] & (d < D)[None, :]
+    query_head = (head * G + m % G).to(tl.int64)
+    q_rows = query_head * q_head + token.to(tl.int64) * q_token
+    q = tl.load(q_ptr + batch * q_batch + q_rows[:, None] + d[None, :], q_mask, 0.0)
     pad = 0
     if PADDED:
         pad = tl.load(padding_ptr + batch).to(tl.int32)
     position = past - pad + token
-    low = past - pad + block * M // G
-    high = past - pad + tl.minimum((block * M + M - 1) // G, tokens - 1)
-    stop = high + 1
+    first_position = past - pad + block * M // G
+    last_position = past - pad + tl.minimum((block * M + M - 1) // G, tokens - 1)
+    stop = last_position + 1
     if LIMITED:
         stop = tl.minimum(stop, limit)
 
@@ -130,42 +130,42 @@ def _prefill_kernel(
     # tiles of sinks, then those of positions from `begin` to before `stop`
     n = tl.arange(0, N)
     sink_tiles = (tl.maximum(tl.minimum(sink, stop), 0) + N - 1) // N
-    begin = tl.maximum(low - recent + 1, sink)
+    begin = tl.maximum(first_position - recent + 1, sink)
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     if logit_ptr is not None:
-        top = _sink_score(logit_ptr + of_head)
+        top = _sink_score(logit_ptr + query_head)
         total += 1.0
     acc = tl.zeros([M, DP], tl.float32)
     for tile in range(0, sink_tiles + (tl.maximum(stop - begin, 0) + N - 1) // N):
         start, end, window = begin + (tile - sink_tiles) * N, stop, recent
         k_from, v_from, k_step, v_step = k_row, v_row, k_token, v_token
         if STREAMING:
-            of_sinks = tile < sink_tiles
-            start = tl.where(of_sinks, tile * N, start)
-            end = tl.where(of_sinks, tl.minimum(sink, stop), stop)
-            window = tl.where(of_sinks, EVERY_POSITION, recent)
+            in_sinks = tile < sink_tiles
+            start = tl.where(in_sinks, tile * N, start)
+            end = tl.where(in_sinks, tl.minimum(sink, stop), stop)
+            window = tl.where(in_sinks, EVERY_POSITION, recent)
             if SINKS_APART:
-                k_from, v_from = tl.where(of_sinks, sink_k, k_row), tl.where(of_sinks, sink_v, v_row)
-                k_step, v_step = tl.where(of_sinks, sink_k_token, k_token), tl.where(of_sinks, sink_v_token, v_token)
-        there = start + n
-        loaded = (there < end)[:, None] & (d < D)[None, :]
+                k_from, v_from = tl.where(in_sinks, sink_k, k_row), tl.where(in_sinks, sink_v, v_row)
+                k_step, v_step = tl.where(in_sinks, sink_k_token, k_token), tl.where(in_sinks, sink_v_token, v_token)
+        key_position = start + n
+        kv_mask = (key_position < end)[:, None] & (d < D)[None, :]
         k_from += tl.cast(start, tl.int64) * k_step
         v_from += tl.cast(start, tl.int64) * v_step
-        k = tl.load(k_from + n[:, None] * k_step + d[None, :], loaded, 0.0)
-        v = tl.load(v_from + n[:, None] * v_step + d[None, :], loaded, 0.0)
+        k = tl.load(k_from + n[:, None] * k_step + d[None, :], kv_mask, 0.0)
+        v = tl.load(v_from + n[:, None] * v_step + d[None, :], kv_mask, 0.0)
         scores = _scores(q, k, scale, cap, CAP)
         # most tiles of a long input are seen whole by every query of the block
-        if (start + N > tl.minimum(low + 1, end)) | (start <= high - window):
-            age = position[:, None] - there[None, :]
-            scores = tl.where((age >= 0) & (age < window) & (there < end)[None, :], scores, float("-inf"))
+        if (start + N > tl.minimum(first_position + 1, end)) | (start <= last_position - window):
+            age = position[:, None] - key_position[None, :]
+            scores = tl.where((age >= 0) & (age < window) & (key_position < end)[None, :], scores, float("-inf"))
         top, total, acc = _accumulate(scores, v, top, total, acc)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_rows = of_head * out_head + token.to(tl.int64) * out_token
-    tl.store(out_ptr + batch * out_batch + out_rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), written)
+    out_rows = query_head * out_head + token.to(tl.int64) * out_token
+    tl.store(out_ptr + batch * out_batch + out_rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), q_mask)
     if LSE:
         lse = tl.where(total > 0, (top + tl.log2(total)) * LN_2, float("-inf"))
-        lse_rows = (batch * heads * G + of_head) * tokens + token
+        lse_rows = (batch * heads * G + query_head) * tokens + token
         tl.store(lse_ptr + lse_rows, lse, token < tokens)
 
 
@@ -202,8 +202,8 @@ def prefill(
     assert not first or (sinks is not None and first <= max(span.past - recent + 1, 0))
     out = torch.empty(batch, tokens, query_heads, head_dim, dtype=query.dtype, device=query.device).transpose(1, 2)
     row_bytes = _padded(head_dim) * query.element_size()
-    most, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
-    rows = 16 if tokens * group <= 16 else most
+    max_rows, tile = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
+    rows = 16 if tokens * group <= 16 else max_rows
     states = {"q": query, "k": keys, "v": values, "sink_k": sink_keys, "sink_v": sink_values, "out": out}
     arguments: dict[str, torch.Tensor | int] = {f"{name}_ptr": part for name, part in states.items()}
     for name, part in states.items():
@@ -232,7 +232,7 @@ def prefill(
             SINKS_APART=sinks is not None,
             LIMITED=span.limit is not None,
             LSE=lse is not None,
-            num_warps=8 if rows == most else 4,
+            num_warps=8 if rows == max_rows else 4,
             num_stages=2,
             enable_fp_fusion=True,
         )

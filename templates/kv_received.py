@@ -24,23 +24,23 @@ def attention_received(
     """
     batch, heads, columns, head_dim = keys.shape
     window = query.shape[2]
-    folded = query.float().reshape(batch, heads, -1, head_dim)
+    folded_query = query.float().reshape(batch, heads, -1, head_dim)
     column = torch.arange(columns, device=keys.device)
-    asking = torch.arange(-window, 0, device=keys.device) + (columns if stops is None else stops)
+    query_columns = torch.arange(-window, 0, device=keys.device) + (columns if stops is None else stops)
 
     def scores(block: slice) -> torch.Tensor:
         """[batch, heads, group, window, n]"""
-        part = scoring.scores(folded @ keys[:, :, block].float().mT)
-        visible = (column[block] >= padding[:, None]) & (column[block] <= asking[..., None])
+        part = scoring.scores(folded_query @ keys[:, :, block].float().mT)
+        visible = (column[block] >= padding[:, None]) & (column[block] <= query_columns[..., None])
         return part.unflatten(2, (-1, window)).masked_fill_(~visible[:, :, None], float("-inf"))
 
-    size = max(1, block_elements(keys) // (batch * heads * max(folded.shape[2], head_dim)))
+    size = max(1, block_elements(keys) // (batch * heads * max(folded_query.shape[2], head_dim)))
     blocks = [slice(first, first + size) for first in range(0, columns, size)]
     if len(blocks) == 1 and scoring.sinks is None:  # as below, in a third of the time
         return scores(blocks[0]).softmax(-1, dtype=torch.float32).mean((2, 3))
-    whole = [scores(block) for block in blocks[: len(blocks) == 1]]
-    sums = [part.logsumexp(-1) for part in whole or map(scores, blocks)]
-    lse = (sums[0] if whole else torch.stack(sums).logsumexp(0))[..., None]
+    single_block = [scores(block) for block in blocks[: len(blocks) == 1]]
+    sums = [part.logsumexp(-1) for part in single_block or map(scores, blocks)]
+    lse = (sums[0] if single_block else torch.stack(sums).logsumexp(0))[..., None]
     if scoring.sinks is not None:
         lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
-    return torch.cat([(part - lse).exp().mean((2, 3)) for part in whole or map(scores, blocks)], -1)
+    return torch.cat([(part - lse).exp().mean((2, 3)) for part in single_block or map(scores, blocks)], -1)

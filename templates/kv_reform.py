@@ -57,8 +57,8 @@ class Reform:
             heads = tuple((layer, state, head) for layer, state, head in section["heads"])
             parsed: dict[str, Any] = {"heads": heads, "query_marker": tuple(section.get("query_marker", ()))}
             reform = cls(**{**section, **parsed})
-            sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-            reform.check(*(setting(text_config(config), name) for name in sizes))
+            size_names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+            reform.check(*(setting(text_config(config), name) for name in size_names))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"kv_surgery.reform of config.json is malformed: {error}") from error
         return reform
@@ -77,8 +77,8 @@ class Reform:
             raise ValueError("no embedding heads")
         counts = {"q": query_heads, "k": kv_heads or query_heads, "v": kv_heads or query_heads}
         for layer, state, head in self.heads:
-            known = type(layer) is int and type(head) is int and state in counts
-            if not known or not (0 <= layer < layers and 0 <= head < counts[state]):
+            valid = type(layer) is int and type(head) is int and state in counts
+            if not valid or not (0 <= layer < layers and 0 <= head < counts[state]):
                 raise ValueError(f"the model has no {state}-head {head} in layer {layer}")
         for name in ("encode_budget", "recompute_budget"):
             if getattr(self, name) < 2 * self.keep:

@@ -36,7 +36,7 @@ def _tokens(
     codes_ptr,
     scales_ptr,
     position,
-    there,
+    mask,
     sink,
     ring,
     packed,
@@ -45,13 +45,13 @@ def _tokens(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Keys or values [N, D] of a head at positions [N], where they are `there`; with BITS, `packed` ones are codes."""
+    """Keys or values [N, D] of a head at positions [N], where `mask` is set; with BITS, `packed` ones are codes."""
     d = tl.arange(0, _padded(D))[None, :]
-    inside, in_slots, slot = there[:, None] & (d < D), there, position
+    inside, in_slots, slot = mask[:, None] & (d < D), mask, position
     if BITS is not None:
         place = position - sink
         in_tiles = (place >= 0) & (place < packed)
-        in_slots = there & ~in_tiles
+        in_slots = mask & ~in_tiles
         slot = tl.where(place < 0, position, sink + place % ring)
     states = tl.load(ptr + slot.to(tl.int64)[:, None] * kv_slot + d, in_slots[:, None] & (d < D), 0.0)
     if BITS is not None:
@@ -59,11 +59,11 @@ def _tokens(
         W: tl.constexpr = D * WORD_BITS // 8
         inside &= in_tiles[:, None]
         tile, row = place // TILE_TOKENS, place % TILE_TOKENS
-        of_tile = codes_ptr + (tile * (TILE_TOKENS * D * BITS // 8))[:, None]
-        words = tl.load(of_tile + row[:, None] * W + d % W, inside, 0).to(tl.int32)
+        tile_codes = codes_ptr + (tile * (TILE_TOKENS * D * BITS // 8))[:, None]
+        words = tl.load(tile_codes + row[:, None] * W + d % W, inside, 0).to(tl.int32)
         codes = (words >> (d // W * WORD_BITS)) & (2**WORD_BITS - 1)
         if BITS == 3:
-            words = tl.load(of_tile + TILE_TOKENS * W + row[:, None] * (W // 2) + d % W // 2, inside, 0).to(tl.int32)
+            words = tl.load(tile_codes + TILE_TOKENS * W + row[:, None] * (W // 2) + d % W // 2, inside, 0).to(tl.int32)
             codes |= ((words >> (d // W + d % 2 * 4)) & 1) << 2
         scales = scales_ptr + ((tile * 2 * TILE_TOKENS + row) * COLUMNS)[:, None] + d // (D // COLUMNS)
         scale = tl.load(scales, inside, 0.0).to(tl.float32)
@@ -137,77 +137,77 @@ def _select_kernel(
     stop = tl.maximum(length - WINDOW, 0)  # the first slots are candidates
     count = tl.minimum(tl.load(budget_ptr + head), stop)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
-    of_keys, of_values = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
+    k_pointers, v_pointers = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
     sink, ring, packed = 0, 1, 0
     if BITS is not None:
         sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         tile = tl.load(first_ptr + head).to(tl.int64)
         codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
-        of_keys = k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales
-        of_values = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
+        k_pointers = k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales
+        v_pointers = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
     scratch = tl.program_id(0).to(tl.int64) * places
-    received, pooled, kept = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
+    received, pooled, kept_slots = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
 
     # attention from the queries of the window, M rows at once: a group's heads one after the other
     for first in range(0, ROWS, M):
         row = tl.minimum(first + m, ROWS - 1)
-        last = length - WINDOW + row % WINDOW
-        query = (head * (ROWS // WINDOW) + row // WINDOW).to(tl.int64)
+        last_visible = length - WINDOW + row % WINDOW
+        query_head = (head * (ROWS // WINDOW) + row // WINDOW).to(tl.int64)
         place = (column - WINDOW + row % WINDOW) % ASKED
-        asked = asked_ptr + batch * asked_batch + query * asked_head + place * asked_place
-        q = tl.load(asked[:, None] + d, (d < D) & (m >= 0)[:, None], 0.0)
+        q_pointers = asked_ptr + batch * asked_batch + query_head * asked_head + place * asked_place
+        q = tl.load(q_pointers[:, None] + d, (d < D) & (m >= 0)[:, None], 0.0)
         top, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
         if learned_ptr is not None:
-            top, total = _sink_score(learned_ptr + query), total + 1
+            top, total = _sink_score(learned_ptr + query_head), total + 1
         for begin in range(0, length, N):
             slot = begin + n
-            k = _tokens(*of_keys, slot, slot < length, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
-            scores = tl.where(slot[None, :] <= last[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
+            k = _tokens(*k_pointers, slot, slot < length, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
+            scores = tl.where(slot[None, :] <= last_visible[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
             top = higher
         share = tl.where(first + m < ROWS, 1 / (total * ROWS), 0.0)
         for begin in range(0, stop, N):
             slot = begin + n
-            k = _tokens(*of_keys, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
+            k = _tokens(*k_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
-            own = tl.sum(weights, 0)
+            importance = tl.sum(weights, 0)
             if first > 0:
-                own += tl.load(received + slot, slot < stop, 0.0)
+                importance += tl.load(received + slot, slot < stop, 0.0)
             tl.debug_barrier()  # lanes may hold the same element
-            tl.store(received + slot, own, slot < stop)
+            tl.store(received + slot, importance, slot < stop)
     if NORM:
         tl.debug_barrier()
         for begin in range(0, stop, N):
             slot = begin + n
-            v = _tokens(*of_values, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS).to(tl.float32)
-            own = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
+            v = _tokens(*v_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS).to(tl.float32)
+            importance = tl.load(received + slot, slot < stop, 0.0) * tl.sqrt_rn(tl.sum(v * v, 1))
             tl.debug_barrier()
-            tl.store(received + slot, own, slot < stop)
+            tl.store(received + slot, importance, slot < stop)
     if score_ptr is not None:
         first_score = tl.load(first_score_ptr + head)
-        scored = tl.load(first_score_ptr + head + 1) - first_score
+        score_count = tl.load(first_score_ptr + head + 1) - first_score
         score = score_ptr + batch * score_batch + first_score
         tl.debug_barrier()
-        for begin in range(0, tl.minimum(scored, stop), N):
+        for begin in range(0, tl.minimum(score_count, stop), N):
             slot = begin + n
-            there = slot < tl.minimum(scored, stop)
-            own = tl.load(received + slot, there, 0.0) + tl.load(score + slot, there, 0.0)
+            mask = slot < tl.minimum(score_count, stop)
+            importance = tl.load(received + slot, mask, 0.0) + tl.load(score + slot, mask, 0.0)
             tl.debug_barrier()
-            tl.store(received + slot, own, there)
+            tl.store(received + slot, importance, mask)
     tl.debug_barrier()  # other threads read what these have stored
 
     # floats that are not negative are in the order of their bits
     for begin in range(0, stop, N):
         slot = begin + n
-        best = tl.zeros([N], tl.float32)
-        for beside in range(-(POOLED // 2), POOLED // 2 + 1):
-            near = slot + beside
-            own = tl.load(received + near, (near >= 0) & (near < stop), 0.0)
-            best = best + own if MEAN else tl.maximum(best, own)
-        bits = best.to(tl.int32, bitcast=True)
+        pooled_importance = tl.zeros([N], tl.float32)
+        for distance in range(-(POOLED // 2), POOLED // 2 + 1):
+            neighbor = slot + distance
+            importance = tl.load(received + neighbor, (neighbor >= 0) & (neighbor < stop), 0.0)
+            pooled_importance = pooled_importance + importance if MEAN else tl.maximum(pooled_importance, importance)
+        bits = pooled_importance.to(tl.int32, bitcast=True)
         tl.store(pooled + slot, tl.where(slot < SINKS, ALWAYS_KEPT, bits), slot < stop)
     tl.debug_barrier()
 
@@ -215,32 +215,32 @@ def _select_kernel(
     threshold = tl.zeros([], tl.int32)
     for step in range(0, 31):
         trial = threshold | (1 << (30 - step))
-        threshold = tl.where(_reaching(pooled, trial, stop, N) >= count, trial, threshold)
-    ties = count - _reaching(pooled, threshold + 1, stop, N)  # of which the first ones stay
-    equal_before, kept_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        threshold = tl.where(_count_reaching(pooled, trial, stop, N) >= count, trial, threshold)
+    ties = count - _count_reaching(pooled, threshold + 1, stop, N)  # of which the first ones stay
+    ties_before, kept_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for begin in range(0, stop, N):
         slot = begin + n
         bits = tl.load(pooled + slot, slot < stop, -1)
-        equal = (bits == threshold).to(tl.int32)
-        stays = (bits > threshold) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= ties))
-        place = kept_before + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.store(kept + place, slot, stays)
-        equal_before += tl.sum(equal, 0)
-        kept_before += tl.sum(stays.to(tl.int32), 0)
+        is_tie = (bits == threshold).to(tl.int32)
+        selected = (bits > threshold) | ((is_tie > 0) & (ties_before + tl.cumsum(is_tie, 0) <= ties))
+        place = kept_before + tl.cumsum(selected.to(tl.int32), 0) - 1
+        tl.store(kept_slots + place, slot, selected)
+        ties_before += tl.sum(is_tie, 0)
+        kept_before += tl.sum(selected.to(tl.int32), 0)
     for begin in range(stop, length, N):
         slot = begin + n
-        tl.store(kept + count + slot - stop, slot, slot < length)
+        tl.store(kept_slots + count + slot - stop, slot, slot < length)
     if score_ptr is not None:
         tl.debug_barrier()
-        for begin in range(0, scored, N):
+        for begin in range(0, score_count, N):
             slot = begin + n
-            source = tl.load(kept + slot, slot < count, 0)
-            tl.store(score + slot, tl.load(received + source, slot < count, 0.0), slot < scored)
+            source = tl.load(kept_slots + slot, slot < count, 0)
+            tl.store(score + slot, tl.load(received + source, slot < count, 0.0), slot < score_count)
     tl.store(skipped, column - count - (length - stop))
 
 
 @triton.jit
-def _reaching(pooled, threshold, stop, N: tl.constexpr):
+def _count_reaching(pooled, threshold, stop, N: tl.constexpr):
     """How many of the first `stop` bits reach a threshold."""
     n = tl.arange(0, N)
     reaching = tl.zeros([N], tl.int32)
@@ -249,7 +249,7 @@ def _reaching(pooled, threshold, stop, N: tl.constexpr):
     return tl.sum(reaching, 0)
 
 
-def _own_scales(table: HeadTable) -> dict[str, int | None]:
+def _token_scale_options(table: HeadTable) -> dict[str, int | None]:
     """How a kernel finds the codes of tokens in tiles: bits, and the groups of a token that have scales."""
     options = _pack_options(table)
     return {"BITS": options["BITS"], "COLUMNS": options["V_COLUMNS"]}
@@ -265,12 +265,12 @@ class Accumulated(NamedTuple):
 def select(
     table: HeadTable,
     budgets: torch.Tensor,
-    asked: torch.Tensor,
+    queries: torch.Tensor,
     column: int,
     places: int,
     selection: Selection,
     scoring: Scoring,
-    earlier: Accumulated | None = None,
+    accumulated: Accumulated | None = None,
 ) -> torch.Tensor:
     """Choose the slots that each head keeps before a column, and let `table.skipped` count the others.
 
@@ -282,44 +282,44 @@ def select(
     Args:
         table: of the held heads alone, which have a token of every column that they do not skip.
         budgets: int32 [heads].
-        asked: queries [batch, heads * group, n, head_dim], column c at c % n.
+        queries: [batch, heads * group, n, head_dim], column c at c % n.
         places: the most tokens that a head has.
-        earlier: scores to which heads add what tokens receive now, and which then are those of the chosen tokens.
+        accumulated: scores to which heads add what tokens receive now, and which then are those of the chosen tokens.
 
     Returns:
         int32 [batch, heads, places], ascending; arbitrary beyond the columns that a head does not skip now.
     """
-    assert asked.stride(3) == 1
+    assert queries.stride(3) == 1
     slots, (batch, heads) = _slots(table), table.skipped.shape
-    rows = asked.shape[1] // heads * selection.window
-    received = torch.empty(batch, heads, places, device=asked.device)
-    pooled, kept = torch.empty(2, batch, heads, places, dtype=torch.int32, device=asked.device)
-    wide = _padded(slots["D"]) * asked.element_size() > 256
-    with torch.cuda.device_of(asked):
+    rows = queries.shape[1] // heads * selection.window
+    received = torch.empty(batch, heads, places, device=queries.device)
+    pooled, kept_slots = torch.empty(2, batch, heads, places, dtype=torch.int32, device=queries.device)
+    wide_rows = _padded(slots["D"]) * queries.element_size() > 256
+    with torch.cuda.device_of(queries):
         _select_kernel[(batch * heads,)](
             **slots,
             **_tiles(table, torch.uint8),
-            **_own_scales(table),
+            **_token_scale_options(table),
             **_score_factors(scoring),
-            **_strides(asked, "asked_batch", "asked_head", "asked_place"),
+            **_strides(queries, "asked_batch", "asked_head", "asked_place"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            asked_ptr=asked,
+            asked_ptr=queries,
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
-            score_ptr=earlier.scores if earlier else None,
-            first_score_ptr=earlier.firsts if earlier else None,
-            score_batch=earlier.scores.stride(0) if earlier else 0,
+            score_ptr=accumulated.scores if accumulated else None,
+            first_score_ptr=accumulated.firsts if accumulated else None,
+            score_batch=accumulated.scores.stride(0) if accumulated else 0,
             received_ptr=received,
             pooled_ptr=pooled,
-            kept_ptr=kept,
+            kept_ptr=kept_slots,
             column=column,
             places=places,
-            M=min(max(16, triton.next_power_of_2(rows)), 16 if wide else 32),
-            N=(32 if wide else 64) // (1 if table.tiles is None else 2),
+            M=min(max(16, triton.next_power_of_2(rows)), 16 if wide_rows else 32),
+            N=(32 if wide_rows else 64) // (1 if table.tiles is None else 2),
             ROWS=rows,
             WINDOW=selection.window,
-            ASKED=asked.shape[2],
+            ASKED=queries.shape[2],
             POOLED=selection.kernel_size,
             MEAN=selection.pool != "max",
             NORM=selection.select == VALUE_NORM,
@@ -329,4 +329,4 @@ def select(
             enable_fp_fusion=False,
             **({"maxnreg": SELECT_REGISTERS} if torch.version.hip is None else {}),
         )
-    return kept
+    return kept_slots

@@ -21,7 +21,7 @@ def _append_kernel(
     q_ptr,  # [batch, heads * G, D]
     new_k_ptr,  # [batch, heads, D]
     new_v_ptr,
-    asking_ptr,  # [batch, heads * G, D], or None
+    rotated_q_ptr,  # [batch, heads * G, D], or None
     matrix_ptr,  # [D, D] in fp32, or None
     offset_ptr,
     columns_ptr,
@@ -49,23 +49,27 @@ def _append_kernel(
     position = tl.load(columns_ptr) - 1 - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
     sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
     slot = tl.where(position < sink, position, sink + (position - sink) % tl.maximum(ring, 1))
-    at = batch * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + slot) * kv_slot
-    came, to, rotated = new_k_ptr + batch * new_k_batch + head * new_k_head, k_ptr + at, rotated_keys
+    offset = batch * kv_batch + (tl.load(offset_ptr + head).to(tl.int64) + slot) * kv_slot
+    source, target, rotated_heads = new_k_ptr + batch * new_k_batch + head * new_k_head, k_ptr + offset, rotated_keys
     if state == 1:
-        came, to, rotated = new_v_ptr + batch * new_v_batch + head * new_v_head, v_ptr + at, rotated_values
-    if asking_ptr is not None:  # noqa: SIM102  # which alone the compiler knows
+        source, target, rotated_heads = (
+            new_v_ptr + batch * new_v_batch + head * new_v_head,
+            v_ptr + offset,
+            rotated_values,
+        )
+    if rotated_q_ptr is not None:  # noqa: SIM102  # which alone the compiler knows
         if state > 1:
             member = head * G + state - 2
-            came, to = q_ptr + batch * q_batch + member * q_head, asking_ptr + (batch * heads * G + member) * D
+            source, target = q_ptr + batch * q_batch + member * q_head, rotated_q_ptr + (batch * heads * G + member) * D
     if (position >= 0) | (state > 1):
         d = tl.arange(0, _padded(D))
-        x = tl.load(came + d, d < D, 0.0)
+        x = tl.load(source + d, d < D, 0.0)
         if matrix_ptr is None:
-            tl.store(to + d, x, d < D)
-        elif head < rotated:
-            _times_matrix(x.to(tl.float32), matrix_ptr, to, step=D, own_step=1, D=D, N=MATRIX_N)
+            tl.store(target + d, x, d < D)
+        elif head < rotated_heads:
+            _times_matrix(x.to(tl.float32), matrix_ptr, target, step=D, sum_step=1, D=D, N=MATRIX_N)
         else:
-            tl.store(to + d, x, d < D)
+            tl.store(target + d, x, d < D)
 
 
 def append(
@@ -89,15 +93,15 @@ def append(
     assert query.stride(2) == keys.stride(3) == values.stride(3) == 1
     batch, heads = keys.shape[:2]
     group = query.shape[1] // heads
-    asking = torch.empty_like(query, memory_format=torch.contiguous_format) if table.rotated_keys else None
+    rotated_query = torch.empty_like(query, memory_format=torch.contiguous_format) if table.rotated_keys else None
     with torch.cuda.device_of(keys):
-        _append_kernel[(batch * heads, 2 if asking is None else 2 + group)](
+        _append_kernel[(batch * heads, 2 if rotated_query is None else 2 + group)](
             **_slots(table),
             **_matrix(table),
             q_ptr=query,
             new_k_ptr=keys,
             new_v_ptr=values,
-            asking_ptr=asking,
+            rotated_q_ptr=rotated_query,
             columns_ptr=columns,
             skipped_ptr=table.skipped,
             **_strides(query, "q_batch", "q_head"),
@@ -110,7 +114,7 @@ def append(
             num_warps=4 if table.rotated_values else 1,
             enable_fp_fusion=False,
         )
-    return query if asking is None else asking
+    return query if rotated_query is None else rotated_query
 
 
 @triton.jit
@@ -126,29 +130,29 @@ def _places(first, n, ring, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _range(x, there, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: tl.constexpr, dtype: tl.constexpr):
+def _range(x, mask, low, high, AXIS: tl.constexpr, MOST: tl.constexpr, RANGES: tl.constexpr, dtype: tl.constexpr):
     """Scale and minimum of groups along an axis of x, rounded to dtype, as `kv_tiles` chooses them."""
-    most = tl.full(low.shape, MOST, tl.float32)
-    scale, least = tl.div_rn(high - low, most).to(dtype).to(tl.float32), low
+    max_code = tl.full(low.shape, MOST, tl.float32)
+    scale, minimum = tl.div_rn(high - low, max_code).to(dtype).to(tl.float32), low
     if RANGES > 1:
-        errors = _squared_error(x, there, scale, least, AXIS, MOST)
+        errors = _squared_error(x, mask, scale, minimum, AXIS, MOST)
         for step in range(1, RANGES):
             factor = tl.div_rn(tl.full(low.shape, 20 - step, tl.float32), tl.full(low.shape, 20, tl.float32))
             span = (high - low) * factor
-            narrow = tl.div_rn(span, most).to(dtype).to(tl.float32)
-            start = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)
-            error = _squared_error(x, there, narrow, start, AXIS, MOST)
-            better = error < errors
-            scale, least = tl.where(better, narrow, scale), tl.where(better, start, least)
-            errors = tl.where(better, error, errors)
-    return scale, least
+            narrow_scale = tl.div_rn(span, max_code).to(dtype).to(tl.float32)
+            narrow_minimum = ((low + high) * 0.5 - span * 0.5).to(dtype).to(tl.float32)
+            error = _squared_error(x, mask, narrow_scale, narrow_minimum, AXIS, MOST)
+            improves = error < errors
+            scale, minimum = tl.where(improves, narrow_scale, scale), tl.where(improves, narrow_minimum, minimum)
+            errors = tl.where(improves, error, errors)
+    return scale, minimum
 
 
 @triton.jit
-def _squared_error(x, there, scale, low, AXIS: tl.constexpr, MOST: tl.constexpr):
-    wide, least = tl.expand_dims(scale, AXIS), tl.expand_dims(low, AXIS)
-    codes = _rounded(tl.div_rn(x - least, tl.where(wide > 0, wide, 1.0) + tl.zeros_like(x)))
-    difference = tl.where(there, tl.minimum(tl.maximum(codes, 0.0), MOST) * wide + least - x, 0.0)
+def _squared_error(x, mask, scale, low, AXIS: tl.constexpr, MOST: tl.constexpr):
+    group_scale, group_minimum = tl.expand_dims(scale, AXIS), tl.expand_dims(low, AXIS)
+    codes = _rounded(tl.div_rn(x - group_minimum, tl.where(group_scale > 0, group_scale, 1.0) + tl.zeros_like(x)))
+    difference = tl.where(mask, tl.minimum(tl.maximum(codes, 0.0), MOST) * group_scale + group_minimum - x, 0.0)
     return tl.sum(difference * difference, AXIS)
 
 
@@ -184,7 +188,7 @@ def _pack(
             inside = (d < D) & (n >= 0)[:, None]
             scale, low = _range(x, inside, tl.min(x, 0), tl.max(x, 0), 0, MOST, RANGES, dtype)
             scale, low = scale[None, :], low[None, :]
-            at, there = start // N * D + d, d < D
+            at, mask = start // N * D + d, d < D
         else:
             column, g = tl.arange(0, _power(COLUMNS))[None, :, None], tl.arange(0, _power(GROUP))[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
@@ -193,25 +197,25 @@ def _pack(
             low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
             scale, low = _range(x, inside, tl.min(low, 2), tl.max(high, 2), 2, MOST, RANGES, dtype)
             column = tl.arange(0, _power(COLUMNS))[None, :]
-            at, there = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
-        tl.store(scale_ptr + at, scale.to(dtype), there)
-        tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), there)
+            at, mask = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
+        tl.store(scale_ptr + at, scale.to(dtype), mask)
+        tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), mask)
     tl.debug_barrier()  # other threads read what these have stored
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
-        there = (w < W)[None, :] & (n >= 0)[:, None]
+        mask = (w < W)[None, :] & (n >= 0)[:, None]
         packed, third = tl.zeros([N, WP], tl.int32), tl.zeros([N, WP], tl.int32)
         for plane in tl.static_range(8 // WORD_BITS):
             d = plane * W + w
-            x = tl.load(state_ptr + token[:, None] * step + d[None, :], there, 0.0).to(tl.float32)
+            x = tl.load(state_ptr + token[:, None] * step + d[None, :], mask, 0.0).to(tl.float32)
             at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
-            scale = tl.load(at, there, 1.0).to(tl.float32)
-            low = tl.load(at + ROWS * COLUMNS, there, 0.0).to(tl.float32)
+            scale = tl.load(at, mask, 1.0).to(tl.float32)
+            low = tl.load(at + ROWS * COLUMNS, mask, 0.0).to(tl.float32)
             code = _rounded(tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0)))
             code = tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32)
             packed |= (code & (2**WORD_BITS - 1)) << (WORD_BITS * plane)
             third |= (code >> WORD_BITS) << plane
-        tl.store(code_ptr + (start + n)[:, None] * W + w[None, :], packed.to(tl.uint8), there)
+        tl.store(code_ptr + (start + n)[:, None] * W + w[None, :], packed.to(tl.uint8), mask)
         if BITS == 3:
             even, odd = tl.split(tl.reshape(third, [N, WP // 2, 2]))
             half = tl.arange(0, WP // 2)[None, :]
@@ -256,8 +260,8 @@ def _flush_kernel(
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     first = tl.load(first_ptr + head)
-    own = packed_ptr + batch * packed_batch + head * packed_head
-    packed = tl.load(own).to(tl.int32)
+    packed_count_ptr = packed_ptr + batch * packed_batch + head * packed_head
+    packed = tl.load(packed_count_ptr).to(tl.int32)
     confirmed = tl.load(confirmed_ptr + batch * confirmed_batch + head * confirmed_head).to(tl.int32)
     sink = tl.load(sink_ptr + head)
     if (first >= 0) & (confirmed - sink - packed >= least):
@@ -286,7 +290,7 @@ def _flush_kernel(
                 RANGES=RANGES,
                 LISTED=False,
             )
-        tl.store(own, packed + TILE_TOKENS)
+        tl.store(packed_count_ptr, packed + TILE_TOKENS)
 
 
 def flush(table: HeadTable, confirmed: torch.Tensor) -> None:

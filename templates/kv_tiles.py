@@ -55,7 +55,7 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    key_groups, value_groups = (of(keys.shape[-1]) for of in (quantization.key_groups, quantization.value_groups))
+    key_groups, value_groups = (shape(keys.shape[-1]) for shape in (quantization.key_groups, quantization.value_groups))
     return Tiles(*quantize_groups(keys, key_groups, quantization), *quantize_groups(values, value_groups, quantization))
 
 
@@ -84,20 +84,22 @@ def key_products(query: torch.Tensor, tiles: Tiles, bits: int, room: torch.Tenso
     products = query.new_empty(batch, heads, query.shape[2], count, TILE)
     factors = _inverse_shifts(bits, query.dtype, query.device)
     planes = len(factors)
-    asked = query.unflatten(3, (planes, -1)).movedim(3, 0) * factors
+    plane_query = query.unflatten(3, (planes, -1)).movedim(3, 0) * factors
     per_token = rows == TILE  # scales of a token and a run of channels; else of a channel and a run of tokens
     scales = _by_plane(scale, query.shape[3], planes) if per_token else scale.unflatten(4, (planes, -1)).movedim(4, 0)
     runs = scales.shape[4] if per_token else 1
-    for own, codes in _codes_in(tiles.key_codes, bits, runs, room):
+    for tile_slice, codes in _codes_in(tiles.key_codes, bits, runs, room):
         if per_token:
-            found = asked.unflatten(4, (runs, -1)).transpose(3, 4)[:, :, :, None] @ codes.mT
-            found = (found * scales[:, :, :, own, :, None]).sum((0, 4))
+            tile_products = plane_query.unflatten(4, (runs, -1)).transpose(3, 4)[:, :, :, None] @ codes.mT
+            tile_products = (tile_products * scales[:, :, :, tile_slice, :, None]).sum((0, 4))
         else:
-            scaled = asked[:, :, :, None, None] * scales[:, :, :, own, :, None]
-            found = (scaled @ codes[:, :, :, :, 0].unflatten(4, (rows, -1)).mT).sum(0).transpose(3, 4).flatten(4)
-        products[:, :, :, own] = found.transpose(2, 3)
-    added = query.unflatten(3, (columns, -1)).sum(4) @ low.flatten(2, 3).mT
-    products.view(batch, heads, -1, count * rows, TILE // rows).add_(added[..., None])
+            scaled_query = plane_query[:, :, :, None, None] * scales[:, :, :, tile_slice, :, None]
+            tile_products = (
+                (scaled_query @ codes[:, :, :, :, 0].unflatten(4, (rows, -1)).mT).sum(0).transpose(3, 4).flatten(4)
+            )
+        products[:, :, :, tile_slice] = tile_products.transpose(2, 3)
+    minimum_products = query.unflatten(3, (columns, -1)).sum(4) @ low.flatten(2, 3).mT
+    products.view(batch, heads, -1, count * rows, TILE // rows).add_(minimum_products[..., None])
     return products.flatten(3)
 
 
@@ -106,13 +108,13 @@ def weighted_values(weights: torch.Tensor, tiles: Tiles, bits: int, room: torch.
     scale, low = tiles.value_scales.to(weights.dtype).unbind(3)
     factors, head_dim = _inverse_shifts(bits, weights.dtype, weights.device), tiles.value_codes.shape[4] * 8 // bits
     scales = _by_plane(scale, head_dim, len(factors))
-    by_tile, sums = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None], []
-    for own, codes in _codes_in(tiles.value_codes, bits, scales.shape[4], room):
-        sums.append((by_tile[:, :, own] * scales[:, :, :, own, :, None] @ codes).sum(3))
+    tile_weights, sums = weights.unflatten(3, (-1, TILE)).transpose(2, 3)[:, :, :, None], []
+    for tile_slice, codes in _codes_in(tiles.value_codes, bits, scales.shape[4], room):
+        sums.append((tile_weights[:, :, tile_slice] * scales[:, :, :, tile_slice, :, None] @ codes).sum(3))
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)  # [planes, batch, heads, runs, n, channels of one]
-    found = total.mul_(factors[..., None]).permute(1, 2, 4, 0, 3, 5).flatten(3)
-    found.unflatten(3, (scale.shape[4], -1)).add_((weights @ low.flatten(2, 3))[..., None])
-    return found
+    output = total.mul_(factors[..., None]).permute(1, 2, 4, 0, 3, 5).flatten(3)
+    output.unflatten(3, (scale.shape[4], -1)).add_((weights @ low.flatten(2, 3))[..., None])
+    return output
 
 
 def _by_plane(scale: torch.Tensor, head_dim: int, planes: int) -> torch.Tensor:
@@ -133,17 +135,17 @@ def _codes_in(packed: torch.Tensor, bits: int, runs: int, room: torch.Tensor) ->
         factors.
     """
     planes = 4 if bits == 3 else 8 // bits
-    most = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits))
-    for first in range(0, packed.shape[2], most):
-        own = slice(first, first + most)
-        part = packed[:, :, own]
+    max_tiles = max(1, room.numel() // (packed[:, :, 0].numel() * 8 // bits))
+    for first_tile in range(0, packed.shape[2], max_tiles):
+        tile_slice = slice(first_tile, first_tile + max_tiles)
+        part = packed[:, :, tile_slice]
         codes = room[: part.numel() * 8 // bits].view(planes, *part.shape[:3], runs, TILE, -1)
         if bits in (3, 8):
             for plane, states in enumerate(_planes(part, bits)):
                 codes[plane] = _by_run(states, runs)
         else:
             codes.copy_(_by_run(part, runs) & _masks(bits, part.device))
-        yield own, codes
+        yield tile_slice, codes
 
 
 def _by_run(codes: torch.Tensor, runs: int) -> torch.Tensor:
@@ -170,11 +172,11 @@ def _inverse_shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torc
 def quantize_groups(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = _encoded(states, groups, quantization)
+    codes, scales = _encode(states, groups, quantization)
     return _pack(codes, quantization.bits), scales
 
 
-def _encoded(
+def _encode(
     states: torch.Tensor, groups: tuple[int, int], quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., tokens, head_dim], scales and minima [..., 2, *groups]."""
@@ -194,16 +196,16 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
     if count == 1:
         return ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
-    parts = (20 - torch.arange(count, device=low.device)) / 20
-    spans = (high - low) * parts.view(-1, *[1] * low.dim())
+    fractions = (20 - torch.arange(count, device=low.device)) / 20
+    spans = (high - low) * fractions.view(-1, *[1] * low.dim())
     scales = (spans / (2**bits - 1)).to(dtype).float()
     starts = ((low + high) * 0.5 - spans * 0.5).to(dtype).float()
     starts[0] = low
     at_once = max(1, TRIED // max(grouped.numel(), 1))
     ranges = zip(scales.split(at_once), starts.split(at_once), strict=True)
-    errors = torch.cat([_squared_error(grouped, *of_ranges, bits) for of_ranges in ranges])
-    best = errors.argmin(0, keepdim=True)  # the first of equal ones
-    return scales.gather(0, best)[0], starts.gather(0, best)[0]
+    errors = torch.cat([_squared_error(grouped, *chunk, bits) for chunk in ranges])
+    best_range = errors.argmin(0, keepdim=True)  # the first of equal ones
+    return scales.gather(0, best_range)[0], starts.gather(0, best_range)[0]
 
 
 def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
@@ -242,13 +244,13 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[torch.Tensor]:
         for place, plane in enumerate(_planes(low, 2)):
             yield plane.bitwise_or_((pairs >> place).bitwise_and_(0x0404).view(torch.uint8))
         return
-    last = 8 // bits - 1
-    for plane in range(last + 1):  # in place where it can be, since a CPU spends much time on pages of new memory
+    last_plane = 8 // bits - 1
+    for plane in range(last_plane + 1):  # in place where it can be, since a CPU spends much time on pages of new memory
         if plane == 0:
-            yield packed & (2**bits - 1) if last else packed
+            yield packed & (2**bits - 1) if last_plane else packed
         else:
             shifted = packed >> bits * plane
-            yield shifted if plane == last else shifted.bitwise_and_(2**bits - 1)
+            yield shifted if plane == last_plane else shifted.bitwise_and_(2**bits - 1)
 
 
 def split_thirds(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,9 +292,9 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
     QuaRot (Ashkboos et al. 2024, arXiv 2404.00456) builds its rotations from such products.
     """
     power = head_dim & -head_dim
-    rest = torch.arange(head_dim // power, dtype=torch.float64)
-    size = len(rest)
-    matrix = torch.cos(math.pi / size * (rest + 0.5) * rest[:, None]) * (2 / size) ** 0.5
+    index = torch.arange(head_dim // power, dtype=torch.float64)
+    size = len(index)
+    matrix = torch.cos(math.pi / size * (index + 0.5) * index[:, None]) * (2 / size) ** 0.5
     matrix[0] = size**-0.5
     for _ in range(power.bit_length() - 1):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * 0.5**0.5
@@ -308,8 +310,8 @@ def rotated(states: torch.Tensor, heads: int, back: bool = False) -> torch.Tenso
         return states
     dtype = torch.promote_types(states.dtype, torch.float32)
     matrix = rotation(states.shape[-1], dtype, states.device)
-    turned = (states[:, :heads].to(dtype) @ (matrix if back else matrix.mT)).to(states.dtype)
-    return turned if heads == states.shape[1] else torch.cat([turned, states[:, heads:]], 1)
+    rotated_heads = (states[:, :heads].to(dtype) @ (matrix if back else matrix.mT)).to(states.dtype)
+    return rotated_heads if heads == states.shape[1] else torch.cat([rotated_heads, states[:, heads:]], 1)
 
 
 class QuantizedGroup(HeadGroup):
@@ -342,8 +344,8 @@ class QuantizedGroup(HeadGroup):
 
     def wanted_tiles(self, capacity: int) -> int:
         """Tiles that a head fills in this many columns; never fewer than there are."""
-        filled = self.quantization.tiles(min(capacity - self.least, self.most) - self.sink)
-        return max(self.count, min(filled, self.quantization.window_tiles(self.span)))
+        filled_tiles = self.quantization.tiles(min(capacity - self.min_skipped, self.max_tokens) - self.sink)
+        return max(self.count, min(filled_tiles, self.quantization.window_tiles(self.span)))
 
     def due(self) -> bool:
         """Whether the next token makes some row pack a tile."""
@@ -379,20 +381,20 @@ class QuantizedGroup(HeadGroup):
         """Pack the tiles that are due, of tokens that are stored."""
         for row, skip in enumerate(self.skips):
             if self._target(skip) > self.packed[row]:
-                rows, none = slice(row, row + 1), self.keys[row : row + 1, :, :0]
-                self._pack(rows, self._target(skip), self.settled + 1 - skip, none, none)
+                rows, no_states = slice(row, row + 1), self.keys[row : row + 1, :, :0]
+                self._pack(rows, self._target(skip), self.settled + 1 - skip, no_states, no_states)
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Quantize `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
-        most, start = TILE * max(1, min(self.tiles_at_once(keys.shape[0]), self.count)), start - self.sink
+        max_tokens, start = TILE * max(1, min(self.tiles_at_once(keys.shape[0]), self.count)), start - self.sink
         oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
-        for first in range(oldest, stop, most):
-            last = min(first + most, stop)
+        for first in range(oldest, stop, max_tokens):
+            last = min(first + max_tokens, stop)
             parts = []
-            for stored, arriving in ((self.keys, keys), (self.values, values)):
+            for storage, new_states in ((self.keys, keys), (self.values, values)):
                 slots = self.slot(self.sink + torch.arange(first, max(min(start, last), first), device=keys.device))
-                arrived = arriving[:, :, max(first - start, 0) : max(last - start, 0)]
-                states = torch.cat([stored[rows][:, :, slots], arrived], 2) if len(slots) else arrived
+                new_part = new_states[:, :, max(first - start, 0) : max(last - start, 0)]
+                states = torch.cat([storage[rows][:, :, slots], new_part], 2) if len(slots) else new_part
                 parts.append(states.unflatten(2, (-1, TILE)))
             place = torch.arange(first // TILE, last // TILE, device=keys.device) % self.count
             for tiles, packed in zip(self.tiles, quantize(*parts, self.quantization), strict=True):
@@ -401,15 +403,18 @@ class QuantizedGroup(HeadGroup):
             self.packed[row] = max(self.packed[row], stop)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = super().at(positions)
+        slot_states = super().at(positions)
         if not any(self.packed):
-            return stored
+            return slot_states
         after_sinks = positions - self.sink
-        packed = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
-        place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(stored[0])
+        in_tiles = (after_sinks >= 0) & (after_sinks < on_device(self.packed, self.keys.device)[:, None])
+        place = (after_sinks % (TILE * self.count))[:, None, :, None].expand_as(slot_states[0])
         dequantized = (states.flatten(2, 3) for states in dequantize(self.tiles, self.quantization.bits))
-        parts = zip(dequantized, stored, strict=True)
-        keys, values = (torch.where(packed[:, None, :, None], old.gather(2, place), new) for old, new in parts)
+        parts = zip(dequantized, slot_states, strict=True)
+        keys, values = (
+            torch.where(in_tiles[:, None, :, None], tile_part.gather(2, place), slot_part)
+            for tile_part, slot_part in parts
+        )
         return keys, values
 
     def tiles_at_once(self, rows: int) -> int:
@@ -426,17 +431,17 @@ class QuantizedGroup(HeadGroup):
         They are empty, or hold tokens that are packed or were taken back. `seen` columns have been stored. A row that
         is only padding so far sees its first slot.
         """
-        every = [*zip(self.skips, self.packed, strict=True)]
-        alike = len(set(every)) == 1
-        for row, (skip, packed) in enumerate(every[:1] if alike else every):
+        row_counts = [*zip(self.skips, self.packed, strict=True)]
+        rows_agree = len(set(row_counts)) == 1
+        for row, (skip, packed) in enumerate(row_counts[:1] if rows_agree else row_counts):
             length, ring = max(seen - skip, 1), self.ring
-            stored, first = max(length - self.sink - packed, 0), packed % ring
+            stored_tokens, first_slot = max(length - self.sink - packed, 0), packed % ring
             spans = [(min(length, self.sink), self.sink), (slots + packed, slots + tokens)]
-            if first + stored <= ring:
-                spans += [(self.sink, self.sink + first), (self.sink + first + stored, slots)]
+            if first_slot + stored_tokens <= ring:
+                spans += [(self.sink, self.sink + first_slot), (self.sink + first_slot + stored_tokens, slots)]
             else:
-                spans.append((self.sink + first + stored - ring, self.sink + first))
-            rows = slice(None) if alike else slice(row, row + 1)
+                spans.append((self.sink + first_slot + stored_tokens - ring, self.sink + first_slot))
+            rows = slice(None) if rows_agree else slice(row, row + 1)
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int] | None]]:
@@ -444,14 +449,14 @@ class QuantizedGroup(HeadGroup):
 
         With each block comes how many of its first tokens each row has, or None where rows have them all.
         """
-        first = 0
-        tiles, most = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
-        for parts in zip(*(part.split(most, 2) for part in tiles), strict=True):
+        first_token = 0
+        tiles, max_tiles = self.packed_tiles(), self.tiles_at_once(self.keys.shape[0])
+        for parts in zip(*(part.split(max_tiles, 2) for part in tiles), strict=True):
             keys, values = (states.flatten(2, 3) for states in dequantize(Tiles(*parts), self.quantization.bits))
             tokens = keys.shape[2]
-            counts = [min(max(packed - first, 0), tokens) for packed in self.packed]
+            counts = [min(max(packed - first_token, 0), tokens) for packed in self.packed]
             yield keys, values, None if min(counts) == tokens else counts
-            first += tokens
+            first_token += tokens
 
 
 def head_group(
@@ -467,20 +472,20 @@ def head_group(
 
 def allocate_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int]) -> Tiles:
     """Move the tiles of a layer's groups into one buffer for each part, with this many tiles a head."""
-    old = [group.tiles for group in groups]
+    old_tiles = [group.tiles for group in groups]
     total = sum(group.heads * count for group, count in zip(groups, counts, strict=True))
     buffers = empty_tiles(groups[0].keys, total, groups[0].quantization)
     bind_tiles(groups, counts, buffers)
-    for group, tiles in zip(groups, old, strict=True):
-        for mine, before in zip(group.tiles, tiles, strict=True):
-            mine[:, :, : before.shape[2]] = before
+    for group, tiles in zip(groups, old_tiles, strict=True):
+        for new_part, old_part in zip(group.tiles, tiles, strict=True):
+            new_part[:, :, : old_part.shape[2]] = old_part
     return buffers
 
 
 def bind_tiles(groups: Sequence[QuantizedGroup], counts: Sequence[int], buffers: Tiles) -> None:
     """Let the tiles of groups be views of buffers that `allocate_tiles` made, or of their rows."""
-    first = 0
+    start = 0
     for group, count in zip(groups, counts, strict=True):
-        shape, last = (group.heads, count), first + group.heads * count
-        group.tiles = buffers.map(lambda part: part[:, first:last].unflatten(1, shape))  # noqa: B023
-        first = last
+        shape, stop = (group.heads, count), start + group.heads * count
+        group.tiles = buffers.map(lambda part: part[:, start:stop].unflatten(1, shape))  # noqa: B023
+        start = stop

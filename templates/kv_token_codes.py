@@ -21,28 +21,28 @@ class TokenCodes:
         assert layer.keys is not None  # as there are tiles
         assert layer.values is not None
         assert layer.tiles is not None
-        self.groups, self.how, self.sink = groups, groups[0].quantization, groups[0].sink
+        self.groups, self.quantization, self.sink = groups, groups[0].quantization, groups[0].sink
         self.packed = [group.packed for group in groups]
         slots, tiles = [group.slots for group in groups], [TILE * group.count for group in groups]
         self.stored = [part[:, part.shape[1] - sum(slots) :] for part in (layer.keys, layer.values)]
         self.tiles = layer.tiles.map(lambda part: part[:, part.shape[1] - sum(tiles) // TILE :])
-        self.tokens = by_token(self.tiles, self.how.bits)
-        begins = [[*accumulate(each[:-1], initial=0)] for each in (slots, tiles)]
+        self.tokens = by_token(self.tiles, self.quantization.bits)
+        starts = [[*accumulate(sizes[:-1], initial=0)] for sizes in (slots, tiles)]
         rows = [*zip(*self.packed, strict=True)]
-        of_rows = rows[:1] if len({*rows}) == 1 else rows
-        known = on_device([*begins, *of_rows], layer.keys.device)[..., None]
-        self.first_slots, self.first_places, self.packed_rows = known[0], known[1], known[2:]
+        row_packed = rows[:1] if len({*rows}) == 1 else rows
+        lookup = on_device([*starts, *row_packed], layer.keys.device)[..., None]
+        self.first_slots, self.first_places, self.packed_rows = lookup[0], lookup[1], lookup[2:]
 
     def states(self, kind: int, position: torch.Tensor) -> torch.Tensor:
         """Keys or values at positions: int64 [1 or batch, 1 or heads, n] -> [batch, heads, n, head_dim]."""
         stored = self.stored[kind]
         slot = self.groups[0].slot(position) + self.first_slots
-        found = _at(stored, slot.clamp(max=stored.shape[1] - 1))
+        slot_states = _gather_places(stored, slot.clamp(max=stored.shape[1] - 1))
         if not any(map(any, self.packed)):
-            return found
+            return slot_states
         in_tile, place = self._place(position)
-        codes, scales = (_at(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
-        return token_states(codes, scales, self.how.bits).where(in_tile[..., None], found)
+        codes, scales = (_gather_places(part, place) for part in self.tokens[2 * kind : 2 * kind + 2])
+        return token_states(codes, scales, self.quantization.bits).where(in_tile[..., None], slot_states)
 
     def _place(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether tokens are in tiles, bool [1 or batch, heads, n], and where among all that could be there."""
@@ -50,7 +50,9 @@ class TokenCodes:
         in_tile = (place >= 0) & (place < self.packed_rows)
         return in_tile, (place + self.first_places).where(in_tile, 0)
 
-    def keep(self, keys: torch.Tensor, source: torch.Tensor, kept: torch.Tensor, counts: list, lengths: list) -> None:
+    def keep(
+        self, keys: torch.Tensor, source: torch.Tensor, kept_counts: torch.Tensor, counts: list, lengths: list
+    ) -> None:
         """Let each head's tokens be some of them, those in tiles by the codes that they have.
 
         Tiles stay as many while there are tokens to fill them, so that none returns to the slots to be quantized again.
@@ -58,34 +60,42 @@ class TokenCodes:
         Args:
             keys: of all tokens, [batch, heads, >= n, head_dim].
             source: int64 [batch, heads, n], where the token at each place is, ascending.
-            kept: int64 [batch, heads, 1], how many tokens each head keeps.
+            kept_counts: int64 [batch, heads, 1], how many tokens each head keeps.
             counts, lengths: of each head, how many tokens each row keeps, and has.
         """
-        how, sink, device, firsts, fresh = self.how, self.sink, source.device, [], 1
-        for group, of_rows, had, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
-            every = [*zip(of_rows, had, packed, strict=True)]
-            refill(group, of_rows)
+        quantization, sink, device, first_places, fresh_tokens = self.quantization, self.sink, source.device, [], 1
+        for group, row_counts, row_lengths, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
+            every = [*zip(row_counts, row_lengths, packed, strict=True)]
+            refill(group, row_counts)
             # up to here all are from tiles: those from slots come last, and are no more than there were
-            firsts.append(max(min(*group.packed, *(count - length + before for count, length, before in every)), 0))
-            fresh = max(fresh, max(group.packed) - firsts[-1])
-        last, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
-        first = on_device(firsts, device)[:, None]
-        in_slots = self.groups[0].positions(kept.flatten(0, 1), slots, self.groups[0].ring).unflatten(0, kept.shape[:2])
-        late = (sink + first + torch.arange(fresh, device=device)).expand(len(source), -1, -1)
-        ends = source.gather(2, torch.cat([in_slots, late], 2).clamp(0, last))
-        states = taken(keys, ends), self.states(VALUES, ends)
+            first_places.append(
+                max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in every)), 0)
+            )
+            fresh_tokens = max(fresh_tokens, max(group.packed) - first_places[-1])
+        last_place, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
+        first_place = on_device(first_places, device)[:, None]
+        in_slots = (
+            self.groups[0]
+            .positions(kept_counts.flatten(0, 1), slots, self.groups[0].ring)
+            .unflatten(0, kept_counts.shape[:2])
+        )
+        late_places = (sink + first_place + torch.arange(fresh_tokens, device=device)).expand(len(source), -1, -1)
+        sources = source.gather(2, torch.cat([in_slots, late_places], 2).clamp(0, last_place))
+        states = take_slots(keys, sources), self.states(VALUES, sources)
         if any(any(group.packed) for group in self.groups):
             place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
-            in_tile, index = self._place(source[..., (sink + place).clamp(max=last)])
-            head = torch.arange(len(first), device=device)[:, None]
-            added = self.tokens.key_codes.shape[1] + fresh * head + (place - first).clamp(0, fresh - 1)
-            parts = zip(index.where(in_tile, added).unbind(1), self.groups, strict=True)
-            every = torch.cat([of_head[:, : TILE * group.count] for of_head, group in parts], 1)[:, None]
-            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), how)
-            new = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
-            pools = (torch.cat(pair, 1) for pair in zip(self.tokens, new, strict=True))
-            moved = Tiles(*(_at(pool, every)[:, 0] for pool in pools))
-            for stored, part in zip(self.tiles, by_tile(moved, how.bits), strict=True):
+            in_tile, index = self._place(source[..., (sink + place).clamp(max=last_place)])
+            head = torch.arange(len(first_place), device=device)[:, None]
+            fresh_index = (
+                self.tokens.key_codes.shape[1] + fresh_tokens * head + (place - first_place).clamp(0, fresh_tokens - 1)
+            )
+            parts = zip(index.where(in_tile, fresh_index).unbind(1), self.groups, strict=True)
+            every = torch.cat([head_index[:, : TILE * group.count] for head_index, group in parts], 1)[:, None]
+            encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), quantization)
+            fresh_parts = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
+            pools = (torch.cat(pair, 1) for pair in zip(self.tokens, fresh_parts, strict=True))
+            moved_tokens = Tiles(*(_gather_places(pool, every)[:, 0] for pool in pools))
+            for stored, part in zip(self.tiles, by_tile(moved_tokens, quantization.bits), strict=True):
                 stored.copy_(part)
         for head, group in enumerate(self.groups):
             for stored, part in zip((group.keys, group.values), states, strict=True):
@@ -97,24 +107,24 @@ def refill(group: QuantizedGroup, counts: Sequence[int]) -> None:
 
     So no token of a tile returns to the slots, to be quantized again.
     """
-    tiles = [(count - group.sink) // TILE for count in counts]
-    least = [group.quantization.tiles(count + 1 - group.sink) for count in counts]
-    rows = zip(group.packed, tiles, least, strict=True)
-    group.packed = [max(TILE * fewest, min(packed, TILE * most)) for packed, most, fewest in rows]
+    max_tiles = [(count - group.sink) // TILE for count in counts]
+    min_tiles = [group.quantization.tiles(count + 1 - group.sink) for count in counts]
+    rows = zip(group.packed, max_tiles, min_tiles, strict=True)
+    group.packed = [max(TILE * lower, min(packed, TILE * upper)) for packed, upper, lower in rows]
 
 
-def taken(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+def take_slots(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
     return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
 
 
-def _at(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _gather_places(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Places of a buffer: [batch, N, width], int64 [1 or batch, heads, n] -> [batch, heads, n, width]."""
     if len(place) == 1:  # the same of every row: whole tokens at a time
-        found = states.index_select(1, place.flatten())
+        gathered = states.index_select(1, place.flatten())
     else:
-        found = states.gather(1, place.flatten(1)[..., None].expand(-1, -1, states.shape[2]))
-    return found.unflatten(1, place.shape[1:])
+        gathered = states.gather(1, place.flatten(1)[..., None].expand(-1, -1, states.shape[2]))
+    return gathered.unflatten(1, place.shape[1:])
 
 
 def by_token(tiles: Tiles, bits: int) -> Tiles:

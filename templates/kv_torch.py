@@ -30,9 +30,9 @@ class Scoring(NamedTuple):
     sinks: torch.Tensor | None = None  # a logit of each query head that takes weight and has no value (gpt-oss)
 
     @classmethod
-    def of(cls, query: torch.Tensor, scaling: float | None, *others) -> "Scoring":
+    def of(cls, query: torch.Tensor, scaling: float | None, *options) -> "Scoring":
         """As attention modules of transformers state it: without a scaling, it is head_dim ** -0.5."""
-        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, *others)
+        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, *options)
 
     def scores(self, products: torch.Tensor) -> torch.Tensor:
         """Scores of dot products."""
@@ -48,8 +48,8 @@ class Scoring(NamedTuple):
         """What sinks leave of attention [batch, query_heads, tokens, head_dim] with this log-sum-exp of its scores."""
         if self.sinks is None:
             return output
-        left = torch.sigmoid(lse - self.sinks.float()[:, None])
-        return (output * left[..., None]).to(output.dtype)
+        remaining = torch.sigmoid(lse - self.sinks.float()[:, None])
+        return (output * remaining[..., None]).to(output.dtype)
 
     def split(self, query_heads: list[int]) -> "list[Scoring]":
         """The same of runs of this many query heads."""
@@ -95,7 +95,7 @@ class AttentionPath(Protocol):
         query: torch.Tensor,
         sinks: Sequence[torch.Tensor],
         window: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor],
+        new_states: Sequence[torch.Tensor],
         past: int,
         skipped: Skipped,
         layout: LayerLayout,
@@ -123,10 +123,10 @@ def attend(
     if scoring.explicit:
         return scoring.sunk(*attend_with_lse(query, keys, values, allowed, scoring))
     batch, query_heads, tokens, head_dim = query.shape
-    folded, mask = _folded(query, keys, allowed)
+    folded_query, mask = _fold(query, keys, allowed)
     if mask is not None:
-        mask = mask.expand(-1, -1, folded.shape[2], -1)
-    output = F.scaled_dot_product_attention(folded, keys, values, mask, scoring.dropout, scale=scoring.scale)
+        mask = mask.expand(-1, -1, folded_query.shape[2], -1)
+    output = F.scaled_dot_product_attention(folded_query, keys, values, mask, scoring.dropout, scale=scoring.scale)
     return output.view(batch, query_heads, tokens, head_dim)  # sizes one by one are read faster than a shape
 
 
@@ -139,8 +139,8 @@ def attend_with_lse(
     Returns:
         As `attend`; and float32 [batch, kv_heads * group, tokens].
     """
-    folded, mask = _folded(query, keys, allowed)
-    scores = scoring.scores((folded @ keys.mT).float())
+    folded_query, mask = _fold(query, keys, allowed)
+    scores = scoring.scores((folded_query @ keys.mT).float())
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)
@@ -148,18 +148,18 @@ def attend_with_lse(
     return (weights @ values).view(query.shape), lse.view(query.shape[:3])
 
 
-def _folded(
+def _fold(
     query: torch.Tensor, keys: torch.Tensor, allowed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A group's query heads as further queries of their KV head, and the mask of these."""
     batch, query_heads, tokens, head_dim = query.shape
     kv_heads = keys.shape[1]
     group = query_heads // kv_heads
-    folded = query.reshape(batch, kv_heads, group * tokens, head_dim)
+    folded_query = query.reshape(batch, kv_heads, group * tokens, head_dim)
     mask = None if allowed is None else allowed[:, None]
     if mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, group, 1)
-    return folded, mask
+    return folded_query, mask
 
 
 def merge(
@@ -167,7 +167,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over two sets of keys from that over each: outputs [..., head_dim] and log-sum-exps [...]."""
     lse = torch.logaddexp(one[1], other[1])
-    first, second = (part.float() * (own - lse).exp()[..., None] for part, own in (one, other))
+    first, second = (output.float() * (part_lse - lse).exp()[..., None] for output, part_lse in (one, other))
     return first + second, lse
 
 
@@ -180,24 +180,24 @@ def step(
     weights of a layer take the place of its code and data in the processor's caches. `make_room` has been called.
     """
     column, (batch, query_heads, _, head_dim) = layer.seen, query.shape
-    heads, first, outputs = key.shape[1], 0, []
+    heads, first_head, outputs = key.shape[1], 0, []
     share = query_heads // heads
     for group in layer.runs:
-        keys, values, asking, position = group.keys, group.values, query, column - group.skips[0]
-        own, slots, slot, stop = keys.shape[1], keys.shape[2], group.slot(position), position + 1
-        if own == heads:
+        keys, values, group_query, position = group.keys, group.values, query, column - group.skips[0]
+        group_heads, slots, slot, stop = keys.shape[1], keys.shape[2], group.slot(position), position + 1
+        if group_heads == heads:
             keys.narrow(2, slot, 1).copy_(key)
             values.narrow(2, slot, 1).copy_(value)
         else:
-            asking = query.narrow(1, first * share, own * share)
-            keys.narrow(2, slot, 1).copy_(key.narrow(1, first, own))
-            values.narrow(2, slot, 1).copy_(value.narrow(1, first, own))
-            first += own
+            group_query = query.narrow(1, first_head * share, group_heads * share)
+            keys.narrow(2, slot, 1).copy_(key.narrow(1, first_head, group_heads))
+            values.narrow(2, slot, 1).copy_(value.narrow(1, first_head, group_heads))
+            first_head += group_heads
         if stop < slots:
             keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
-        folded = asking.reshape(batch, own, share, head_dim)
-        output = F.scaled_dot_product_attention(folded, keys, values, scale=scale)
-        outputs.append(output.reshape(batch, 1, own * share, head_dim))
+        folded_query = group_query.reshape(batch, group_heads, share, head_dim)
+        output = F.scaled_dot_product_attention(folded_query, keys, values, scale=scale)
+        outputs.append(output.reshape(batch, 1, group_heads * share, head_dim))
     layer.advance(1)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -215,12 +215,12 @@ def decode(
     if layout.rotated_keys or layout.rotated_values:  # all that is stored is
         query = rotated(query, layout.rotated_keys * query.shape[1] // layout.heads)
         key, value = rotated(key, layout.rotated_keys), rotated(value, layout.rotated_values)
-    if held := layer.held:
-        if held.due == column:
-            held.renew(column, layer)
-        for group in held.groups:
+    if held_heads := layer.held:
+        if held_heads.due == column:
+            held_heads.renew(column, layer)
+        for group in held_heads.groups:
             group.settled = column
-        held.watch(column, query[:, -len(held.groups) * query.shape[1] // layout.heads :])
+        held_heads.watch(column, query[:, -len(held_heads.groups) * query.shape[1] // layout.heads :])
     heads = [group.heads for group in layer.present]
     for group, keys, values in zip(layer.present, _split(key, heads), _split(value, heads), strict=True):
         group.store(column, keys, values)
@@ -238,8 +238,11 @@ def _decode_groups(query: torch.Tensor, layer: KVLayerCache, scoring: Scoring) -
     """Attention of the newest token of each row, whose query is as keys are stored, to all groups."""
     layout, share = layer.layout, query.shape[1] // layer.layout.heads
     sizes = [share * group.heads for group in layer.present]
-    every = zip(layer.present, _split(query, sizes), scoring.split(sizes), strict=True)
-    outputs = [decode_group(asking, group, layer.seen, layout, own) for group, asking, own in every]
+    parts = zip(layer.present, _split(query, sizes), scoring.split(sizes), strict=True)
+    outputs = [
+        decode_group(group_query, group, layer.seen, layout, group_scoring)
+        for group, group_query, group_scoring in parts
+    ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     return rotated(output, layout.rotated_values * share, back=True) if layout.rotated_values else output
 
@@ -269,17 +272,17 @@ def decode_group(
 
 def _decode_tiles(query: torch.Tensor, group: QuantizedGroup, seen: int, slots: int, scoring: Scoring) -> torch.Tensor:
     """The same where tokens are in tiles: over slots and the tiles' codes, in float32. Nothing is dequantized."""
-    exact, tiles, bits = torch.promote_types(query.dtype, torch.float32), group.packed_tiles(), group.quantization.bits
-    folded, width = _folded(query, group.keys, None)[0].to(exact), query.shape[3]
+    dtype, tiles, bits = torch.promote_types(query.dtype, torch.float32), group.packed_tiles(), group.quantization.bits
+    folded_query, width = _fold(query, group.keys, None)[0].to(dtype), query.shape[3]
     batch, heads, count = tiles.key_codes.shape[:3]
-    room = folded.new_empty(batch * heads * min(count, group.tiles_at_once(batch)) * TILE * width)
-    products = [folded @ group.keys[:, :, :slots].to(exact).mT, key_products(folded, tiles, bits, room)]
+    room = folded_query.new_empty(batch * heads * min(count, group.tiles_at_once(batch)) * TILE * width)
+    products = [folded_query @ group.keys[:, :, :slots].to(dtype).mT, key_products(folded_query, tiles, bits, room)]
     scores = scoring.scores(torch.cat(products, 3))
     for rows, spans in group.unseen(seen, slots, count * TILE):
         for begin, end in spans:
             scores[rows, :, :, begin:end] = float("-inf")
     weights = F.dropout(scores.softmax(3), scoring.dropout)
-    output = weights[..., :slots] @ group.values[:, :, :slots].to(exact)
+    output = weights[..., :slots] @ group.values[:, :, :slots].to(dtype)
     output += weighted_values(weights[..., slots:], tiles, bits, room)
     output = output.view(query.shape)
     if scoring.sinks is not None:
@@ -316,10 +319,10 @@ def causal_with_lse(
 
 def by_column(skipped: Skipped) -> Visible:
     """What queries see of keys that lie by column: all that is earlier in their row."""
-    first = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
+    start = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
 
     def allowed(queries: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return (columns <= queries) & (columns >= first) | (columns == queries)  # padding sees itself: no empty softmax
+        return (columns <= queries) & (columns >= start) | (columns == queries)  # padding sees itself: no empty softmax
 
     return allowed
 
@@ -343,13 +346,13 @@ def over_block(
     Yields:
         An index of rows and queries; their output and the log-sum-exp of their scores.
     """
-    own = first_tokens(counts, keys)
+    block_mask = first_tokens(counts, keys)
     for queries in query_blocks(query, keys.shape[2], explicit=True, kv_heads=keys.shape[1]):
         part = slice(None), slice(None), queries
-        yield part, attend_with_lse(query[part], keys, values, own, scoring)
+        yield part, attend_with_lse(query[part], keys, values, block_mask, scoring)
 
 
-def near(
+def unpacked_columns(
     keys: torch.Tensor, values: torch.Tensor, group: HeadGroup, past: int
 ) -> tuple[torch.Tensor, torch.Tensor, Skipped]:
     """What is not in tiles, by column, the arriving tokens last: keys and values, and the columns that rows skip of it.
@@ -357,16 +360,16 @@ def near(
     `keys` and `values` [batch, kv_heads, tokens, head_dim] are of the columns from `past` on. Sinks come right before
     the tokens after the tiles.
     """
-    firsts = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
-    before = max(past - min(firsts), 0)
-    place = torch.arange(past - before, past, device=keys.device) - on_device(firsts, keys.device)[:, None]
+    first_columns = [skip + packed for skip, packed in zip(group.skips, group.packed, strict=True)]
+    past_columns = max(past - min(first_columns), 0)
+    place = torch.arange(past - past_columns, past, device=keys.device) - on_device(first_columns, keys.device)[:, None]
     after_tiles = place + on_device(group.packed, keys.device)[:, None]
     slot = group.slot(torch.where(place < (group.sink or 0), place, after_tiles).clamp(min=0))
     states = (torch.cat(parts, 2) for parts in zip(group.take(slot), (keys, values), strict=True))
-    skips = [first - (past - before) for first in firsts]
-    alike = len(set(skips)) == 1
+    skips = [first_column - (past - past_columns) for first_column in first_columns]
+    rows_agree = len(set(skips)) == 1
     keys, values = states
-    return keys, values, skips[0] if alike else on_device(skips, keys.device)
+    return keys, values, skips[0] if rows_agree else on_device(skips, keys.device)
 
 
 def first_tokens(counts: list[int] | None, keys: torch.Tensor) -> torch.Tensor | None:
@@ -399,8 +402,8 @@ def _masked_blocks(
     for rows in query_blocks(query, past + query.shape[2], explicit, keys.shape[1]):
         queries = torch.arange(past + rows.start, past + rows.stop, device=query.device)[None, :, None]
         columns = torch.arange(min(past + rows.stop, keys.shape[2]), device=query.device)[None, None]
-        before = slice(past + rows.stop)
-        yield query[:, :, rows], keys[:, :, before], values[:, :, before], visible(queries, columns)
+        key_slice = slice(past + rows.stop)
+        yield query[:, :, rows], keys[:, :, key_slice], values[:, :, key_slice], visible(queries, columns)
 
 
 def streaming_from_start(
@@ -416,8 +419,10 @@ def streaming_from_start(
     if tokens <= layout.sink + layout.recent:  # nothing has left the window yet
         return causal(query, keys, values, skipped, scoring)
     sinks = first_positions(keys, values, skipped, layout.sink)
-    before, own = ([states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None)))
-    return streaming(query, sinks, before, own, past, skipped, layout, scoring)
+    past_states, new_states = (
+        [states[:, :, part] for states in (keys, values)] for part in (slice(past), slice(past, None))
+    )
+    return streaming(query, sinks, past_states, new_states, past, skipped, layout, scoring)
 
 
 def first_positions(keys: torch.Tensor, values: torch.Tensor, skipped: Skipped, count: int) -> tuple[torch.Tensor, ...]:
@@ -435,7 +440,7 @@ def streaming(
     query: torch.Tensor,
     sinks: Sequence[torch.Tensor],
     window: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
+    new_states: Sequence[torch.Tensor],
     past: int,
     skipped: Skipped,
     layout: LayerLayout,
@@ -447,25 +452,34 @@ def streaming(
         query: [batch, query_heads, tokens, head_dim], at columns past, past + 1, ...
         sinks: keys and values [batch, kv_heads, <= sink, head_dim] of positions 0, 1, ..., of this input too.
         window: those of the last columns before `past`.
-        own: those of the queries' own columns.
+        new_states: those of the queries' own columns.
     """
     pad = skipped[:, None, None] if torch.is_tensor(skipped) else skipped
-    before, tokens = window[0].shape[2], query.shape[2]
-    sink = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
+    window_columns, tokens = window[0].shape[2], query.shape[2]
+    sink_positions = torch.arange(sinks[0].shape[2], device=query.device)[None, None]
     outputs = []
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
-        first = max(start - layout.recent + 1, -before)
+        first = max(start - layout.recent + 1, -window_columns)
         keys, values = (
             torch.cat(
-                [still, old[:, :, before + first :] if first < 0 else old[:, :, :0], new[:, :, max(first, 0) : stop]], 2
+                [
+                    sink_part,
+                    window_part[:, :, window_columns + first :] if first < 0 else window_part[:, :, :0],
+                    new_part[:, :, max(first, 0) : stop],
+                ],
+                2,
             )
-            for still, old, new in zip(sinks, window, own, strict=True)
+            for sink_part, window_part, new_part in zip(sinks, window, new_states, strict=True)
         )
         position = torch.arange(past + start, past + stop, device=query.device)[None, :, None] - pad
-        recent = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
-        in_window = (recent >= layout.sink) & (recent <= position) & layout.in_window(position, recent)
-        in_window |= (recent == position) & (position < 0)  # padding sees itself: no empty softmax
-        allowed = torch.cat([(sink <= position).expand(len(in_window), -1, -1), in_window], 2)
+        window_positions = torch.arange(past + first, past + stop, device=query.device)[None, None] - pad
+        in_window = (
+            (window_positions >= layout.sink)
+            & (window_positions <= position)
+            & layout.in_window(position, window_positions)
+        )
+        in_window |= (window_positions == position) & (position < 0)  # padding sees itself: no empty softmax
+        allowed = torch.cat([(sink_positions <= position).expand(len(in_window), -1, -1), in_window], 2)
         outputs.append(attend(query[:, :, start:stop], keys, values, allowed, scoring))
     return torch.cat(outputs, 2)
