@@ -61,12 +61,12 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
 
     if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
         return dtype
-    stored = stored_dtype(_config_folder(source, revision))
-    if not slow_on_cpu(stored):
+    weight_dtype = stored_dtype(_config_folder(source, revision))
+    if not slow_on_cpu(weight_dtype):
         return dtype
     if is_first():
         console.stderr.print(
-            f"measuring in float32: this CPU has no {stored} instructions; --dtype {stored} measures in the "
+            f"measuring in float32: this CPU has no {weight_dtype} instructions; --dtype {weight_dtype} measures in the "
             "checkpoint's dtype, slowly"
         )
     return "float32"
