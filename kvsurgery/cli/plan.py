@@ -214,13 +214,13 @@ def print_result(result: Mapping[str, Any]) -> None:
     if result["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
     else:
-        resumed_note = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
-        fetched_note = ""
+        resumed = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        requests = ""
         if "fetched" in result:
-            fetched_note = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
+            requests = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
         rate = f"{new_bytes / seconds / 1e9:.2f} GB/s" if new_bytes > 1e9 else f"{new_bytes / seconds / 1e6:.1f} MB/s"
         line = (
-            f"wrote {out}: {console.size(result['bytes'])} of weights{resumed_note}{fetched_note}, in {seconds:.1f} s, {rate}, "
+            f"wrote {out}: {console.size(result['bytes'])} of weights{resumed}{requests}, in {seconds:.1f} s, {rate}, "
             f"peak memory {console.size(result['peak_memory'])}"
         )
     console.stdout.print(line)
