@@ -52,6 +52,6 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
         verification = verify(folder, progress=advance)
     if verification.unrecorded:
         console.stderr.print(f"also uploading what the conversion did not write: {', '.join(verification.unrecorded)}")
-    url = hub.push(folder, repo_id, private=private, create_pr=create_pr, beside=report_files)
+    url = hub.push(folder, repo_id, private=private, create_pr=create_pr, extra_files=report_files)
     console.stderr.print("uploaded; the Hub's checksums are those of the local files")
     click.echo(url)

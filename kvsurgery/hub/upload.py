@@ -35,7 +35,7 @@ def push(
     *,
     private: bool = False,
     create_pr: bool = False,
-    beside: Mapping[str, Path | bytes] | None = None,
+    extra_files: Mapping[str, Path | bytes] | None = None,
 ) -> str:
     """Upload a folder as one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
 
@@ -47,7 +47,7 @@ def push(
         repo_id: created if it does not exist.
         private: create it private; an existing public one is refused.
         create_pr: open a pull request and leave main as it is.
-        beside: more files by their names in the repository; they replace files of the folder with the same names.
+        extra_files: more files by their names in the repository; they replace files of the folder with the same names.
 
     Returns:
         The URL of the repository, or of the pull request.
@@ -63,11 +63,11 @@ def push(
         info = api.model_info(repo_id)
         if private and not info.private:
             raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or push it publicly")
-        files = {name: folder / name for name in pushed_files(folder)} | dict(beside or {})
+        files = {name: folder / name for name in pushed_files(folder)} | dict(extra_files or {})
         additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-        there = {sibling.rfilename for sibling in info.siblings or ()}
-        stale = {name for name in there if matches(name, WEIGHTS)} - files.keys()
-        deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale)]
+        remote_names = {sibling.rfilename for sibling in info.siblings or ()}
+        stale_names = {name for name in remote_names if matches(name, WEIGHTS)} - files.keys()
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale_names)]
         # create_commit makes one commit; upload_folder of huggingface_hub 2 makes several
         commit = api.create_commit(
             repo_id, [*deletions, *additions], commit_message="Upload converted model", create_pr=create_pr

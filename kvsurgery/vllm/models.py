@@ -13,8 +13,8 @@ def __getattr__(architecture: str) -> type:
         raise AttributeError(f"no model class for {architecture}")
     module, name = stock[architecture]
     base = getattr(importlib.import_module(module), name)
-    globals()[architecture] = found = _dense(base, architecture) if architecture in DENSE else _served(base)
-    return found
+    globals()[architecture] = model_class = _dense(base, architecture) if architecture in DENSE else _served(base)
+    return model_class
 
 
 def _served(base: type) -> type:
