@@ -189,7 +189,7 @@ def _plot(fit_result: Fit, name: str, path: Path) -> None:
         by_bits.setdefault(width(candidate, fit_result), []).append(candidate)
     for bits, candidates in by_bits.items():
         best = pareto(candidates)
-        points = [one.total / gib for one in best], [quality(one) for one in best]
+        points = [point.total / gib for point in best], [quality(point) for point in best]
         axes.plot(*points, marker="." if len(best) == 1 else "", label=f"{bits} bits")
     axes.axvline(demand.memory / gib, color="black", linestyle="dashed", linewidth=1, label="memory")
     axes.plot(fit_result.choice.total / gib, quality(fit_result.choice), "k*", markersize=12, label="chosen")

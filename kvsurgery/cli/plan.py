@@ -194,11 +194,11 @@ def print_fit(fit: Mapping[str, Any], processes: int) -> None:
     console.stdout.print(
         f"{total} of {console.size(fit['memory'])}{devices_note} for {fit['batch']} x {fit['context']:,} tokens: "
         f"weights {weights}, KV cache {cache}, workspace {workspace} with {prefill}\n"
-        f"{_expected(fit)}\n"
+        f"{_expected_loss(fit)}\n"
     )
 
 
-def _expected(fit: Mapping[str, Any]) -> str:
+def _expected_loss(fit: Mapping[str, Any]) -> str:
     """What is expected to be lost, in a line."""
     if "divergence" in fit:
         return f"expected divergence of the next token: {fit['divergence']:.2g} nats, from the measured losses of heads"

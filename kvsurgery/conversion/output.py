@@ -192,7 +192,7 @@ def _check_place(folder: Path, source: Path) -> None:
 
 def check_space(folder: Path, size: int) -> None:
     """Raise OutputError where a folder, which need not be there yet, has no room for this many bytes."""
-    free_bytes = shutil.disk_usage(_existing(folder)).free
+    free_bytes = shutil.disk_usage(_nearest_existing(folder)).free
     if folder.is_dir():
         # what an interrupted run left is kept or overwritten; .part files have holes, so count blocks
         size -= sum(512 * entry.stat().st_blocks for entry in os.scandir(folder))
@@ -200,12 +200,12 @@ def check_space(folder: Path, size: int) -> None:
         raise OutputError(f"{folder} needs {readable(size)}, but only {readable(free_bytes)} are free there")
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    place = folder.resolve()
-    while not place.exists():
-        place = place.parent
-    return place
+    ancestor = folder.resolve()
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    return ancestor
 
 
 def _part(path: Path) -> Path:

@@ -130,9 +130,9 @@ class Request:
 
         with ExitStack() as stack:
             with no_such_folder(self.place):
-                remote = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
-                prepared = self.plan(remote.folder, remote.commit)
-            yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
+                streamed_checkpoint = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
+                prepared = self.plan(streamed_checkpoint.folder, streamed_checkpoint.commit)
+            yield replace(prepared, checkpoint=streamed_checkpoint.fill(prepared.checkpoint)), streamed_checkpoint
 
 
 @contextmanager

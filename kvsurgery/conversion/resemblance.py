@@ -67,13 +67,13 @@ def resemblance(checkpoint: Checkpoint) -> str | None:
 
 
 def _compare(family: Family, names: list[str]) -> _Comparison:
-    unknown = tuple(name for name in names if not _has(family, name))
+    unknown = tuple(name for name in names if not _has_tensor(family, name))
     heads = sum(name in family.permute or name in family.optional for name in names)
     missing = tuple(name for name in family.permute if name not in names)
     return _Comparison(family, len(names) - len(unknown), heads, unknown, missing)
 
 
-def _has(family: Family, name: str) -> bool:
+def _has_tensor(family: Family, name: str) -> bool:
     try:
         family.role(f"model.layers.0.{name.replace('*', '0')}")
     except UnsupportedModel:

@@ -115,7 +115,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
-        served=_served(config),
+        served=_forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,
@@ -130,7 +130,7 @@ def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> st
     return f"{before}{marked_section}{after}" if begin and end else f"{card.rstrip()}\n\n{marked_section}\n".lstrip()
 
 
-def _served(config: Mapping[str, Any]) -> Forecast | str:
+def _forecast_or_refusal(config: Mapping[str, Any]) -> Forecast | str:
     """What vLLM holds, or why it cannot serve a converted config."""
     try:
         return forecast(config)

@@ -110,10 +110,13 @@ class RemoteFile:
         content_range = response.headers.get("Content-Range", "")
         sent_range = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
         size = int(sent_range[3]) if sent_range else -1
-        etag = _first(responses, "X-Linked-Etag") or _first(responses, "ETag")
+        etag = _first_header(responses, "X-Linked-Etag") or _first_header(responses, "ETag")
         if self.size is None:
             self.size, self.etag = size, etag
-        if (size, etag) != (self.size, self.etag) or _first(responses, "X-Repo-Commit") not in (None, self.commit):
+        if (size, etag) != (self.size, self.etag) or _first_header(responses, "X-Repo-Commit") not in (
+            None,
+            self.commit,
+        ):
             raise HubError(f"{self.repo_id}: {self.name} changed while it was read; convert again")
         if sent_range is None or (int(sent_range[1]), int(sent_range[2])) != (start, min(end, size) - 1):
             raise HubError(
@@ -134,7 +137,7 @@ class _Empty(Exception):
     """An empty file has no range at all."""
 
 
-def _first(responses: list[Any], header: str) -> str | None:
+def _first_header(responses: list[Any], header: str) -> str | None:
     """A header of the first response that has it; storage behind a redirect knows neither commit nor checksum."""
     return next(
         (response.headers[header].removeprefix("W/") for response in responses if header in response.headers), None

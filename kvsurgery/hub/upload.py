@@ -72,13 +72,13 @@ def push(
         commit = api.create_commit(
             repo_id, [*deletions, *additions], commit_message="Upload converted model", create_pr=create_pr
         )
-        remote = {
+        remote_files = {
             entry.path: entry
             for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit.oid)
             if isinstance(entry, RepoFile)
         }
     for addition in additions:
-        if not _same_content(addition, remote.get(addition.path_in_repo)):
+        if not _same_content(addition, remote_files.get(addition.path_in_repo)):
             raise Mismatch(
                 f"{repo_id}: {addition.path_in_repo} on the Hub is not the local file; delete it there and push again"
             )
@@ -91,12 +91,12 @@ def pushed_files(folder: Path) -> list[str]:
     return [name for name in files if not matches(name, NEVER_PUSHED)]
 
 
-def _same_content(addition: CommitOperationAdd, remote: RepoFile | None) -> bool:
+def _same_content(addition: CommitOperationAdd, remote_file: RepoFile | None) -> bool:
     """Whether the Hub's file is the local one: by SHA-256 where it lies in LFS, by git's object id elsewhere."""
     size = addition.upload_info.size
-    if remote is None or remote.size != size:
+    if remote_file is None or remote_file.size != size:
         return False
-    if remote.lfs is not None:
-        return remote.lfs.sha256 == addition.upload_info.sha256.hex()
+    if remote_file.lfs is not None:
+        return remote_file.lfs.sha256 == addition.upload_info.sha256.hex()
     with addition.as_file() as file:
-        return remote.blob_id == hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest()
+        return remote_file.blob_id == hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest()

@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         OutputError: it is no folder, lies in none, or there is no permission.
     """
-    existing_path = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    existing_path = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing_path.is_dir():
         raise OutputError(f"cannot write {folder}: {existing_path} is not a folder; choose another")
     if not os.access(existing_path, os.W_OK | os.X_OK):

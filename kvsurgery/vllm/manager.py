@@ -24,9 +24,9 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks between the sinks and the window."""
-        last = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
-        if last > self.sink_blocks:
-            self._remove_blocks_in_range(request_id, self.sink_blocks, last)
+        end_block = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
+        if end_block > self.sink_blocks:
+            self._remove_blocks_in_range(request_id, self.sink_blocks, end_block)
 
     def get_num_blocks_to_allocate(
         self,

@@ -70,9 +70,9 @@ def _save(
     model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
-        path, remote = local_file(source, **names)
+        path, hub_file = local_file(source, **names)
         files.append(path)
-        origins += [asdict(remote)] if remote else []
+        origins += [asdict(hub_file)] if hub_file else []
     profile = importer(files, replace(model, name=options["base_model"] or model.name))
     if origins:
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
