@@ -70,7 +70,7 @@ def generated(model: PreTrainedModel, cache: Any, first: torch.Tensor, count: in
 
 
 @torch.inference_mode()
-def compared(
+def quarter_figures(
     model: PreTrainedModel, cache: Any, answers: torch.Tensor, original_logs: list[torch.Tensor]
 ) -> dict[str, list[float]]:
     """Divergence, and share of most likely tokens that agree, by quarter of answers [rows, tokens] that are read.
@@ -157,7 +157,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         record_versions(report, name)
         if name == ORIGINAL or "kl" not in result:
             cache = filled(make(), states)
-            figures = compared(model, cache, answers, original_logs)
+            figures = quarter_figures(model, cache, answers, original_logs)
             result = results[name] = {**figures, "kv_bytes": held_bytes(cache, widest=2)}
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         if name != ORIGINAL:

@@ -39,7 +39,7 @@ from kvsurgery.text.tokens import first_tokens
 BUDGETS = {4.0: (4, 4), 3.5: (4, 3), 3.0: (3, 3), 2.5: (3, 2)}  # and the widths of layers in turn of as many bytes
 
 
-def chosen(losses: CacheLosses, path: str, budget: float) -> list[int]:
+def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int]:
     """The bits of each layer that `convert --kv-bits auto` chooses with every head full."""
     scores = np.ones((losses.model.layers, losses.model.kv_heads), np.float32)
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
@@ -85,7 +85,7 @@ def main() -> None:
     cache_index = {quantization.bits: number for number, quantization in enumerate(caches, 1)}
     bits = {}
     for budget, widths in BUDGETS.items():
-        bits[f"auto {budget}"] = chosen(losses, arguments.losses, budget)
+        bits[f"auto {budget}"] = auto_bits(losses, arguments.losses, budget)
         bits[f"{budget} bits"] = np.resize(widths, losses.model.layers).tolist()
     report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
     report |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}

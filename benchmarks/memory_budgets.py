@@ -116,9 +116,9 @@ def main() -> None:
     budgets, policies = {}, {}
     for memory in arguments.memory:
         fit = fit_result(arguments.model, profile, arguments.losses, memory * MIB, arguments.context)
-        own = compared_policies(fit)
-        policies |= {policy_name(policy): policy for policy in own}
-        budgets[memory] = {"choice": policy_name(fit.choice), "policies": [policy_name(policy) for policy in own]}
+        compared = compared_policies(fit)
+        policies |= {policy_name(policy): policy for policy in compared}
+        budgets[memory] = {"choice": policy_name(fit.choice), "policies": [policy_name(policy) for policy in compared]}
     caches = [
         policy.quantization
         for policy in {policy.bits: policy for policy in policies.values() if policy.quantization}.values()
@@ -138,11 +138,11 @@ def main() -> None:
     }
     text = Haystack.read(arguments.text, model.text, sizes.passages * sizes.length)
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(model.text))):
-        own = report["losses"].setdefault(str(number), {})
-        if missing_policies := [name for name in policies if name not in own]:
+        compared = report["losses"].setdefault(str(number), {})
+        if missing_policies := [name for name in policies if name not in compared]:
             trial = CacheTrial(model.model, model.layers, passage[None], sizes.context, caches)
             rows = rows_of([policies[name] for name in missing_policies], profile, caches)
-            own |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
+            compared |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
             record_versions(report, f"passage {number}")
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(table(report)))

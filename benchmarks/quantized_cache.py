@@ -53,7 +53,7 @@ def pieces(model: Path, texts: list[Path], length: int, count: int) -> torch.Ten
 
 
 @torch.inference_mode()
-def read(
+def compare_steps(
     models: tuple[PreTrainedModel, PreTrainedModel], caches: tuple[Any, Any], tokens: torch.Tensor
 ) -> dict[str, Any]:
     """What a model with a cache makes of tokens [1, n + 1] beside the stock model with its own, step by step.
@@ -130,7 +130,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             if hasattr(cache_under_test, "reserve"):  # a cache of unstated length grows by a quarter at a time
                 cache_under_test.reserve(arguments.prompt + arguments.new)
             caches = filled(DynamicCache(config=stock_model.config), states), filled(cache_under_test, states)
-            part = read((stock_model, model), caches, piece[None, arguments.prompt :])
+            part = compare_steps((stock_model, model), caches, piece[None, arguments.prompt :])
             parts.append({**part, "kv_bytes": held_bytes(caches[1], widest=2)})
         results[name] = parts
         record_versions(report, name)

@@ -21,7 +21,7 @@ PANELS = {
 Row = Mapping[str, Any]
 
 
-def measured(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
+def measured_rows(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
     """Contenders in their order, with what was measured of them."""
     rows = report["contenders"]
     return [(contender, rows[contender.name]) for contender in CONTENDERS if contender.name in rows]
@@ -51,7 +51,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
     heads = ["", "KV cache", f"{following_tokens} later", "recall at the end", "recall later"]
     heads += [f"after {long_tokens}: at the end", "later", "perplexity", "prefill", "decode"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for contender, row in measured(report):
+    for contender, row in measured_rows(report):
         cells = [label(contender, row), size(row, "kv_bytes"), size(row, "kv_bytes_at_end")]
         cells += [cell(row, f"{part}recall_{when}", ".0%") for part in ("", "long_") for when in ("asked", "later")]
         cells += [cell(row, "perplexity", ".2f"), *(times(row, name) for name in ("prefill_ms", "decode_ms"))]
@@ -62,7 +62,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
 def show(report: Mapping[str, Any]) -> None:
     """Print the table, and what was refused or left out."""
     print("\n".join(table(report)))
-    for contender, row in measured(report):
+    for contender, row in measured_rows(report):
         for part, reason in row["refused"].items():
             print(f"{contender.name} refused {part}: {reason}")
     for name, reason in report["left_out"].items():
@@ -75,7 +75,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
-    rows = measured(report)
+    rows = measured_rows(report)
     series = list(dict.fromkeys(contender.series for contender, _ in rows if contender != STOCK))
     converted = {contender.series for contender, _ in rows if contender.kind == "converted"}
     palette = [*map(colormaps["tab10"], range(10)), *map(colormaps["Dark2"], range(8))]

@@ -39,7 +39,7 @@ from kvsurgery.text.tokens import token_ids
 NEW = 32  # tokens that are generated
 
 
-def held(thing: Any, model: PreTrainedModel) -> int:
+def tensor_bytes(thing: Any, model: PreTrainedModel) -> int:
     """Bytes of all tensors in an object but those of the model."""
     model_ids = {id(module) for module in model.modules()}
     model_ids |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
@@ -52,7 +52,7 @@ def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str,
     question = prompt.questions[0]
     start = time.process_time()
     reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
-    read_seconds, waiting_bytes = time.process_time() - start, held(reading, model)
+    read_seconds, waiting_bytes = time.process_time() - start, tensor_bytes(reading, model)
     start = time.process_time()
     session, token = reading.ask(torch.tensor([question.tokens[: -question.answer]]))
     token = session.next(token)
@@ -61,7 +61,7 @@ def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str,
         start = time.process_time()
         token = session.next(token)
         token_seconds.append(time.process_time() - start)
-    answering_bytes = held((reading, session), model)
+    answering_bytes = tensor_bytes((reading, session), model)
     return {
         "read": read_seconds,
         "first": first_seconds,

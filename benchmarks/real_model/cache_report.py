@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import figures
-from paired import HEADS, Scores, outside, scores
+from paired import HEADS, Scores, outside_window, scores
 
 from kvsurgery.recipe import Recipe
 
@@ -44,7 +44,7 @@ class Row:
 def rows(report: Mapping[str, Any]) -> list[Row]:
     """What a file of results comes to, the largest caches first."""
     results, texts, default_recipe = report["results"], report["settings"]["prompts"], Recipe()
-    base, is_outside = results[ORIGINAL], outside(report, default_recipe.sink, default_recipe.recent)
+    base, is_outside = results[ORIGINAL], outside_window(report, default_recipe.sink, default_recipe.recent)
     result_rows = [
         Row(
             name,

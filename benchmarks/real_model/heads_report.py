@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from paired import HEADS, Scores, outside, scores
+from paired import HEADS, Scores, outside_window, scores
 
 from kvsurgery.display.figure import new_figure, save_figure
 
@@ -50,7 +50,7 @@ def windows(report: Mapping[str, Any]) -> list[str]:
 def rows(report: Mapping[str, Any], size: str) -> list[Row]:
     """What results with one window come to, in their order, after the original."""
     results, prompts = report["results"], report["settings"]["prompts"]
-    base, is_outside = results[ORIGINAL], outside(report, *_tokens(size))
+    base, is_outside = results[ORIGINAL], outside_window(report, *_tokens(size))
     grouped: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {(ORIGINAL, None): [base]}
     for name, result in results.items():
         match = NAME.fullmatch(name)

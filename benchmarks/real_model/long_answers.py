@@ -37,7 +37,7 @@ from models import converted, stock
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, asked, hide, needles_of, questions, stated, windows
+from trials import Prompt, Question, answered_correctly, hide, needles_of, questions, stated, windows
 
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display import console
@@ -185,7 +185,7 @@ def cases(
     if writer and not answers:
         sentences = [[*chain(*stated(tokenizer, piece_facts[FACTS:]))] for piece_facts in facts]
         pace = Pace(prompt, marks)
-        answers += written(writer(), np.stack([prompt.text for prompt in hidden_prompts]), sentences, new, pace)
+        answers += written_answers(writer(), np.stack([prompt.text for prompt in hidden_prompts]), sentences, new, pace)
     for number, prompt in enumerate(hidden_prompts):
         if writer:
             following = np.array(answers[number])
@@ -194,7 +194,7 @@ def cases(
             yield Case(prompt, ())
 
 
-def written(
+def written_answers(
     model: PreTrainedModel, prompts: np.ndarray, sentences: list[list[int]], new: int, pace: Pace
 ) -> list[list[int]]:
     """Answers of `new` tokens to prompts, int64 [cases, tokens], with sentences after the first quarter."""
@@ -250,11 +250,11 @@ def measure(
         result["same"].append((logs.argmax(-1) == original_logs[number].argmax(-1)).float().mean().item())
         result["kl"].append(next_token_divergence(logs, original_logs[number]).item())
         tokens_after = session.seen - len(case.prompt.text)
-        result["right"].append([*map(int, asked(model, session.cache, case.prompt, tokens_after))])
+        result["right"].append([*map(int, answered_correctly(model, session.cache, case.prompt, tokens_after))])
         if number and case.own:
             own_prompt = Prompt(case.prompt.text, case.own, case.prompt.following)
-            result["own"].append([*map(int, asked(model, session.cache, own_prompt, tokens_after))])
-    return {**result, "kv_bytes": max(session.kv_bytes, session.held())}
+            result["own"].append([*map(int, answered_correctly(model, session.cache, own_prompt, tokens_after))])
+    return {**result, "kv_bytes": max(session.kv_bytes, session.stored_bytes())}
 
 
 def table(report: dict[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ def _share(value: Interval) -> str:
     return f"{value.mean:.0%} [{value.low:.0%}, {value.high:.0%}]"
 
 
-def outside(report: Mapping[str, Any], sink: int, recent: int) -> np.ndarray:
+def outside_window(report: Mapping[str, Any], sink: int, recent: int) -> np.ndarray:
     """Which questions are about facts that a window of first and latest tokens does not hold, bool [questions]."""
     places = np.array(report["places"])
     return (places >= sink) & (places < report["settings"]["length"] - recent)
@@ -82,7 +82,7 @@ def scores(draws: Sequence[Result], original: Result, texts: int, is_outside: np
 
     Args:
         texts: with facts.
-        is_outside: bool [questions], as `outside` has it.
+        is_outside: bool [questions], as `outside_window` has it.
     """
     correct = np.array([result["right"] for result in (original, *draws)], dtype=np.float64)
     by_text = correct.reshape(len(correct), texts, -1)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, asked, hide, needles_of, stated, windows
+from trials import Prompt, Question, answered_correctly, hide, needles_of, stated, windows
 
 from kvsurgery.display import console
 from kvsurgery.evaluate.results import Interval
@@ -72,13 +72,13 @@ def measure(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     quarter, and the bytes of the cache in the end."""
     output = model(torch.from_numpy(prompt.text)[None], logits_to_keep=1)
     cache, last_logits = output.past_key_values, output.logits[0]
-    correct, nats = [[*map(int, asked(model, cache, prompt))]], []
+    correct, nats = [[*map(int, answered_correctly(model, cache, prompt))]], []
     for number, quarter in enumerate(torch.from_numpy(prompt.following)[None].chunk(QUARTERS, 1)):
         logits = model(quarter, past_key_values=cache).logits[0]
         nats.append(F.cross_entropy(torch.cat([last_logits, logits[:-1]]).float(), quarter[0]).item())
         last_logits = logits[-1:]
         if number + 1 in ASKED:
-            correct.append([*map(int, asked(model, cache, prompt, (number + 1) * quarter.shape[1]))])
+            correct.append([*map(int, answered_correctly(model, cache, prompt, (number + 1) * quarter.shape[1]))])
     states = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     cache_bytes = cache.allocated_bytes() if hasattr(cache, "allocated_bytes") else sum(part.nbytes for part in states)
     return {"right": correct, "nats": nats, "kv_bytes": cache_bytes}

@@ -37,7 +37,7 @@ class Session:
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [1, n, vocabulary] after each of the next tokens, int64 [1, n]."""
         logits = [self.forward(block).logits for block in tokens.split(BLOCK, 1)]
-        self.kv_bytes = max(self.kv_bytes, self.held())
+        self.kv_bytes = max(self.kv_bytes, self.stored_bytes())
         return torch.cat(logits, 1)
 
     def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
@@ -47,7 +47,7 @@ class Session:
         self.cache, self.seen = output.past_key_values, self.seen + tokens.shape[1]
         return output
 
-    def held(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of keys and values."""
         return checked_bytes(self.model, self.cache, self.prompt)
 
@@ -103,9 +103,9 @@ class H2O(StepSession):
         self.scores[number] = scores.gather(1, kept_places)
         return kept_places
 
-    def held(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of keys, values and scores."""
-        return super().held() + held_bytes(self.scores)
+        return super().stored_bytes() + held_bytes(self.scores)
 
 
 class TOVA(H2O):

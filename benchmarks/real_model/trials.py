@@ -172,24 +172,26 @@ def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Windo
 
 
 @torch.inference_mode()
-def answered(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
+def correct_answers(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
     """Which questions have the right answer."""
-    return asked(model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt)
+    return answered_correctly(
+        model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt
+    )
 
 
 @torch.inference_mode()
-def asked(model: PreTrainedModel, cache: Any, prompt: Prompt, after: int = 0) -> list[bool]:
-    """Which questions have the right answer after a cache of the prompt's text, and `after` tokens that follow it; the
+def answered_correctly(model: PreTrainedModel, cache: Any, prompt: Prompt, tokens_after: int = 0) -> list[bool]:
+    """Which questions have the right answer after a cache of the prompt's text, and `tokens_after` that follow it; the
     cache stays as it is."""
     results = []
     for question in prompt.questions:
         tokens = torch.tensor(question.tokens)
-        logits = continued(model, copied(cache), tokens, len(prompt.text) + after, question.answer + 1)
+        logits = continued(model, cache_copy(cache), tokens, len(prompt.text) + tokens_after, question.answer + 1)
         results.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
     return results
 
 
-def copied(cache: Any) -> Any:
+def cache_copy(cache: Any) -> Any:
     """A cache to go on with, while the given one stays as it is.
 
     Converted models write to their storage. transformers' layers replace their tensors, of which some kinds refuse to

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
-from trials import Prompt, asked, continued, prompts
+from trials import Prompt, answered_correctly, continued, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
@@ -245,7 +245,7 @@ def answers(
         with torch.inference_mode():
             cache = contender.read(model, torch.from_numpy(prompt.text)[None])
         results["kv_bytes"].append(held_bytes(cache, widest=2))
-        results["right"] += map(int, asked(model, cache, prompt))
+        results["right"] += map(int, answered_correctly(model, cache, prompt))
         following = torch.from_numpy(prompt.following)
         logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
         if number == len(original_logs):

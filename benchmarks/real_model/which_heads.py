@@ -24,7 +24,7 @@ import torch
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Window, answered, nats, next_tokens, prompts, windows
+from trials import Prompt, Window, correct_answers, nats, next_tokens, prompts, windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
@@ -97,7 +97,7 @@ def choices(
 
 def measure(model: PreTrainedModel, trials: Trials, original_logs: list[torch.Tensor]) -> dict[str, Any]:
     """Answers by question, and by window the divergence and the mean negative log-likelihood."""
-    correct = [answered(model, prompt) for prompt in trials.prompts]
+    correct = [correct_answers(model, prompt) for prompt in trials.prompts]
     logs = [next_tokens(model, window) for window in trials.windows]
     return {
         "right": [int(is_correct) for row in correct for is_correct in row],

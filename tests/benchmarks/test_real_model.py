@@ -76,7 +76,7 @@ def test_an_answer_is_right_where_greedy_decoding_says_it(
         right = number != 1
         questions.append(trials.Question([*ask, *(said if right else [said[0], said[1] ^ 1])], 2))
         told.append(right)
-    assert trials.answered(model, replace(prompt, questions=tuple(questions))) == told
+    assert trials.correct_answers(model, replace(prompt, questions=tuple(questions))) == told
 
 
 def test_likelihoods_are_those_of_one_forward(haystack: Haystack, model: PreTrainedModel) -> None:
