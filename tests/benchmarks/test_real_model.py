@@ -308,7 +308,7 @@ def test_what_the_docs_say_of_random_heads() -> None:
 
 def test_what_the_docs_say_of_scores_beside_each_other() -> None:
     found = results("which-heads")
-    far = paired.outside(found, 16, 64)
+    far = paired.outside_window(found, 16, 64)
 
     def pair(share: int, one: str, other: str) -> tuple[Interval, Interval]:
         """Recall outside of the window and divergence, of one choice less the other."""
