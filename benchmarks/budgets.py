@@ -101,17 +101,17 @@ def main() -> None:
     task, profile = load_task(), HeadProfile.load(HERE / "profile.safetensors")
     questions = task.prompts(seed=SEED, count=arguments.queries, length=arguments.length)
     settings = [(None, None), *((size, beta) for size in arguments.sizes for beta in (*arguments.betas, None))]
-    results, rows, full = [], [], 0
+    results, rows, full_bytes = [], [], 0
     for size, beta in settings:
-        begin = time.perf_counter()
-        recall, taken = measure(prepare(profile, size, beta), task, questions)
-        full = full or taken  # the full cache comes first
+        start = time.perf_counter()
+        recall, cache_bytes = measure(prepare(profile, size, beta), task, questions)
+        full_bytes = full_bytes or cache_bytes  # the full cache comes first
         names = ("all", "-") if size is None else (f"{size:,}", "even" if beta is None else f"{beta:g}")
-        rows.append((*names, f"{recall:.1%}", console.size(taken), f"{taken / full:.1%}"))
+        rows.append((*names, f"{recall:.1%}", console.size(cache_bytes), f"{cache_bytes / full_bytes:.1%}"))
         facts = {"kv_per_head": size, "beta": beta, "exact_match": recall}
-        results.append({**facts, "kv_bytes": taken, "of_full": taken / full})
-        done = f"{len(rows)} of {len(settings)}, {time.perf_counter() - begin:.1f} s"
-        console.stderr.print(f"{done}: KV per head {names[0]}, beta {names[1]}: {recall:.1%}")
+        results.append({**facts, "kv_bytes": cache_bytes, "of_full": cache_bytes / full_bytes})
+        progress = f"{len(rows)} of {len(settings)}, {time.perf_counter() - start:.1f} s"
+        console.stderr.print(f"{progress}: KV per head {names[0]}, beta {names[1]}: {recall:.1%}")
     title = f"Recall of facts in {arguments.length:,} tokens ({arguments.queries} queries), KV cache of one prompt"
     console.stdout.print(console.table(title, ["KV per head", "beta", "exact match", "KV bytes", "of full"], rows, 0))
     if arguments.json:

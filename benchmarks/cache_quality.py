@@ -44,21 +44,24 @@ STEPS = {
 
 def settings() -> dict[str, Quantization | None]:
     """The caches that are compared, by name."""
-    found: dict[str, Quantization | None] = {"unquantized": None}
+    quantizations: dict[str, Quantization | None] = {"unquantized": None}
     for scheme in ("kivi", "per-token"):
         for bits in (8, 4, 3, 2):
-            plain = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
+            base = Quantization(bits, scheme, sink=0, rotate="none", clip=False)
             steps = (
-                plain,
-                replace(plain, sink=4),
-                replace(plain, sink=4, rotate="values"),
-                replace(plain, sink=4, rotate="values", clip=True),
-                replace(plain, sink=4, rotate="both"),
-                replace(plain, sink=4, rotate="both", clip=True),
+                base,
+                replace(base, sink=4),
+                replace(base, sink=4, rotate="values"),
+                replace(base, sink=4, rotate="values", clip=True),
+                replace(base, sink=4, rotate="both"),
+                replace(base, sink=4, rotate="both", clip=True),
             )
             count = 3 if (scheme, bits) == ("kivi", 8) else len(steps)
-            found |= {f"{scheme} {bits} {name}": how for name, how in [*zip(STEPS, steps, strict=True)][:count]}
-    return found
+            quantizations |= {
+                f"{scheme} {bits} {name}": quantization
+                for name, quantization in [*zip(STEPS, steps, strict=True)][:count]
+            }
+    return quantizations
 
 
 @torch.inference_mode()
@@ -72,30 +75,32 @@ def next_tokens(
     return model(tokens, past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
-def measure(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, wanted: dict[str, Quantization | None]) -> dict:
+def measure(
+    model: PreTrainedModel, tokens: torch.Tensor, prompt: int, quantizations: dict[str, Quantization | None]
+) -> dict:
     """Divergence and mean log-probability of [1, prompt + new + 1] tokens, by setting."""
-    given, new = tokens[:, :prompt], tokens[:, prompt:-1]
-    exact = next_tokens(model, None, given, new)
-    found = {}
-    for name, quantization in wanted.items():
-        logs = exact if quantization is None else next_tokens(model, quantization, given, new)
+    prompt_tokens, new_tokens = tokens[:, :prompt], tokens[:, prompt:-1]
+    exact = next_tokens(model, None, prompt_tokens, new_tokens)
+    losses = {}
+    for name, quantization in quantizations.items():
+        logs = exact if quantization is None else next_tokens(model, quantization, prompt_tokens, new_tokens)
         divergence = next_token_divergence(logs, exact).item()
-        found[name] = {"kl": divergence, "nats": F.nll_loss(logs, tokens[0, prompt + 1 :]).item()}
-    return found
+        losses[name] = {"kl": divergence, "nats": F.nll_loss(logs, tokens[0, prompt + 1 :]).item()}
+    return losses
 
 
 def windows(text: Path, tokenizer: Any, length: int, count: int) -> dict[int, torch.Tensor]:
     """Pieces of a text at even distances after what the tokenizer begins with, int64 [1, length], by their places."""
-    first = torch.tensor([first_tokens(tokenizer)], dtype=torch.long)
-    tokens, length = torch.tensor([token_ids(tokenizer, text.read_text(encoding="utf-8"))]), length - first.shape[1]
+    prefix = torch.tensor([first_tokens(tokenizer)], dtype=torch.long)
+    tokens, length = torch.tensor([token_ids(tokenizer, text.read_text(encoding="utf-8"))]), length - prefix.shape[1]
     starts = torch.linspace(0, tokens.shape[1] - length, count + 2).long().tolist()[1:-1]
-    return {start: torch.cat([first, tokens[:, start : start + length]], 1) for start in starts}
+    return {start: torch.cat([prefix, tokens[:, start : start + length]], 1) for start in starts}
 
 
 def figures(windows: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> tuple[str, str]:
     """Divergence and perplexity with a cache, over all windows that have it."""
-    own = [window[name] for window in windows.values() if name in window]
-    kl, nats = (fmean(each[which] for each in own) for which in ("kl", "nats"))
+    results = [window[name] for window in windows.values() if name in window]
+    kl, nats = (fmean(result[metric] for result in results) for metric in ("kl", "nats"))
     return f"{kl:.4f}", f"{math.exp(nats):.2f}"
 
 
@@ -128,24 +133,28 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     size = {"prompt": arguments.prompt, "new": arguments.new}
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    found = {"model": arguments.model.name, **size, "windows": {}, **found}
-    if {name: found[name] for name in size} != size:
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    report = {"model": arguments.model.name, **size, "windows": {}, **report}
+    if {name: report[name] for name in size} != size:
         parser.error(f"{arguments.json} was measured with other --prompt and --new; give it another name")
     length = arguments.prompt + arguments.new + 1
-    chosen = {name: how for name, how in settings().items() if how is None or arguments.only in name}
+    caches = {
+        name: quantization
+        for name, quantization in settings().items()
+        if quantization is None or arguments.only in name
+    }
     with tempfile.TemporaryDirectory() as scratch:
         model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
     for text in arguments.texts:
         for start, tokens in windows(text, tokenizer, length, arguments.windows).items():
-            window = found["windows"].setdefault(f"{text.name} {start}", {})
-            missing = {name: how for name, how in chosen.items() if name not in window}
-            if missing:
-                window |= measure(model, tokens, arguments.prompt, missing)
-                record_versions(found, f"{text.name} {start}")
-                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    rows = [(name, *figures(found["windows"], name)) for name in chosen]
-    console.stdout.print(console.table(f"{len(found['windows'])} windows", ["cache", "KL", "perplexity"], rows))
+            window = report["windows"].setdefault(f"{text.name} {start}", {})
+            missing_caches = {name: quantization for name, quantization in caches.items() if name not in window}
+            if missing_caches:
+                window |= measure(model, tokens, arguments.prompt, missing_caches)
+                record_versions(report, f"{text.name} {start}")
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    rows = [(name, *figures(report["windows"], name)) for name in caches]
+    console.stdout.print(console.table(f"{len(report['windows'])} windows", ["cache", "KL", "perplexity"], rows))
 
 
 if __name__ == "__main__":

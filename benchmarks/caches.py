@@ -51,36 +51,38 @@ class Fp8Layer(DynamicLayer):
 
 def settings() -> dict[str, Quantization | None]:
     """Our caches, by name; first those whose comparison says most."""
-    plain = partial(Quantization, sink=0, rotate="none", clip=False)
-    found: dict[str, Quantization | None] = {}
+    unrotated = partial(Quantization, sink=0, rotate="none", clip=False)
+    quantizations: dict[str, Quantization | None] = {}
     for bits in (4, 2):
-        found[f"kvsurgery, {bits} bits"] = Quantization(bits)
-        found[f"kvsurgery, scheme of version 0.1.0, {bits} bits"] = plain(bits)
-        found[f"KIVI in groups of 32, {bits} bits"] = plain(bits, group_size=32)
-    found |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
-    found["kvsurgery, unquantized"] = None
+        quantizations[f"kvsurgery, {bits} bits"] = Quantization(bits)
+        quantizations[f"kvsurgery, scheme of version 0.1.0, {bits} bits"] = unrotated(bits)
+        quantizations[f"KIVI in groups of 32, {bits} bits"] = unrotated(bits, group_size=32)
+    quantizations |= {f"kvsurgery, {bits} bits": Quantization(bits) for bits in (3, 8)}
+    quantizations["kvsurgery, unquantized"] = None
     for bits in (2, 3, 4):
-        found[f"kvsurgery, {bits} bits, keys rotated"] = Quantization(bits, rotate="both", clip=bits == 2)
-    return found | {f"kvsurgery, {bits} bits per token": Quantization(bits, "per-token") for bits in (8, 4, 3, 2)}
+        quantizations[f"kvsurgery, {bits} bits, keys rotated"] = Quantization(bits, rotate="both", clip=bits == 2)
+    return quantizations | {
+        f"kvsurgery, {bits} bits per token": Quantization(bits, "per-token") for bits in (8, 4, 3, 2)
+    }
 
 
 def contenders(
     stock: PreTrainedModel, emitted: PreTrainedModel
 ) -> dict[str, tuple[PreTrainedModel, Callable[[], Any]]]:
     """Models with what makes an empty cache, by name: the original first, then ours, fp8, and those of transformers."""
-    found: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
+    caches: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
         ORIGINAL: (stock, partial(DynamicCache, config=stock.config))
     }
     cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
     for name, quantization in settings().items():
-        found[name] = emitted, partial(cache, emitted.config, quantization=quantization)
-    found["fp8, as vLLM has it"] = stock, partial(Cache, layer_class_to_replicate=Fp8Layer)
+        caches[name] = emitted, partial(cache, emitted.config, quantization=quantization)
+    caches["fp8, as vLLM has it"] = stock, partial(Cache, layer_class_to_replicate=Fp8Layer)
     for backend, (keys, values) in BACKENDS.items():
         for bits in (4, 2):
             options = {"nbits": bits, "axis_key": keys, "axis_value": values}
             make = partial(QuantizedCache, backend, stock.config, **options)
-            found[f"QuantizedCache, {backend}, {bits} bits"] = stock, make
-    return found
+            caches[f"QuantizedCache, {backend}, {bits} bits"] = stock, make
+    return caches
 
 
 def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:

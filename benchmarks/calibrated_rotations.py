@@ -75,61 +75,68 @@ class Covariances:
 @torch.inference_mode()
 def covariances(model: PreTrainedModel, pieces: list[torch.Tensor]) -> Covariances:
     """Those of a model that reads some pieces of text."""
-    found = Covariances({}, {}, Quantization(BITS).sink)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, found.attention)
+    moments = Covariances({}, {}, Quantization(BITS).sink)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, moments.attention)
     model.set_attn_implementation(NAME)
     for piece in pieces:
         model(piece, logits_to_keep=1, use_cache=False)
     model.set_attn_implementation("sdpa")
-    return found
+    return moments
 
 
-def turn(covariance: torch.Tensor) -> torch.Tensor:
+def calibrated_rotation(covariance: torch.Tensor) -> torch.Tensor:
     """Rotations by which states [..., head_dim] are multiplied, transposed: eigenvectors, the largest first, then
     Hadamard."""
     vectors = torch.linalg.eigh(covariance.double()).eigenvectors.flip(-1).mT.float()
     return rotation(vectors.shape[-1], torch.float32, vectors.device) @ vectors
 
 
-def stored(states: torch.Tensor, matrix: torch.Tensor, how: Quantization, keys: bool) -> torch.Tensor:
+def restored_states(states: torch.Tensor, matrix: torch.Tensor, quantization: Quantization, keys: bool) -> torch.Tensor:
     """What a cache gives back of states [1, heads, tokens, head_dim] that it rotates by matrices."""
-    first = how.sink
-    stop = first + TILE * how.tiles(states.shape[2] - first)
-    tiles = (states[:, :, first:stop] @ matrix.mT).unflatten(2, (-1, TILE))
+    start = quantization.sink
+    stop = start + TILE * quantization.tiles(states.shape[2] - start)
+    tiles = (states[:, :, start:stop] @ matrix.mT).unflatten(2, (-1, TILE))
     pair = (tiles, torch.zeros_like(tiles)) if keys else (torch.zeros_like(tiles), tiles)
-    back = dequantize(quantize(*pair, how), how.bits)[0 if keys else 1].flatten(2, 3) @ matrix
-    return torch.cat([states[:, :, :first], back, states[:, :, stop:]], 2)
+    restored = dequantize(quantize(*pair, quantization), quantization.bits)[0 if keys else 1].flatten(2, 3) @ matrix
+    return torch.cat([states[:, :, :start], restored, states[:, :, stop:]], 2)
 
 
 @torch.inference_mode()
-def measure(model: PreTrainedModel, tokens: torch.Tensor, turned: Covariances) -> dict[str, float]:
+def measure(model: PreTrainedModel, tokens: torch.Tensor, moments: Covariances) -> dict[str, float]:
     """Divergence by setting of what follows a prompt, [1, PROMPT + NEW + 1]."""
     cache = model(tokens[:, :PROMPT], logits_to_keep=1).past_key_values
     states = [(layer.keys, layer.values) for layer in cache.layers]
     head_dim = states[0][0].shape[-1]
-    plain = {None: torch.eye(head_dim), HADAMARD: rotation(head_dim, torch.float32, torch.device("cpu"))}
-    calibrated = [(turn(turned.queries[layer]), turn(turned.values[layer])) for layer in range(len(states))]
+    fixed_rotations = {None: torch.eye(head_dim), HADAMARD: rotation(head_dim, torch.float32, torch.device("cpu"))}
+    calibrated_rotations = [
+        (calibrated_rotation(moments.queries[layer]), calibrated_rotation(moments.values[layer]))
+        for layer in range(len(states))
+    ]
 
     def following(scheme: str | None, turns: Turns) -> torch.Tensor:
-        cache, how = DynamicCache(), Quantization(BITS, scheme or "kivi", rotate="none", clip=True)
+        cache, quantization = DynamicCache(), Quantization(BITS, scheme or "kivi", rotate="none", clip=True)
         for layer, (keys, values) in enumerate(states):
             if scheme is not None:
-                own = calibrated[layer]
-                keys = stored(keys, plain.get(turns.keys, own[0]), how, keys=True)
-                values = stored(values, plain.get(turns.values, own[1]), how, keys=False)
+                layer_rotations = calibrated_rotations[layer]
+                keys = restored_states(
+                    keys, fixed_rotations.get(turns.keys, layer_rotations[0]), quantization, keys=True
+                )
+                values = restored_states(
+                    values, fixed_rotations.get(turns.values, layer_rotations[1]), quantization, keys=False
+                )
             cache.update(keys, values, layer)
         return model(tokens[:, PROMPT:-1], past_key_values=cache).logits[0].log_softmax(-1)
 
-    exact, found = following(None, Turns(None, HADAMARD)), {}
+    exact, divergences = following(None, Turns(None, HADAMARD)), {}
     for name, (scheme, turns) in SETTINGS.items():
         loss = F.kl_div(following(scheme, turns), exact, log_target=True, reduction="none")
-        found[name] = loss.sum(-1).mean().item()
-    return found
+        divergences[name] = loss.sum(-1).mean().item()
+    return divergences
 
 
-def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Mean divergence by setting, as a table has it."""
-    return [(name, f"{fmean(window[name] for window in found['windows']):.4f}") for name in SETTINGS]
+    return [(name, f"{fmean(window[name] for window in report['windows']):.4f}") for name in SETTINGS]
 
 
 def main() -> None:
@@ -143,13 +150,13 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    turned = covariances(model, [*windows(arguments.calibration, tokenizer, PROMPT, WINDOWS).values()])
-    found = {"calibration": arguments.calibration.name, "text": arguments.text.name, "bits": BITS, "windows": []}
+    moments = covariances(model, [*windows(arguments.calibration, tokenizer, PROMPT, WINDOWS).values()])
+    report = {"calibration": arguments.calibration.name, "text": arguments.text.name, "bits": BITS, "windows": []}
     for number, piece in enumerate(windows(arguments.text, tokenizer, PROMPT + NEW + 1, WINDOWS).values()):
-        found["windows"].append(measure(model, piece, turned))
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        console.stderr.print(f"{number + 1} of {WINDOWS}: {found['windows'][-1]}")
-    console.stdout.print(console.table(f"{BITS} bits", ["rotations", "KL"], rows(found)))
+        report["windows"].append(measure(model, piece, moments))
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        console.stderr.print(f"{number + 1} of {WINDOWS}: {report['windows'][-1]}")
+    console.stdout.print(console.table(f"{BITS} bits", ["rotations", "KL"], rows(report)))
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def run(
         parser.error("give MODEL, TEXT and --json, or --show")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    wanted = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
-    wanted["texts"] = [text.name for text in arguments.texts]
-    if found.setdefault("settings", wanted) != wanted:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    measure(arguments, found)
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    settings = {name: getattr(arguments, name) for name in ("prompt", "new", "pieces")}
+    settings["texts"] = [text.name for text in arguments.texts]
+    if report.setdefault("settings", settings) != settings:
+        parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
+    measure(arguments, report)

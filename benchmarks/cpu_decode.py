@@ -43,21 +43,21 @@ class Variant(NamedTuple):
         """Bytes that its cache will have after so many steps."""
         config, itemsize = self.model.config, self.model.dtype.itemsize
         if not hasattr(config, "kv_surgery"):
-            token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-            return batch * (length + steps) * token
+            token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+            return batch * (length + steps) * token_bytes
         layout = KVLayout.from_config(config)
-        if how := quantization(self.bits):
-            layout = layout.quantized(how)
+        if quantized_settings := quantization(self.bits):
+            layout = layout.quantized(quantized_settings)
         return layout.kv_bytes(batch, length, steps, itemsize=itemsize)
 
 
 def variants(bits: list[int]) -> list[Variant]:
     """The stock model, and emitted ones that share its weights, for every sparsity and width."""
-    stock = build("cpu", "cpu", torch.float32)
-    heads, _ = dimensions(stock.config)
-    models = {sparsity: emitted(stock, heads - round(sparsity * heads)) for sparsity in SPARSITIES}
+    stock_model = build("cpu", "cpu", torch.float32)
+    heads, _ = dimensions(stock_model.config)
+    models = {sparsity: emitted(stock_model, heads - round(sparsity * heads)) for sparsity in SPARSITIES}
     return [
-        Variant("stock", 16, stock),
+        Variant("stock", 16, stock_model),
         *(Variant(f"{sparsity:.2f}", width, model) for sparsity, model in models.items() for width in bits),
     ]
 
@@ -67,9 +67,9 @@ def groups(parts: list[Variant], batch: int, length: int, steps: int, memory: fl
     result: list[tuple[list[Variant], float]] = []
     for variant in parts:
         size = variant.kv_bytes(batch, length, steps)
-        for index, (group, taken) in enumerate(result):
-            if taken + size <= memory:
-                result[index] = [*group, variant], taken + size
+        for index, (group, used_bytes) in enumerate(result):
+            if used_bytes + size <= memory:
+                result[index] = [*group, variant], used_bytes + size
                 break
         else:
             result.append(([variant], size))
@@ -90,10 +90,10 @@ def measure(parts: list[Variant], batch: int, length: int, steps: int) -> dict[V
             begin = time.process_time()
             variant.model(token, past_key_values=cache)
             times.append(time.process_time() - begin)
-    found = (
+    results = (
         (statistics.median(times[WARM:]), cache_bytes(cache)) for times, cache in zip(seconds, caches, strict=True)
     )
-    return dict(zip(parts, found, strict=True))
+    return dict(zip(parts, results, strict=True))
 
 
 def table(rows: list[dict[str, Any]], tokens: int, batch: int) -> list[str]:
@@ -101,10 +101,10 @@ def table(rows: list[dict[str, Any]], tokens: int, batch: int) -> list[str]:
     lines = ["| streaming heads | bits | ms a token | × stock | × own dense | KV cache |", "|---" * 6 + "|"]
     for row in rows:
         if (row["tokens"], row["batch"]) == (tokens, batch):
-            stock = row["sparsity"] == "stock"
-            heads = "stock" if stock else f"{float(row['sparsity']):.0%}"
-            dense = "" if stock else f"{row['x_own_dense']:.2f}"
-            figures = f"{row['ms']:.0f} | {row['x_stock']:.1f} | {dense} | {row['kv_bytes'] / 1e6:.0f} MB"
+            is_stock = row["sparsity"] == "stock"
+            heads = "stock" if is_stock else f"{float(row['sparsity']):.0%}"
+            dense_ratio = "" if is_stock else f"{row['x_own_dense']:.2f}"
+            figures = f"{row['ms']:.0f} | {row['x_stock']:.1f} | {dense_ratio} | {row['kv_bytes'] / 1e6:.0f} MB"
             lines.append(f"| {heads} | {row['bits']} | {figures} |")
     return lines
 
@@ -132,16 +132,16 @@ def main() -> None:
     rows = []
     for length in arguments.lengths:
         for batch in arguments.batches:
-            found: dict[Variant, tuple[float, int]] = {}
-            together = groups(parts, batch, length, arguments.steps + WARM, arguments.memory * 1e9)
-            for group in together:
-                found |= measure(group, batch, length, arguments.steps)
-            stock, dense = (found[variant][0] for variant in parts[:2])
+            results: dict[Variant, tuple[float, int]] = {}
+            variant_groups = groups(parts, batch, length, arguments.steps + WARM, arguments.memory * 1e9)
+            for group in variant_groups:
+                results |= measure(group, batch, length, arguments.steps)
+            stock_seconds, dense_seconds = (results[variant][0] for variant in parts[:2])
             for variant in parts:
-                seconds, size = found[variant]
+                seconds, size = results[variant]
                 row = {"tokens": length, "batch": batch, "sparsity": variant.name, "bits": variant.bits}
-                row |= {"ms": seconds * 1e3, "x_stock": stock / seconds, "x_own_dense": dense / seconds}
-                rows.append({**row, "kv_bytes": size, "groups": len(together)})
+                row |= {"ms": seconds * 1e3, "x_stock": stock_seconds / seconds, "x_own_dense": dense_seconds / seconds}
+                rows.append({**row, "kv_bytes": size, "groups": len(variant_groups)})
                 figures = f"{row['ms']:9.2f} {row['x_stock']:8.2f} {row['x_own_dense']:11.2f} {size / 1e6:9.1f}"
                 print(f"{length:>8} {batch:>5} {variant.name:>8} {variant.bits:>4} {figures}", flush=True)
             if arguments.json:

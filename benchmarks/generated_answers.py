@@ -49,13 +49,13 @@ def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, 
     around = around_turn(tokenizer)
     if around is None:
         raise SystemExit("the tokenizer has no chat template; give an instruct model")
-    before, after = token_ids(tokenizer, around[0] + REQUEST), token_ids(tokenizer, around[1])
-    rest, made = length - len(before) - len(after), []
+    prefix, suffix = token_ids(tokenizer, around[0] + REQUEST), token_ids(tokenizer, around[1])
+    text_length, rows = length - len(prefix) - len(suffix), []
     for text in texts:
-        tokens = Haystack.read(str(text), tokenizer, rest).tokens.tolist()
-        starts = torch.linspace(0, len(tokens) - rest, pieces + 2).long().tolist()[1:-1]
-        made += [[*before, *tokens[start : start + rest], *after] for start in starts]
-    return torch.tensor(made)
+        tokens = Haystack.read(str(text), tokenizer, text_length).tokens.tolist()
+        starts = torch.linspace(0, len(tokens) - text_length, pieces + 2).long().tolist()[1:-1]
+        rows += [[*prefix, *tokens[start : start + text_length], *suffix] for start in starts]
+    return torch.tensor(rows)
 
 
 @torch.inference_mode()
@@ -70,22 +70,22 @@ def generated(model: PreTrainedModel, cache: Any, first: torch.Tensor, count: in
 
 
 @torch.inference_mode()
-def compared(
-    model: PreTrainedModel, cache: Any, answers: torch.Tensor, original: list[torch.Tensor]
+def quarter_figures(
+    model: PreTrainedModel, cache: Any, answers: torch.Tensor, original_logs: list[torch.Tensor]
 ) -> dict[str, list[float]]:
     """Divergence, and share of most likely tokens that agree, by quarter of answers [rows, tokens] that are read.
 
     Args:
-        original: the original's log-probabilities, by chunk; filled by the first contender, the original.
+        original_logs: the original's log-probabilities, by chunk; filled by the first contender, the original.
     """
-    divergences, same = [], []
+    divergences, agreements = [], []
     for number, chunk in enumerate(answers.split(CHUNK, 1)):
         logs = model(chunk, past_key_values=cache).logits.float().log_softmax(-1)
-        if number == len(original):
-            original.append(logs)
-        divergences.append(F.kl_div(logs, original[number], log_target=True, reduction="none").sum(-1))
-        same.append((logs.argmax(-1) == original[number].argmax(-1)).float())
-    return {name: by_quarter(torch.cat(parts, 1)) for name, parts in (("kl", divergences), ("same", same))}
+        if number == len(original_logs):
+            original_logs.append(logs)
+        divergences.append(F.kl_div(logs, original_logs[number], log_target=True, reduction="none").sum(-1))
+        agreements.append((logs.argmax(-1) == original_logs[number].argmax(-1)).float())
+    return {name: by_quarter(torch.cat(parts, 1)) for name, parts in (("kl", divergences), ("same", agreements))}
 
 
 def by_quarter(figures: torch.Tensor) -> list[float]:
@@ -93,18 +93,18 @@ def by_quarter(figures: torch.Tensor) -> list[float]:
     return [quarter.mean().item() for quarter in figures.tensor_split(QUARTERS, 1)]
 
 
-def beside(answers: torch.Tensor, original: torch.Tensor) -> dict[str, list]:
+def differences(answers: torch.Tensor, original: torch.Tensor) -> dict[str, list]:
     """By row of [rows, tokens], the first token that differs, counted from 0, and the share of those that agree."""
-    same = answers == original
-    first = torch.where(same.all(1), same.shape[1], (~same).int().argmax(1))
-    return {"first_difference": first.tolist(), "agreement": same.float().mean(1).tolist()}
+    agreement = answers == original
+    first_difference = torch.where(agreement.all(1), agreement.shape[1], (~agreement).int().argmax(1))
+    return {"first_difference": first_difference.tolist(), "agreement": agreement.float().mean(1).tolist()}
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table; brackets are a 95% bootstrap interval over the answers."""
-    last = found["settings"]["new"]
-    quarters = [f"{last * (number + 1) // QUARTERS:,}" for number in range(QUARTERS)]
-    head = [
+    new_tokens = report["settings"]["new"]
+    quarters = [f"{new_tokens * (number + 1) // QUARTERS:,}" for number in range(QUARTERS)]
+    columns = [
         "cache",
         "bytes",
         f"KL up to {quarters[0]}",
@@ -113,56 +113,56 @@ def table(found: Mapping[str, Any]) -> list[str]:
         "first difference",
         "same tokens",
     ]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    results = found["results"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    results = report["results"]
     for name, result in sorted(results.items(), key=lambda pair: -pair[1]["kv_bytes"]):
         share = result["kv_bytes"] / results[ORIGINAL]["kv_bytes"]
         cells = [name, f"{share:.0%}", *(f"{kl:.4f}" for kl in result["kl"]), f"{fmean(result['same']):.1%}"]
         if "agreement" in result:
-            same = interval(fmean(result["agreement"]), resampled_means(np.array([result["agreement"]]), 0)[0])
+            agreement = interval(fmean(result["agreement"]), resampled_means(np.array([result["agreement"]]), 0)[0])
             cells += [f"{median(result['first_difference']):.0f}"]
-            cells += [f"{same.mean:.0%} [{same.low:.0%}, {same.high:.0%}]"]
-        lines.append("| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |")
+            cells += [f"{agreement.mean:.0%} [{agreement.low:.0%}, {agreement.high:.0%}]"]
+        lines.append("| " + " | ".join([*cells, *[""] * (len(columns) - len(cells))]) + " |")
     return lines
 
 
-def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Add what is missing to the results, and write them after each cache."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
-    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    stock_model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as scratch:
-        emitted = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+        emitted_model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
     end = tokenizer.eos_token_id
     with torch.inference_mode():
-        output = stock(prompts(tokenizer, arguments.texts, arguments.prompt, arguments.pieces), logits_to_keep=1)
+        output = stock_model(prompts(tokenizer, arguments.texts, arguments.prompt, arguments.pieces), logits_to_keep=1)
         output.logits[:, :, end] = -torch.inf
-    first = output.logits[:, -1].argmax(-1)
+    first_tokens = output.logits[:, -1].argmax(-1)
     states = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
-    if "answers" not in found:
-        tokens = generated(stock, output.past_key_values, first, arguments.new, end)
-        found["answers"] = [" ".join(map(str, answer)) for answer in tokens.tolist()]  # each on one line of the file
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    answers = torch.tensor([[*map(int, answer.split())] for answer in found["answers"]])
-    original: list[torch.Tensor] = []
-    results = found.setdefault("results", {})
-    for name, (model, make) in contenders(stock, emitted).items():
+    if "answers" not in report:
+        tokens = generated(stock_model, output.past_key_values, first_tokens, arguments.new, end)
+        report["answers"] = [" ".join(map(str, answer)) for answer in tokens.tolist()]  # each on one line of the file
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    answers = torch.tensor([[*map(int, answer.split())] for answer in report["answers"]])
+    original_logs: list[torch.Tensor] = []
+    results = report.setdefault("results", {})
+    for name, (model, make) in contenders(stock_model, emitted_model).items():
         begin = time.process_time()
         result: dict[str, Any] = results.get(name, {})
         if name != ORIGINAL and "agreement" in result:
             continue
-        if model is stock and name != ORIGINAL and (reason := unusable(make)):
+        if model is stock_model and name != ORIGINAL and (reason := unusable(make)):
             console.stderr.print(f"left out: {name} ({reason})")
             continue
-        record_versions(found, name)
+        record_versions(report, name)
         if name == ORIGINAL or "kl" not in result:
             cache = filled(make(), states)
-            figures = compared(model, cache, answers, original)
+            figures = quarter_figures(model, cache, answers, original_logs)
             result = results[name] = {**figures, "kv_bytes": held_bytes(cache, widest=2)}
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         if name != ORIGINAL:
-            result |= beside(generated(model, filled(make(), states), first, arguments.new, end), answers)
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            result |= differences(generated(model, filled(make(), states), first_tokens, arguments.new, end), answers)
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.stderr.print(
             f"{len(results)}: {name}: KL {fmean(result['kl']):.5f}, {time.process_time() - begin:.0f} s"
         )

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    started = time.monotonic()
+    start = time.monotonic()
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         print("no CUDA device: nothing to measure", file=sys.stderr)
@@ -83,18 +83,18 @@ def main() -> None:
         facts |= {"triton": triton.__version__, "read_bandwidth": gpu_kernels.read_bandwidth()}
     report = Report(arguments.out / f"gpu-{device.lower().replace(' ', '-')}", facts)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    first = [tokens for tokens in arguments.lengths if tokens == gpu_kernels.AT]
-    others = [tokens for tokens in arguments.lengths if tokens != gpu_kernels.AT]
-    work = {
+    first_lengths = [tokens for tokens in arguments.lengths if tokens == gpu_kernels.AT]
+    other_lengths = [tokens for tokens in arguments.lengths if tokens != gpu_kernels.AT]
+    measurements = {
         "correctness": lambda: gpu_kernels.correctness_section(report),
-        "kernels": lambda: gpu_kernels.decode_section(report, first, arguments.batches),
+        "kernels": lambda: gpu_kernels.decode_section(report, first_lengths, arguments.batches),
         "generate": lambda: gpu_models.generate_section(report, arguments.device),
         "models": lambda: gpu_models.section(report, arguments.device),
         "capacity": lambda: gpu_capacity.section(report),
         "prefill": lambda: gpu_kernels.prefill_section(report),
-        "lengths": lambda: gpu_kernels.decode_section(report, others, arguments.batches),
+        "lengths": lambda: gpu_kernels.decode_section(report, other_lengths, arguments.batches),
     }
-    report.deadline = started
+    report.deadline = start
     for name in [name for name in SECONDS if name in arguments.sections]:
         report.section = name
         report.deadline += SECONDS[name] * arguments.slower  # what one leaves, the next ones have
@@ -102,9 +102,9 @@ def main() -> None:
             report.skip(name, "needs a CUDA device")
         else:
             with report.attempt(name):
-                work[name]()
+                measurements[name]()
         report.write()
-    print(f"\nwrote {report.path}.json and .csv after {time.monotonic() - started:.0f} s")
+    print(f"\nwrote {report.path}.json and .csv after {time.monotonic() - start:.0f} s")
     sys.exit(report.failed)
 
 

@@ -69,9 +69,16 @@ def try_tokens(model: PreTrainedModel, tokens: int) -> dict | None:
         assert model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits.isfinite().all()
     except torch.OutOfMemoryError:
         return None
-    found, expected = cache.allocated_bytes(), layout.kv_bytes(1, tokens, 1, itemsize=model.dtype.itemsize)
-    assert found == expected, f"the cache has {found:,} bytes, not {expected:,}"
-    return {"cache": found, "peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    allocated_bytes, predicted_bytes = (
+        cache.allocated_bytes(),
+        layout.kv_bytes(1, tokens, 1, itemsize=model.dtype.itemsize),
+    )
+    assert allocated_bytes == predicted_bytes, f"the cache has {allocated_bytes:,} bytes, not {predicted_bytes:,}"
+    return {
+        "cache": allocated_bytes,
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def dense_tokens(weights: int) -> int:
@@ -86,16 +93,16 @@ def search(report: Report, guess: int, attempt: Callable[[int], dict | None], **
     Returns:
         The most tokens that were seen to fit, 0 if none were, and whether a step more was seen not to.
     """
-    answers: dict[int, bool] = {}
+    fits_by_tokens: dict[int, bool] = {}
     tokens = guess
-    while tokens > 0 and len(set(answers.values())) < 2 and report.allows(f"{tokens:,} tokens", 6):
+    while tokens > 0 and len(set(fits_by_tokens.values())) < 2 and report.allows(f"{tokens:,} tokens", 6):
         figures = attempt(tokens)
         free_memory()
-        answers[tokens] = figures is not None
-        shown = {f"{name} GB": value / 1e9 for name, value in (figures or {}).items()}
-        report.add(tokens=tokens, fits="yes" if figures else "no", predicted=guess, target=TARGET, **shown, **facts)
-        tokens += STEP if answers[tokens] else -STEP
-    return max((tokens for tokens, fits in answers.items() if fits), default=0), False in answers.values()
+        fits_by_tokens[tokens] = figures is not None
+        gigabytes = {f"{name} GB": value / 1e9 for name, value in (figures or {}).items()}
+        report.add(tokens=tokens, fits="yes" if figures else "no", predicted=guess, target=TARGET, **gigabytes, **facts)
+        tokens += STEP if fits_by_tokens[tokens] else -STEP
+    return max((tokens for tokens, fits in fits_by_tokens.items() if fits), default=0), False in fits_by_tokens.values()
 
 
 def section(report: Report) -> None:
@@ -103,25 +110,32 @@ def section(report: Report) -> None:
     columns = {"tokens": "10,", "fits": "<5", "cache GB": "8.2f", "peak GB": "7.2f", "reserved GB": "11.2f"}
     report.table("capacity", columns | {"target": "10,"})
     free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()  # the context, which no allocator counts
+    context_bytes = total - free - torch.cuda.memory_reserved()  # the context, which no allocator counts
     if total < LIMIT:
         report.skip("capacity", f"the device has {total / 1e9:.1f} GB")
         return
-    torch.cuda.set_per_process_memory_fraction((LIMIT - outside) / total)
+    torch.cuda.set_per_process_memory_fraction((LIMIT - context_bytes) / total)
     try:
-        stock = build(SHAPE, "cuda", torch.bfloat16)
-        dense = dense_tokens(sum(weight.nbytes for weight in stock.parameters()))
-        model = with_int8_weights(emitted(stock, round(FULL * dimensions(stock.config)[0])))
-        del stock
+        stock_model = build(SHAPE, "cuda", torch.bfloat16)
+        dense_capacity = dense_tokens(sum(weight.nbytes for weight in stock_model.parameters()))
+        model = with_int8_weights(emitted(stock_model, round(FULL * dimensions(stock_model.config)[0])))
+        del stock_model
         free_memory()
         weights = torch.cuda.memory_allocated()
         layout = KVLayout.from_config(model.config).quantized(Quantization(BITS))
         per_token = (layout.kv_bytes(1, 1 << 21) - layout.kv_bytes(1, 1 << 20)) / (1 << 20)
-        guess = int((LIMIT - outside - weights - WORKSPACE) / per_token) // STEP * STEP
-        facts = {"weights GB": weights / 1e9, "outside GB": outside / 1e9, "dense tokens, by formula": dense}
-        most, exact = search(report, guess, lambda tokens: try_tokens(model, tokens), **facts)
-        if most:
-            more, targets = "" if exact else "at least ", f"target {TARGET:,}; dense in bfloat16, by formula, {dense:,}"
-            print(f"{more}{most:,} tokens fit; {targets}")
+        guess = int((LIMIT - context_bytes - weights - WORKSPACE) / per_token) // STEP * STEP
+        facts = {
+            "weights GB": weights / 1e9,
+            "outside GB": context_bytes / 1e9,
+            "dense tokens, by formula": dense_capacity,
+        }
+        capacity, exact = search(report, guess, lambda tokens: try_tokens(model, tokens), **facts)
+        if capacity:
+            qualifier, targets = (
+                "" if exact else "at least ",
+                f"target {TARGET:,}; dense in bfloat16, by formula, {dense_capacity:,}",
+            )
+            print(f"{qualifier}{capacity:,} tokens fit; {targets}")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

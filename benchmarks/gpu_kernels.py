@@ -41,19 +41,22 @@ def read_bandwidth() -> float:
     return states.nbytes / milliseconds(states.sum, 20) * 1e3
 
 
-def bytes_to_read(batch: int, tokens: int, full: int, bits: int) -> int:
+def bytes_to_read(batch: int, tokens: int, full_heads: int, bits: int) -> int:
     """The least that a decode step of a layer reads of its cache."""
-    streaming = (HEADS - full) * min(tokens, SINK + RECENT) * 2 * HEAD_DIM * ITEM
+    streaming = (HEADS - full_heads) * min(tokens, SINK + RECENT) * 2 * HEAD_DIM * ITEM
     tiles, tile = 0, 0
-    if how := quantization(bits):
-        tiles, tile = how.tiles(tokens - how.sink), how.tile_bytes(HEAD_DIM, ITEM)
-    return batch * (streaming + full * (tiles * tile + (tokens - tiles * TILE) * 2 * HEAD_DIM * ITEM))
+    if quantization_settings := quantization(bits):
+        tiles, tile = (
+            quantization_settings.tiles(tokens - quantization_settings.sink),
+            quantization_settings.tile_bytes(HEAD_DIM, ITEM),
+        )
+    return batch * (streaming + full_heads * (tiles * tile + (tokens - tiles * TILE) * 2 * HEAD_DIM * ITEM))
 
 
-def empty_layers(layers: int, full: int, bits: int, tokens: int) -> tuple[KVSurgeryCache, LlamaConfig]:
+def empty_layers(layers: int, full_heads: int, bits: int, tokens: int) -> tuple[KVSurgeryCache, LlamaConfig]:
     """A cache of this many layers, and the config that it belongs to."""
     config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
-    config.kv_surgery = section(layers, HEADS, full, HEAD_DIM)
+    config.kv_surgery = section(layers, HEADS, full_heads, HEAD_DIM)
     return KVSurgeryCache(config, tokens, quantization(bits)), config
 
 
@@ -71,49 +74,51 @@ def decode_error(
     from tests.helpers.kernel_reference import decode_reference
 
     out = decode(query, table, columns, scoring, programs)[-1:].float()
-    last = table._replace(keys=table.keys[-1:].float(), values=table.values[-1:].float(), skipped=table.skipped[-1:])
+    last_row = table._replace(
+        keys=table.keys[-1:].float(), values=table.values[-1:].float(), skipped=table.skipped[-1:]
+    )
     if table.tiles is not None and table.packed is not None:
-        last = last._replace(tiles=table.tiles.map(lambda part: part[-1:]), packed=table.packed[-1:])
-    exact = decode_reference(query[-1:].float(), last, columns, scoring)
+        last_row = last_row._replace(tiles=table.tiles.map(lambda part: part[-1:]), packed=table.packed[-1:])
+    exact = decode_reference(query[-1:].float(), last_row, columns, scoring)
     return ((out - exact).norm() / exact.norm()).item()
 
 
 @functools.cache
-def check_quantized(batch: int, full: int, bits: int, device: str = "cuda", **options) -> float:
+def check_quantized(batch: int, full_heads: int, bits: int, device: str = "cuda", **options) -> float:
     """Error over a short cache whose tiles are quantized from random states."""
-    cache, config = empty_layers(1, full, bits, SHORT)
+    cache, config = empty_layers(1, full_heads, bits, SHORT)
     fill(cache, config, batch, SHORT, torch.bfloat16, device)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device=device, dtype=torch.bfloat16)
     return decode_error(query, *arguments(cache.layers[0]), **options)
 
 
-def decode_row(batch: int, tokens: int, full: int, bits: int, bandwidth: float) -> dict:
-    """A decode step of a layer of which `full` KV heads keep all tokens, by a CUDA graph over several caches."""
+def decode_row(batch: int, tokens: int, full_heads: int, bits: int, bandwidth: float) -> dict:
+    """A decode step of a layer of which `full_heads` KV heads keep all tokens, by a CUDA graph over several caches."""
     from kvsurgery.templates.kv_decode import decode
 
-    read = bytes_to_read(batch, tokens, full, bits)
-    copies = math.ceil(ROTATION / read)
-    cache, _ = empty_layers(copies, full, bits, tokens)
+    bytes_read = bytes_to_read(batch, tokens, full_heads, bits)
+    copies = math.ceil(ROTATION / bytes_read)
+    cache, _ = empty_layers(copies, full_heads, bits, tokens)
     occupy(cache, torch.empty(batch, HEADS, 0, HEAD_DIM, device="cuda", dtype=torch.bfloat16), tokens)
     query = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     calls = [arguments(layer) for layer in cache.layers]
-    errors = [decode_error(query, *calls[-1]), check_quantized(batch, full, bits)]
+    errors = [decode_error(query, *calls[-1]), check_quantized(batch, full_heads, bits)]
     assert all(error < TOLERANCE for error in errors), f"wrong by {errors}"  # NaN is, too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             decode(query, *call)
     graph.replay()
-    taken = milliseconds(graph.replay, 20) / copies * 1e-3
+    seconds = milliseconds(graph.replay, 20) / copies * 1e-3
     return {
         "bits": bits,
         "batch": batch,
         "tokens": tokens,
-        "full": full / HEADS,
-        "MB": read / 1e6,
-        "floor us": read / bandwidth * 1e6,
-        "us": taken * 1e6,
-        "share": read / bandwidth / taken,
+        "full": full_heads / HEADS,
+        "MB": bytes_read / 1e6,
+        "floor us": bytes_read / bandwidth * 1e6,
+        "us": seconds * 1e6,
+        "share": bytes_read / bandwidth / seconds,
         "target": TARGETS.get(bits) if tokens == AT else None,
         "error": max(errors),
     }
@@ -128,29 +133,29 @@ def decode_section(report: Report, lengths: list[int], batches: list[int]) -> No
     for batch in batches:
         for bits in BITS:
             for tokens in lengths:
-                for full in (HEADS // 4, HEADS // 2, HEADS):
-                    what = f"{bits} bits, batch {batch}, {tokens:,} tokens, {full / HEADS:.0%} full"
+                for full_heads in (HEADS // 4, HEADS // 2, HEADS):
+                    name = f"{bits} bits, batch {batch}, {tokens:,} tokens, {full_heads / HEADS:.0%} full"
                     free_memory()
                     # beside the caches: float32 of one row, for the check
                     row = 8 * HEADS * tokens * HEAD_DIM * (2 if bits == 16 else 1)
-                    needed = max(ROTATION, bytes_to_read(batch, tokens, full, bits)) + row
-                    if needed > 0.95 * torch.cuda.mem_get_info()[0]:
-                        report.skip(what, f"needs {needed / 1e9:.0f} GB")
-                    elif report.allows(what, 3):
-                        with report.attempt(what):
-                            report.add(**decode_row(batch, tokens, full, bits, bandwidth))
+                    needed_bytes = max(ROTATION, bytes_to_read(batch, tokens, full_heads, bits)) + row
+                    if needed_bytes > 0.95 * torch.cuda.mem_get_info()[0]:
+                        report.skip(name, f"needs {needed_bytes / 1e9:.0f} GB")
+                    elif report.allows(name, 3):
+                        with report.attempt(name):
+                            report.add(**decode_row(batch, tokens, full_heads, bits, bandwidth))
 
 
 def chunk(past: int, tokens: int, streaming: bool, device: str = "cuda") -> tuple:
     """What the prefill kernel takes of a chunk after a past, of one kind of head, with random states."""
     from kvsurgery.templates.kv_prefill import Span, Window
 
-    before = min(past, RECENT - 1) if streaming else past
+    visible_past = min(past, RECENT - 1) if streaming else past
     query = torch.randn(1, HEADS * GROUP, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    keys, values = torch.randn(2, 1, HEADS, before + tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 1, HEADS, visible_past + tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
     span, sinks = Span(past), None
     if streaming and past:
-        span = span._replace(first=past - before)
+        span = span._replace(first=past - visible_past)
         sinks = torch.randn_like(keys[:, :, :SINK]), torch.randn_like(keys[:, :, :SINK])
     window = Window(SINK, RECENT, sinks) if streaming else None
     return query, keys, values, span, Scoring(HEAD_DIM**-0.5), window
@@ -163,13 +168,13 @@ def check_streaming(past: int, device: str = "cuda") -> float:
 
     *states, span, scoring, window = chunk(past, 400, True, device)
     out = prefill(*states, span, scoring, window).float()
-    query, *given = (part.float() for part in states)
+    query, *keys_and_values = (part.float() for part in states)
     if past:
         for index, sinks in enumerate(window.sinks):
-            whole = torch.zeros(1, HEADS, past + 400, HEAD_DIM, device=device)
-            whole[:, :, :SINK], whole[:, :, span.first :] = sinks, given[index]
-            given[index] = whole
-    exact = prefill_reference(query, *given, span, scoring, window)
+            padded = torch.zeros(1, HEADS, past + 400, HEAD_DIM, device=device)
+            padded[:, :, :SINK], padded[:, :, span.first :] = sinks, keys_and_values[index]
+            keys_and_values[index] = padded
+    exact = prefill_reference(query, *keys_and_values, span, scoring, window)
     return ((out - exact).norm() / exact.norm()).item()
 
 
@@ -200,10 +205,10 @@ def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
     """A chunk over one kind of head, 8 KV heads of it; full heads beside torch's attention and flash attention."""
     from kvsurgery.templates.kv_prefill import prefill
 
-    query, keys, values, *how = chunk(past, tokens, streaming)
-    others, repeats = {}, 5
-    out = prefill(query, keys, values, *how)
-    taken = milliseconds(lambda: prefill(query, keys, values, *how), repeats)
+    query, keys, values, *settings = chunk(past, tokens, streaming)
+    baselines, repeats = {}, 5
+    out = prefill(query, keys, values, *settings)
+    duration = milliseconds(lambda: prefill(query, keys, values, *settings), repeats)
     if streaming:
         error = check_streaming(1000 if past else 0)
     else:
@@ -212,23 +217,23 @@ def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
         def sdpa() -> torch.Tensor:
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=True)
 
-        expected = sdpa()
-        error = ((out - expected).float().norm() / expected.float().norm()).item()
-        others["SDPA ms"] = milliseconds(sdpa, repeats)
+        reference = sdpa()
+        error = ((out - reference).float().norm() / reference.float().norm()).item()
+        baselines["SDPA ms"] = milliseconds(sdpa, repeats)
         if flash_attn_func is not None:
             states = [part.transpose(1, 2) for part in (query, keys, values)]
             flash = functools.partial(flash_attn_func, *states, causal=True)
             flash()
-            others["flash ms"] = milliseconds(flash, repeats)
+            baselines["flash ms"] = milliseconds(flash, repeats)
     assert error < TOLERANCE, f"wrong by {error:.1e}"
     operations = 4 * HEAD_DIM * HEADS * GROUP * visible_pairs(past, tokens, streaming)
     return {
         "kind": "streaming" if streaming else "full",
         "past": past,
         "tokens": tokens,
-        "ms": taken,
-        "TFLOP/s": operations / taken / 1e9,
-        **others,
+        "ms": duration,
+        "TFLOP/s": operations / duration / 1e9,
+        **baselines,
         "error": error,
     }
 
@@ -239,7 +244,7 @@ def prefill_section(report: Report) -> None:
     report.table("prefill", columns | {"flash ms": "8.2f", "error": "7.0e"})
     for past in (0, 3 * 2**15):
         for streaming in (False, True):
-            what = f"{'streaming' if streaming else 'full'} heads after {past:,} tokens"
-            if report.allows(what, 8):
-                with report.attempt(what):
+            name = f"{'streaming' if streaming else 'full'} heads after {past:,} tokens"
+            if report.allows(name, 8):
+                with report.attempt(name):
                     report.add(**prefill_row(past, 2**15, streaming))

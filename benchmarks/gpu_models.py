@@ -62,42 +62,42 @@ class Variant(NamedTuple):
     attention: str = "sdpa"  # of the stock model
 
 
-def variants(shape: str, full: float, device: str, dtype: torch.dtype) -> list[Variant]:
+def variants(shape: str, full_share: float, device: str, dtype: torch.dtype) -> list[Variant]:
     """What takes part; all of it shares the parameters of one stock model."""
-    stock = build(shape, device, dtype)
-    heads, _ = dimensions(stock.config)
-    some = emitted(stock, round(full * heads))
-    result = [Variant("stock, SDPA", stock)]
+    stock_model = build(shape, device, dtype)
+    heads, _ = dimensions(stock_model.config)
+    partly_full = emitted(stock_model, round(full_share * heads))
+    result = [Variant("stock, SDPA", stock_model)]
     if device == "cuda" and importlib.util.find_spec("flash_attn"):
-        result.append(Variant("stock, flash-attn", stock, attention="flash_attention_2"))
+        result.append(Variant("stock, flash-attn", stock_model, attention="flash_attention_2"))
     return [
         *result,
-        Variant("all full", emitted(stock, heads)),
-        Variant(f"{full:.0%} full", some),
-        Variant(f"{full:.0%} full, int4", some, bits=4),
+        Variant("all full", emitted(stock_model, heads)),
+        Variant(f"{full_share:.0%} full", partly_full),
+        Variant(f"{full_share:.0%} full, int4", partly_full, bits=4),
     ]
 
 
-def filled(variant: Variant, tokens: int, spare: int):
+def filled(variant: Variant, tokens: int, spare_tokens: int):
     """A variant's cache with random tokens and room for some more."""
     free_memory()
     model = variant.model
     if variant.name.startswith("stock"):
         model.set_attn_implementation(variant.attention)
-    cache = empty_cache(model, tokens + spare, variant.bits)
+    cache = empty_cache(model, tokens + spare_tokens, variant.bits)
     if tokens:
         fill(cache, model.config, 1, tokens, model.dtype, model.device.type)
     return cache
 
 
-def predicted_bytes(variant: Variant, cache, tokens: int, spare: int) -> int | None:
+def predicted_bytes(variant: Variant, cache, tokens: int, spare_tokens: int) -> int | None:
     """What the config says that the cache takes; None for stock models."""
     if not isinstance(cache, KVSurgeryCache):
         return None
     layout = KVLayout.from_config(variant.model.config)
     if variant.bits < 16:
         layout = layout.quantized(cache.layers[0].layout.quantization)
-    return layout.kv_bytes(1, tokens, spare, itemsize=variant.model.dtype.itemsize)
+    return layout.kv_bytes(1, tokens, spare_tokens, itemsize=variant.model.dtype.itemsize)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -150,13 +150,15 @@ def decode(report: Report, variant: Variant, tokens: int) -> tuple[dict, torch.T
     assert logits.isfinite().all()
     times = [seconds(step) for _ in range(WARM - 1 + STEPS)][WARM - 1 :]
     figures = {"ms": 1e3 * statistics.median(times), "peak": peak_bytes(), "tokens": tokens}
-    expected = predicted_bytes(variant, cache, tokens, SPARE)
-    figures |= {"cache": cache_bytes(cache), "kv_bytes": expected}
-    assert expected in (None, figures["cache"]), f"the cache has {figures['cache']:,} bytes, not {expected:,}"
+    expected_bytes = predicted_bytes(variant, cache, tokens, SPARE)
+    figures |= {"cache": cache_bytes(cache), "kv_bytes": expected_bytes}
+    assert expected_bytes in (None, figures["cache"]), (
+        f"the cache has {figures['cache']:,} bytes, not {expected_bytes:,}"
+    )
     if on_gpu:
         with report.attempt(f"kernel times of {variant.name}"):
             figures["kernels ms"] = kernel_milliseconds(step)
-        if expected:  # stock concatenates, for which a graph would need all of the cache twice
+        if expected_bytes:  # stock concatenates, for which a graph would need all of the cache twice
             with report.attempt(f"graph of {variant.name}"):
                 figures["graph ms"] = graph_milliseconds(step)
     return figures, logits
@@ -176,29 +178,29 @@ def decode_section(report: Report, case: Case, parts: list[Variant]) -> None:
     }
     report.table("decode", columns)
     for tokens, target in case.decode.items():
-        done, logits = {}, {}
+        results, logits = {}, {}
         for variant in parts:
-            what = f"{case.shape}, {tokens:,} tokens, {variant.name}"
-            if not report.allows(what, 12):
+            name = f"{case.shape}, {tokens:,} tokens, {variant.name}"
+            if not report.allows(name, 12):
                 continue
-            with report.attempt(what):
-                done[variant.name], logits[variant.name] = figures, _ = decode(report, variant, tokens)
-                stock, dense = done.get("stock, SDPA", {}), done.get("all full", {})
-                error, aimed = None, target if variant.name == f"{case.full:.0%} full" else None
+            with report.attempt(name):
+                results[variant.name], logits[variant.name] = figures, _ = decode(report, variant, tokens)
+                stock_figures, dense_figures = results.get("stock, SDPA", {}), results.get("all full", {})
+                error, case_target = None, target if variant.name == f"{case.full:.0%} full" else None
                 if variant.name == "all full" and "stock, SDPA" in logits:
-                    expected = logits["stock, SDPA"]
-                    error = ((logits["all full"] - expected).norm() / expected.norm()).item()
+                    stock_logits = logits["stock, SDPA"]
+                    error = ((logits["all full"] - stock_logits).norm() / stock_logits.norm()).item()
                 report.add(
                     model=case.shape,
                     variant=variant.name,
                     **figures,
                     **{
-                        "x stock": ratio(stock, figures, "ms"),
-                        "x stock, kernels": ratio(stock, figures, "kernels ms"),
-                        "x all full": ratio(dense, figures, "ms"),
-                        "x all full, graph": ratio(dense, figures, "graph ms"),
-                        "target": aimed.factor if aimed else None,
-                        "target at": aimed.tokens if aimed else None,
+                        "x stock": ratio(stock_figures, figures, "ms"),
+                        "x stock, kernels": ratio(stock_figures, figures, "kernels ms"),
+                        "x all full": ratio(dense_figures, figures, "ms"),
+                        "x all full, graph": ratio(dense_figures, figures, "graph ms"),
+                        "target": case_target.factor if case_target else None,
+                        "target at": case_target.tokens if case_target else None,
                         "cache GB": figures["cache"] / 1e9,
                         "peak GB": figures["peak"] and figures["peak"] / 1e9,
                         "error": error,
@@ -249,36 +251,38 @@ def generate_section(report: Report, device: str) -> None:
     columns |= {"ms a token": "10.2f", "x stock": "7.2f", "x eager": "7.2f", "as eager": "8"}
     report.table("generate", columns)
     parts = {variant.name: variant for variant in variants(case.shape, case.full, device, model_dtype(device))}
-    ours, seen = f"{case.full:.0%} full", {}
+    ours, results = f"{case.full:.0%} full", {}
     for name, graph in (("stock, SDPA", False), (ours, False), (ours, True)):
-        what = f"generate of {name}, {'CUDA graph' if graph else 'eager'}"
-        if not report.allows(what, 15):
+        title = f"generate of {name}, {'CUDA graph' if graph else 'eager'}"
+        if not report.allows(title, 15):
             continue
-        with report.attempt(what):
-            taken, new, graphed = generate(parts[name], tokens, graph)
-            seen[name, graph] = {"seconds": taken, "new": new}
-            stock, eager = seen.get(("stock, SDPA", False), {}), seen.get((ours, False), {})
+        with report.attempt(title):
+            duration, new_tokens, graphed = generate(parts[name], tokens, graph)
+            results[name, graph] = {"seconds": duration, "new": new_tokens}
+            stock_figures, eager_figures = results.get(("stock, SDPA", False), {}), results.get((ours, False), {})
             report.add(
                 model=case.shape,
                 tokens=tokens,
                 variant=name,
                 graph="yes" if graphed else "no",
                 new=NEW,
-                seconds=taken,
+                seconds=duration,
                 **{
-                    "ms a token": 1e3 * taken / NEW,
-                    "x stock": ratio(stock, seen[name, graph], "seconds"),
-                    "x eager": ratio(eager, seen[name, graph], "seconds") if graph else None,
+                    "ms a token": 1e3 * duration / NEW,
+                    "x stock": ratio(stock_figures, results[name, graph], "seconds"),
+                    "x eager": ratio(eager_figures, results[name, graph], "seconds") if graph else None,
                     # tokens that are those of eager steps
-                    "as eager": int((new == eager["new"]).sum().item()) if graph and eager else None,
+                    "as eager": int((new_tokens == eager_figures["new"]).sum().item())
+                    if graph and eager_figures
+                    else None,
                 },
             )
             assert graphed == (graph and device == "cuda"), "the steps did not run as they were asked to"
 
 
-def ratio(one: dict, other: dict, name: str) -> float | None:
-    """How many times longer the one takes, where both were measured."""
-    return one[name] / other[name] if one.get(name) and other.get(name) else None
+def ratio(baseline: dict, figures: dict, name: str) -> float | None:
+    """How many times longer the baseline takes, where both were measured."""
+    return baseline[name] / figures[name] if baseline.get(name) and figures.get(name) else None
 
 
 @torch.inference_mode()
@@ -289,18 +293,18 @@ def prefill_chunk(variant: Variant, past: int, tokens: int) -> tuple[float, int 
     free_memory()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    taken = seconds(lambda: variant.model(input_ids=ids, past_key_values=cache, logits_to_keep=1))
-    return taken, peak_bytes()
+    duration = seconds(lambda: variant.model(input_ids=ids, past_key_values=cache, logits_to_keep=1))
+    return duration, peak_bytes()
 
 
 def order(chunks: int) -> list[int]:
     """Which chunks are measured first: the ends, then the middle of the widest gap."""
-    known = [0, chunks - 1][:chunks]
-    while len(known) < chunks:
-        there = sorted(known)
-        _, low, high = max((high - low, low, high) for low, high in itertools.pairwise(there))
-        known.append((low + high) // 2)
-    return known
+    chosen_chunks = [0, chunks - 1][:chunks]
+    while len(chosen_chunks) < chunks:
+        ordered = sorted(chosen_chunks)
+        _, low, high = max((high - low, low, high) for low, high in itertools.pairwise(ordered))
+        chosen_chunks.append((low + high) // 2)
+    return chosen_chunks
 
 
 def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
@@ -310,7 +314,7 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
     """
     if case.prefill is None:
         return
-    whole, tokens, target = case.prefill
+    prompt_tokens, tokens, target = case.prefill
     parts = [variant for variant in parts if variant.bits == 16]
     report.table(
         "prefill chunks", {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "peak GB": "7.1f"}
@@ -319,38 +323,46 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
         with report.attempt(f"warm-up of {variant.name}"):
             for past in (0, tokens // 16):
                 prefill_chunk(variant, past, tokens // 16)
-    known: dict[str, dict[int, float]] = {variant.name: {} for variant in parts}
+    seconds_by_variant: dict[str, dict[int, float]] = {variant.name: {} for variant in parts}
     peaks: dict[str, int] = {}
-    for chunk in order(whole // tokens):
+    for chunk in order(prompt_tokens // tokens):
         for variant in list(parts):
-            mine, past = known[variant.name], chunk * tokens
-            guess = 8.0 if not mine else mine[0] * (1 + chunk) if len(mine) == 1 else _at(mine, chunk)
+            chunk_seconds, past = seconds_by_variant[variant.name], chunk * tokens
+            guess = (
+                8.0
+                if not chunk_seconds
+                else chunk_seconds[0] * (1 + chunk)
+                if len(chunk_seconds) == 1
+                else _at(chunk_seconds, chunk)
+            )
             if report.left < guess + 4:
                 continue
             with report.attempt(f"{case.shape}, chunk after {past:,} tokens, {variant.name}"):
-                mine[chunk], peak = prefill_chunk(variant, past, tokens)
+                chunk_seconds[chunk], peak = prefill_chunk(variant, past, tokens)
                 peaks[variant.name] = max(peak or 0, peaks.get(variant.name, 0))
-                row = {"past": past, "tokens": tokens, "seconds": mine[chunk], "peak GB": peak and peak / 1e9}
+                row = {"past": past, "tokens": tokens, "seconds": chunk_seconds[chunk], "peak GB": peak and peak / 1e9}
                 report.add(model=case.shape, variant=variant.name, **row)
-            if chunk not in mine:
+            if chunk not in chunk_seconds:
                 parts.remove(variant)
     columns = {"model": "<10", "tokens": "8,", "variant": "<18", "seconds": "8.1f", "measured": "8", "of chunks": "9"}
     columns |= {"x stock": "7.2f", "x all full": "10.2f", "target": "6.2f", "peak GB": "7.1f"}
     report.table("prefill in chunks", columns)
     totals = {}
-    for name, mine in known.items():
-        if not {0, whole // tokens - 1} <= mine.keys():
-            report.skip(f"{case.shape}, {whole:,} tokens, {name}", "no time or memory for its first or last chunk")
+    for name, chunk_seconds in seconds_by_variant.items():
+        if not {0, prompt_tokens // tokens - 1} <= chunk_seconds.keys():
+            report.skip(
+                f"{case.shape}, {prompt_tokens:,} tokens, {name}", "no time or memory for its first or last chunk"
+            )
             continue
-        totals[name] = {"seconds": sum(_at(mine, chunk) for chunk in range(whole // tokens))}
+        totals[name] = {"seconds": sum(_at(chunk_seconds, chunk) for chunk in range(prompt_tokens // tokens))}
         report.add(
             model=case.shape,
-            tokens=whole,
+            tokens=prompt_tokens,
             variant=name,
             seconds=totals[name]["seconds"],
-            measured=len(mine),
+            measured=len(chunk_seconds),
             **{
-                "of chunks": whole // tokens,
+                "of chunks": prompt_tokens // tokens,
                 "x stock": ratio(totals.get("stock, SDPA", {}), totals[name], "seconds"),
                 "x all full": ratio(totals.get("all full", {}), totals[name], "seconds"),
                 "target": target if name == f"{case.full:.0%} full" else None,
@@ -359,10 +371,10 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
         )
 
 
-def _at(known: dict[int, float], chunk: int) -> float:
+def _at(chunk_seconds: dict[int, float], chunk: int) -> float:
     """A chunk's seconds: measured, or on the line between its neighbors."""
-    there = sorted(known)
-    return float(np.interp(chunk, there, [known[place] for place in there]))
+    chunks = sorted(chunk_seconds)
+    return float(np.interp(chunk, chunks, [chunk_seconds[index] for index in chunks]))
 
 
 def model_dtype(device: str) -> torch.dtype:

@@ -50,29 +50,29 @@ class Report:
         print(" ".join(_cell(row.get(name), spec) for name, spec in self.columns.items()), flush=True)
         return row
 
-    def skip(self, what: str, why: str) -> None:
+    def skip(self, name: str, reason: str) -> None:
         """Note that something was not measured."""
-        self.skipped.append({"section": self.section, "what": what, "why": why})
-        print(f"skipped {what}: {why}", flush=True)
+        self.skipped.append({"section": self.section, "what": name, "why": reason})
+        print(f"skipped {name}: {reason}", flush=True)
 
-    def allows(self, what: str, seconds: float) -> bool:
+    def allows(self, name: str, seconds: float) -> bool:
         """Whether there is time for something that takes about so long; notes it as skipped otherwise."""
         if self.left < seconds:
-            self.skip(what, f"takes about {seconds:.0f} s, {max(self.left, 0):.0f} s are left")
+            self.skip(name, f"takes about {seconds:.0f} s, {max(self.left, 0):.0f} s are left")
         return self.left >= seconds
 
     @contextmanager
-    def attempt(self, what: str) -> Generator[None]:
+    def attempt(self, name: str) -> Generator[None]:
         """Try to measure something: whatever keeps it from working is noted, and the rest goes on."""
         try:
             yield
         except torch.OutOfMemoryError:
-            self.skip(what, "out of memory")
+            self.skip(name, "out of memory")
         except Exception as error:
-            why = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
-            if all(skip["why"] != why for skip in self.skipped):
+            reason = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
+            if all(skip["why"] != reason for skip in self.skipped):
                 traceback.print_exc()
-            self.skip(what, why)
+            self.skip(name, reason)
             self.failed = True
         free_memory()
 

@@ -39,7 +39,7 @@ from kvsurgery.text.tokens import first_tokens
 BUDGETS = {4.0: (4, 4), 3.5: (4, 3), 3.0: (3, 3), 2.5: (3, 2)}  # and the widths of layers in turn of as many bytes
 
 
-def chosen(losses: CacheLosses, path: str, budget: float) -> list[int]:
+def auto_bits(losses: CacheLosses, path: str, budget: float) -> list[int]:
     """The bits of each layer that `convert --kv-bits auto` chooses with every head full."""
     scores = np.ones((losses.model.layers, losses.model.kv_heads), np.float32)
     profile = HeadProfile(scores, "ablation", "kv", losses.base_model, losses.model)
@@ -49,19 +49,19 @@ def chosen(losses: CacheLosses, path: str, budget: float) -> list[int]:
     return [layer.quantization.bits for layer in layers if layer.quantization]
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown: the mean over passages of each cache, and in how many of them `auto` loses less."""
     lines = [
-        f"| bits a value | one width | `auto` | lower in, of {len(found['losses'])} passages | layers of `auto` |",
+        f"| bits a value | one width | `auto` | lower in, of {len(report['losses'])} passages | layers of `auto` |",
         "|---|---|---|---|---|",
     ]
     for budget in BUDGETS:
-        plain, auto = (
-            [each[name] for each in found["losses"].values()] for name in (f"{budget} bits", f"auto {budget}")
+        one_width, auto = (
+            [passage[name] for passage in report["losses"].values()] for name in (f"{budget} bits", f"auto {budget}")
         )
-        lower = sum(ours < other for ours, other in zip(auto, plain, strict=True))
-        layers = describe_widths(found["bits"][f"auto {budget}"])
-        lines.append(f"| {budget} | {fmean(plain):.5f} | {fmean(auto):.5f} | {lower} | {layers} |")
+        lower = sum(ours < baseline for ours, baseline in zip(auto, one_width, strict=True))
+        layers = describe_widths(report["bits"][f"auto {budget}"])
+        lines.append(f"| {budget} | {fmean(one_width):.5f} | {fmean(auto):.5f} | {lower} | {layers} |")
     return lines
 
 
@@ -76,29 +76,32 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     losses, sizes = CacheLosses.load(arguments.losses), TrialSizes(passages=arguments.passages, scored=64)
-    measured = MeasuredModel.load(arguments.model, dtype="float32")
+    model = MeasuredModel.load(arguments.model, dtype="float32")
     caches = [
         Quantization(bits, rotate=best.rotate, clip=best.clip)
         for bits in losses.settings
         for best in (losses.best(bits),)
     ]
-    place = {how.bits: number for number, how in enumerate(caches, 1)}
+    cache_index = {quantization.bits: number for number, quantization in enumerate(caches, 1)}
     bits = {}
     for budget, widths in BUDGETS.items():
-        bits[f"auto {budget}"] = chosen(losses, arguments.losses, budget)
+        bits[f"auto {budget}"] = auto_bits(losses, arguments.losses, budget)
         bits[f"{budget} bits"] = np.resize(widths, losses.model.layers).tolist()
-    known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
-    known |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}
-    rows = [torch.tensor([[place[width]] * losses.model.kv_heads for width in some]) for some in bits.values()]
-    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
-    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
-        if str(number) not in known["losses"]:
-            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
-            found = trial.divergence(torch.stack(rows)).tolist()
-            known["losses"][str(number)] = dict(zip(bits, found, strict=True))
-            record_versions(known, f"passage {number}")
-            arguments.json.write_text(json.dumps(known, indent=1) + "\n")
-    print("\n".join(table(known)))
+    report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
+    report |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}
+    rows = [
+        torch.tensor([[cache_index[width]] * losses.model.kv_heads for width in layer_widths])
+        for layer_widths in bits.values()
+    ]
+    text = Haystack.read(arguments.text, model.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(model.text))):
+        if str(number) not in report["losses"]:
+            trial = CacheTrial(model.model, model.layers, passage[None], sizes.context, caches)
+            divergences = trial.divergence(torch.stack(rows)).tolist()
+            report["losses"][str(number)] = dict(zip(bits, divergences, strict=True))
+            record_versions(report, f"passage {number}")
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

@@ -39,46 +39,46 @@ from kvsurgery.text.tokens import first_tokens
 MIB = 1 << 20
 
 
-def fitted(model: Path, profile: HeadProfile, losses: str, memory: int, context: int) -> Fit:
+def fit_result(model: Path, profile: HeadProfile, losses: str, memory: int, context: int) -> Fit:
     """What `kvsurgery fit` finds."""
-    measured = CacheLosses.load(losses)
+    cache_losses = CacheLosses.load(losses)
     recipe = Recipe(
         fit=Demand(memory, context),
         rest="streaming",
-        sink=measured.sink,
-        recent=measured.recent,
+        sink=cache_losses.sink,
+        recent=cache_losses.recent,
         kv_measured=losses,
     )
-    found = PreparedConversion.prepare(model, profile, recipe).fit
-    assert found is not None  # as there is a demand
-    return found
+    result = PreparedConversion.prepare(model, profile, recipe).fit
+    assert result is not None  # as there is a demand
+    return result
 
 
-def compared(found: Fit) -> list[Candidate]:
+def compared_policies(fit: Fit) -> list[Candidate]:
     """The choice, and of each width the policy with the most full heads that fits."""
     best: dict[int, Candidate] = {}
-    for candidate in sorted(found.candidates, key=lambda one: one.full_heads):
-        if candidate.total <= found.demand.memory:
+    for candidate in sorted(fit.candidates, key=lambda one: one.full_heads):
+        if candidate.total <= fit.demand.memory:
             best[candidate.bits] = candidate
-    return [found.choice, *(each for each in best.values() if each != found.choice)]
+    return [fit.choice, *(policy for policy in best.values() if policy != fit.choice)]
 
 
-def named(candidate: Candidate) -> str:
+def policy_name(candidate: Candidate) -> str:
     """A policy in words."""
     return f"{candidate.full_heads} heads in {candidate.bits} bits"
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown: for each memory the choice, what was expected and measured, and the best of all widths."""
     lines = [
         "| memory | choice of `fit` | expected | measured | best of all widths | measured | choice above best |",
         "|---|---|---|---|---|---|---|",
     ]
-    means = {name: fmean(each[name] for each in found["losses"].values()) for name in found["policies"]}
-    for memory, row in found["budgets"].items():
+    means = {name: fmean(passage[name] for passage in report["losses"].values()) for name in report["policies"]}
+    for mib, row in report["budgets"].items():
         choice, best = row["choice"], min(row["policies"], key=lambda name: means[name])
         lines.append(
-            f"| {memory} MiB | {choice} | {found['policies'][choice]['expected']:.4f} | {means[choice]:.4f} | {best} | "
+            f"| {mib} MiB | {choice} | {report['policies'][choice]['expected']:.4f} | {means[choice]:.4f} | {best} | "
             f"{means[best]:.4f} | {means[choice] / means[best] - 1:.0%} |"
         )
     return lines
@@ -90,11 +90,11 @@ def rows_of(policies: Sequence[Candidate], profile: HeadProfile, caches: Sequenc
     Layers that have a window of their own keep it.
     """
     assert profile.scores is not None  # no reform profile
-    widths = {how.bits: place for place, how in enumerate(caches, 1) if not isinstance(how, Window)} | {16: EXACT}
+    widths = {cache.bits: index for index, cache in enumerate(caches, 1) if not isinstance(cache, Window)} | {16: EXACT}
     own_window, rows = ~torch.from_numpy(profile.eligible)[:, None], []
-    for each in policies:
-        full = torch.from_numpy(best_heads(profile.scores, profile.eligible, each.full_heads))
-        rows.append(torch.where(full, widths[each.bits], len(caches)).masked_fill(own_window, EXACT))
+    for policy in policies:
+        is_full = torch.from_numpy(best_heads(profile.scores, profile.eligible, policy.full_heads))
+        rows.append(torch.where(is_full, widths[policy.bits], len(caches)).masked_fill(own_window, EXACT))
     return torch.stack(rows)
 
 
@@ -115,36 +115,37 @@ def main() -> None:
     profile = HeadProfile.load(arguments.profile) if arguments.profile else losses.head_profile
     budgets, policies = {}, {}
     for memory in arguments.memory:
-        found = fitted(arguments.model, profile, arguments.losses, memory * MIB, arguments.context)
-        own = compared(found)
-        policies |= {named(each): each for each in own}
-        budgets[memory] = {"choice": named(found.choice), "policies": [named(each) for each in own]}
+        fit = fit_result(arguments.model, profile, arguments.losses, memory * MIB, arguments.context)
+        compared = compared_policies(fit)
+        policies |= {policy_name(policy): policy for policy in compared}
+        budgets[memory] = {"choice": policy_name(fit.choice), "policies": [policy_name(policy) for policy in compared]}
     caches = [
-        each.quantization for each in {each.bits: each for each in policies.values() if each.quantization}.values()
+        policy.quantization
+        for policy in {policy.bits: policy for policy in policies.values() if policy.quantization}.values()
     ]
     caches.append(Window(losses.sink, losses.recent))
 
     sizes = TrialSizes(passages=arguments.passages)
-    measured = MeasuredModel.load(arguments.model, dtype="float32")
-    known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
-    known |= {
+    model = MeasuredModel.load(arguments.model, dtype="float32")
+    report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
+    report |= {
         "budgets": budgets,
-        "policies": {name: {"expected": each.loss, "total": each.total} for name, each in policies.items()},
+        "policies": {name: {"expected": policy.loss, "total": policy.total} for name, policy in policies.items()},
         "ranked_by": profile.method,
         "measured_on": losses.text,
         "read": Path(arguments.text).name,
         **vars(sizes),
     }
-    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
-    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
-        own = known["losses"].setdefault(str(number), {})
-        if missing := [name for name in policies if name not in own]:
-            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
-            rows = rows_of([policies[name] for name in missing], profile, caches)
-            own |= dict(zip(missing, trial.converted_divergence(rows).tolist(), strict=True))
-            record_versions(known, f"passage {number}")
-            arguments.json.write_text(json.dumps(known, indent=1) + "\n")
-    print("\n".join(table(known)))
+    text = Haystack.read(arguments.text, model.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(model.text))):
+        compared = report["losses"].setdefault(str(number), {})
+        if missing_policies := [name for name in policies if name not in compared]:
+            trial = CacheTrial(model.model, model.layers, passage[None], sizes.context, caches)
+            rows = rows_of([policies[name] for name in missing_policies], profile, caches)
+            compared |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
+            record_versions(report, f"passage {number}")
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,23 @@ import transformers
 from kvsurgery import __version__
 
 
-def record_versions(found: dict[str, Any], row: str) -> None:
+def record_versions(report: dict[str, Any], row: str) -> None:
     """Note in results that the versions that run now measured a row, or a part of it.
 
-    `found["versions"]` is a list of versions, each with the `rows` that it measured. Files from before have one dict
+    `report["versions"]` is a list of versions, each with the `rows` that it measured. Files from before have one dict
     there, the versions of the last run; it becomes the first entry, without `rows`.
     """
-    every = found.setdefault("versions", [])
-    if isinstance(every, dict):
-        found["versions"] = every = [every]
+    entries = report.setdefault("versions", [])
+    if isinstance(entries, dict):
+        report["versions"] = entries = [entries]
     now: dict[str, Any] = {
         "kvsurgery": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    entry = next((entry for entry in every if "rows" in entry and now.items() <= entry.items()), None)
+    entry = next((entry for entry in entries if "rows" in entry and now.items() <= entry.items()), None)
     if entry is None:
         entry = {**now, "rows": []}
-        every.append(entry)
+        entries.append(entry)
     if row not in entry["rows"]:
         entry["rows"].append(row)

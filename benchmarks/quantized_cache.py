@@ -44,16 +44,16 @@ def pieces(model: Path, texts: list[Path], length: int, count: int) -> torch.Ten
     """Pieces [texts * count, length] of texts, from places that are evenly spread."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
-    found = []
+    rows = []
     for text in texts:
         tokens = torch.from_numpy(Haystack.read(str(text), tokenizer, length).tokens)
         starts = torch.linspace(0, len(tokens) - length, count + 2).long().tolist()[1:-1]
-        found += [tokens[start : start + length] for start in starts]
-    return torch.stack(found)
+        rows += [tokens[start : start + length] for start in starts]
+    return torch.stack(rows)
 
 
 @torch.inference_mode()
-def read(
+def compare_steps(
     models: tuple[PreTrainedModel, PreTrainedModel], caches: tuple[Any, Any], tokens: torch.Tensor
 ) -> dict[str, Any]:
     """What a model with a cache makes of tokens [1, n + 1] beside the stock model with its own, step by step.
@@ -71,21 +71,26 @@ def read(
             logs.append(output.logits[0, -1].float().log_softmax(-1))
         divergence.append(F.kl_div(logs[1], logs[0], log_target=True, reduction="sum").item())
         nats.append(-logs[1][tokens[0, step + 1]].item())
-    stock, other = map(median, seconds)
-    return {"kl": fmean(divergence), "nats": fmean(nats), "stock_seconds": stock, "seconds": other}
+    stock_seconds, model_seconds = map(median, seconds)
+    return {"kl": fmean(divergence), "nats": fmean(nats), "stock_seconds": stock_seconds, "seconds": model_seconds}
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table: perplexity relative to the original's; brackets are 95% bootstrap intervals over the
     pieces of text."""
     lines = ["| cache | bytes | KL | perplexity | time of a step |", "|---" * 5 + "|"]
-    results = found["results"]
+    results = report["results"]
     base = results[ORIGINAL]
     for name, parts in sorted(results.items(), key=lambda pair: -pair[1][0]["kv_bytes"]):
         share = parts[0]["kv_bytes"] / base[0]["kv_bytes"]
         loss = over_pieces([max(part["kl"], 0) for part in parts])
-        more = over_pieces([part["nats"] - other["nats"] for part, other in zip(parts, base, strict=True)])
-        cells = ["{:.4f} [{:.4f}, {:.4f}]".format(*loss), "× {:.3f} [{:.3f}, {:.3f}]".format(*map(math.exp, more))]
+        nats_difference = over_pieces(
+            [part["nats"] - original["nats"] for part, original in zip(parts, base, strict=True)]
+        )
+        cells = [
+            "{:.4f} [{:.4f}, {:.4f}]".format(*loss),
+            "× {:.3f} [{:.3f}, {:.3f}]".format(*map(math.exp, nats_difference)),
+        ]
         if name == ORIGINAL:
             cells = ["0", f"{math.exp(fmean(part['nats'] for part in parts)):.2f}"]
         slower = fmean(part["seconds"] / part["stock_seconds"] for part in parts)
@@ -95,41 +100,41 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 def over_pieces(values: list[float]) -> tuple[float, float, float]:
     """A mean over pieces of text, and its 95% interval; between two pieces, that is their two values."""
-    found = interval(fmean(values), resampled_means(np.array([values]), 0)[0])
-    return found.mean, found.low, found.high
+    mean_interval = interval(fmean(values), resampled_means(np.array([values]), 0)[0])
+    return mean_interval.mean, mean_interval.low, mean_interval.high
 
 
-def measure(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Add what is missing to the results, and write them after each cache."""
     torch.set_num_threads(1)
     length = arguments.prompt + arguments.new + 1
     tokens = pieces(arguments.model, arguments.texts, length, arguments.pieces)
-    stock = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    stock_model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as scratch:
-        emitted = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
+        emitted_model = converted(arguments.model, Path(scratch) / "all-full", torch.float32)
     prompts: list[States] = []
     for piece in tokens:
         with torch.inference_mode():
-            cache = stock(piece[None, : arguments.prompt], logits_to_keep=1).past_key_values
+            cache = stock_model(piece[None, : arguments.prompt], logits_to_keep=1).past_key_values
         prompts.append([(layer.keys, layer.values) for layer in cache.layers])
-    results = found.setdefault("results", {})
-    for name, (model, make) in contenders(stock, emitted).items():
+    results = report.setdefault("results", {})
+    for name, (model, make) in contenders(stock_model, emitted_model).items():
         if name in results:
             continue
-        if model is stock and (reason := unusable(make)):
+        if model is stock_model and (reason := unusable(make)):
             console.stderr.print(f"left out: {name} ({reason})")
             continue
         parts = []
         for piece, states in zip(tokens, prompts, strict=True):
-            own = make()
-            if hasattr(own, "reserve"):  # a cache of unstated length grows by a quarter at a time
-                own.reserve(arguments.prompt + arguments.new)
-            caches = filled(DynamicCache(config=stock.config), states), filled(own, states)
-            part = read((stock, model), caches, piece[None, arguments.prompt :])
+            cache_under_test = make()
+            if hasattr(cache_under_test, "reserve"):  # a cache of unstated length grows by a quarter at a time
+                cache_under_test.reserve(arguments.prompt + arguments.new)
+            caches = filled(DynamicCache(config=stock_model.config), states), filled(cache_under_test, states)
+            part = compare_steps((stock_model, model), caches, piece[None, arguments.prompt :])
             parts.append({**part, "kv_bytes": held_bytes(caches[1], widest=2)})
         results[name] = parts
-        record_versions(found, name)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        record_versions(report, name)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.stderr.print(f"{name}: KL {fmean(part['kl'] for part in parts):.5f}")
 
 

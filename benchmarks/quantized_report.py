@@ -24,26 +24,26 @@ def series(name: str) -> str:
     return re.sub(r",? \d bits", "", name)
 
 
-def points(found: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+def points(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Share of the original's bytes and divergence in nats of the caches of each series, the smallest first."""
-    results = found["results"]
-    whole = results[ORIGINAL][0]["kv_bytes"]
-    shown: dict[str, list[tuple[float, float]]] = {}
+    results = report["results"]
+    original_bytes = results[ORIGINAL][0]["kv_bytes"]
+    series_points: dict[str, list[tuple[float, float]]] = {}
     for name, parts in results.items():
         if (loss := fmean(part["kl"] for part in parts)) > 1e-7:  # not the original and what equals it
-            shown.setdefault(series(name), []).append((parts[0]["kv_bytes"] / whole, loss))
-    return {name: sorted(own) for name, own in shown.items()}
+            series_points.setdefault(series(name), []).append((parts[0]["kv_bytes"] / original_bytes, loss))
+    return {name: sorted(values) for name, values in series_points.items()}
 
 
 def draw(panels: Mapping[str, Mapping[str, Any]], colors: figures.Colors) -> Figure:
     """A panel for each title and its results."""
     figure, row = figures.panels(colors, [*panels], (4 * len(panels), 5))
-    names = dict.fromkeys(name for found in panels.values() for name in points(found))
+    names = dict.fromkeys(name for report in panels.values() for name in points(report))
     styles = dict(figures.looks([*names], colors))
-    for axes, found in zip(row, panels.values(), strict=True):
+    for axes, report in zip(row, panels.values(), strict=True):
         axes.set_yscale("log")
-        for name, own in points(found).items():
-            axes.plot(*zip(*own, strict=True), label=name, **styles[name])
+        for name, series_points in points(report).items():
+            axes.plot(*zip(*series_points, strict=True), label=name, **styles[name])
     figures.legend(figure, row[0], colors)
     return figure
 

@@ -79,26 +79,26 @@ class Figures:
 @cache
 def recall_model() -> PreTrainedModel:
     """The bundled model, converted with every head full."""
-    stock = LlamaForCausalLM.from_pretrained(HERE / "model", dtype=torch.float32)
-    return emitted(stock, dimensions(stock.config)[0])
+    stock_model = LlamaForCausalLM.from_pretrained(HERE / "model", dtype=torch.float32)
+    return emitted(stock_model, dimensions(stock_model.config)[0])
 
 
 @torch.no_grad()
 def answer(method: Method, prompt: torch.Tensor, figures: Figures | None = None) -> list[int]:
     """Read a prompt [1, tokens] and go on greedily."""
-    begin = time.process_time()
+    start = time.process_time()
     text, question = prompt[:, : -SETTINGS.query_length], prompt[:, -SETTINGS.query_length :]
     session, token = method.read(recall_model(), text, question.shape[1] + NEW).ask(question)
-    ends, answered = [time.process_time()], []
+    ends, answer_tokens = [time.process_time()], []
     for _ in range(NEW):
         token = session.next(token)
-        answered.append(int(token))
+        answer_tokens.append(int(token))
         ends.append(time.process_time())
     if figures is not None:
-        figures.first.append(ends[1] - begin)
+        figures.first.append(ends[1] - start)
         figures.forward.append(ends[1] - ends[0])
         figures.token += np.diff(ends[1:]).tolist()
-    return answered
+    return answer_tokens
 
 
 def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
@@ -110,13 +110,13 @@ def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
 
 def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
     """All that are compared, by budget alike; H2O also with no more than REFORM keeps while it reads."""
-    rng, higher = np.random.default_rng(SEED), [head for head in ranked if head[0]]
+    rng, later_layers = np.random.default_rng(SEED), [head for head in ranked if head[0]]
     random = {f"{RANDOM} {draw + 1}": rng.permutation(len(ranked))[:4] for draw in range(draws)}
     heads = {
         OURS: ranked[:4],
-        ABOVE: higher[:4],
+        ABOVE: later_layers[:4],
         WORST: ranked[-4:],
-        **{name: [ranked[place] for place in places] for name, places in random.items()},
+        **{name: [ranked[index] for index in places] for name, places in random.items()},
     }
     return [
         Full(),
@@ -128,18 +128,18 @@ def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
         Recurrent(SETTINGS, "InfiniPot", partial(InfiniPot, catalyst=[task.RECALL])),
         Recurrent(SETTINGS, "InfLLM-like blocks", InfLLM),
         BM25(SETTINGS),
-        *(Gathered(replace(SETTINGS, heads=tuple(own)), name) for name, own in heads.items()),
+        *(Gathered(replace(SETTINGS, heads=tuple(method_heads)), name) for name, method_heads in heads.items()),
     ]
 
 
-def suitable(compared: list[Method], length: int) -> list[Method]:
+def suitable(compared_methods: list[Method], length: int) -> list[Method]:
     """Those that can read so long a prompt: the model has positions for it, or the method does without."""
     longest = recall_model().config.max_position_embeddings
-    return [method for method in compared if length <= longest or not isinstance(method, Full)]
+    return [method for method in compared_methods if length <= longest or not isinstance(method, Full)]
 
 
 def measure(
-    compared: list[Method], length: int, samples: int, fewer: int, progress: Callable[[int, int], None]
+    compared_methods: list[Method], length: int, samples: int, fewer: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     """Let all methods answer the same prompts of a length, in turns; a row of figures each.
 
@@ -147,22 +147,24 @@ def measure(
         samples, fewer: prompts for methods that something is claimed of, and for the others.
         progress: is told after every prompt how many are done, of how many.
     """
-    figures = {method.name: Figures() for method in compared}
+    figures = {method.name: Figures() for method in compared_methods}
     questions = task.prompts(SEED, samples + 1, length)
-    for number, (prompt, expected) in enumerate(zip(*questions, strict=True)):
-        first = number % len(compared)
-        for method in compared[first:] + compared[:first]:
-            own = figures[method.name]
+    for number, (prompt, answer_words) in enumerate(zip(*questions, strict=True)):
+        first_index = number % len(compared_methods)
+        for method in compared_methods[first_index:] + compared_methods[:first_index]:
+            method_figures = figures[method.name]
             if number == 0:  # warms up, and shows the memory
                 with LiveBytes() as live:
                     answer(method, prompt[None])
-                own.peak = live.peak
+                method_figures.peak = live.peak
             elif number <= fewer or claimed(method.name):
-                right = torch.tensor(answer(method, prompt[None], own)[: len(expected)]) == expected
-                own.exact.append(bool(right.all()))
-                own.words.append(right.float().mean().item())
+                is_right = (
+                    torch.tensor(answer(method, prompt[None], method_figures)[: len(answer_words)]) == answer_words
+                )
+                method_figures.exact.append(bool(is_right.all()))
+                method_figures.words.append(is_right.float().mean().item())
         progress(number, samples)
-    return [{"method": name, "tokens": length, **own.summary()} for name, own in figures.items()]
+    return [{"method": name, "tokens": length, **method_figures.summary()} for name, method_figures in figures.items()]
 
 
 def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
@@ -171,16 +173,16 @@ def held_bytes(method: Gathered, length: int) -> tuple[int, int]:
     encoder = Encoder(model.model, KVLayout.from_config(model.config), settings)
     embeddings = encoder.read(input_ids=task.prompts(SEED, 1, length).tokens)
     layers = [layer for layer in encoder.cache.layers if isinstance(layer, EncodingLayer)]
-    kept = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
+    kept_states = [part for layer in layers for part in (layer.keys, layer.values) if part is not None]
     predicted = encode_bytes(settings, length, model.config.num_key_value_heads, model.config.head_dim, 4)
-    return sum(part.untyped_storage().nbytes() for part in (embeddings, *kept) if part.numel()), predicted
+    return sum(part.untyped_storage().nbytes() for part in (embeddings, *kept_states) if part.numel()), predicted
 
 
-def process_bytes(compared: list[Method], length: int) -> list[int]:
+def process_bytes(compared_methods: list[Method], length: int) -> list[int]:
     """By how much each method's prompt raises the high-water mark of a process of its own."""
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        idle, *peaks = pool.map(process_peak, [None, *compared], [length] * (len(compared) + 1))
-    return [peak - idle for peak in peaks]
+        idle_peak, *peaks = pool.map(process_peak, [None, *compared_methods], [length] * (len(compared_methods) + 1))
+    return [peak - idle_peak for peak in peaks]
 
 
 def process_peak(method: Method | None, length: int) -> int:
@@ -208,25 +210,30 @@ def main() -> None:
     if min(arguments.lengths) <= SETTINGS.recompute_budget:
         parser.error(f"--lengths must be above {SETTINGS.recompute_budget}, the tokens that all of them keep")
     torch.set_num_threads(1)
-    compared, results = methods(ranked_heads(arguments.ranking_samples, RANKED), arguments.draws), []
+    compared_methods, results = methods(ranked_heads(arguments.ranking_samples, RANKED), arguments.draws), []
     for length in sorted(arguments.lengths):
-        here = suitable(compared, length)
+        suitable_methods = suitable(compared_methods, length)
         fewer = arguments.samples if length <= LONG else min(arguments.samples, arguments.long_samples)
         with console.step_progress(f"{length:,} tokens") as advance:
-            results += measure(here, length, arguments.samples, fewer, advance)
-    for row, peak in zip(results[-len(here) :], process_bytes(here, length), strict=True):
+            results += measure(suitable_methods, length, arguments.samples, fewer, advance)
+    for row, peak in zip(results[-len(suitable_methods) :], process_bytes(suitable_methods, length), strict=True):
         row["process_bytes"] = peak
-    held = {method.name: held_bytes(method, length) for method in compared if isinstance(method, Gathered)}
-    claims = verdicts(results, held)
+    sizes = {method.name: held_bytes(method, length) for method in compared_methods if isinstance(method, Gathered)}
+    claims = verdicts(results, sizes)
     show(results, claims)
     if arguments.plot:
         plot(results, arguments.plot)
     if arguments.json:
         facts = {"seed": SEED, "settings": asdict(SETTINGS), "ranking_samples": arguments.ranking_samples}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        heads = {method.name: method.settings.heads for method in compared if isinstance(method, Gathered)}
-        found = {"heads": heads, "held_bytes": held, "claims": [asdict(claim) for claim in claims], "results": results}
-        arguments.json.write_text(json.dumps({**facts, **versions, **found}, indent=1) + "\n")
+        heads = {method.name: method.settings.heads for method in compared_methods if isinstance(method, Gathered)}
+        report = {
+            "heads": heads,
+            "held_bytes": sizes,
+            "claims": [asdict(claim) for claim in claims],
+            "results": results,
+        }
+        arguments.json.write_text(json.dumps({**facts, **versions, **report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,13 +147,13 @@ class BM25:
         retriever = bm25s.BM25()
         retriever.index([words[start : start + self.part] for start in starts], show_progress=False)
         scores = torch.from_numpy(retriever.get_scores(words[question:]))[: question // self.part]  # whole parts
-        chosen = torch.zeros(len(words), dtype=torch.bool)
-        chosen[:keep] = chosen[len(words) - keep :] = True
+        is_chosen = torch.zeros(len(words), dtype=torch.bool)
+        is_chosen[:keep] = is_chosen[len(words) - keep :] = True
         for index in scores.topk(min((budget - 2 * keep) // self.part, len(scores))).indices.tolist():
-            chosen[starts[index] :][: self.part] = True
-        rest = (~chosen).nonzero()[:, 0]
-        chosen[rest[len(rest) - (budget - int(chosen.sum())) :]] = True  # the end takes what is left
-        return chosen.nonzero()[:, 0]
+            is_chosen[starts[index] :][: self.part] = True
+        unchosen = (~is_chosen).nonzero()[:, 0]
+        is_chosen[unchosen[len(unchosen) - (budget - int(is_chosen.sum())) :]] = True  # the end takes what is left
+        return is_chosen.nonzero()[:, 0]
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Embedded:
 
     def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
         prompt, start = torch.cat([self.text, question], 1), self.text.shape[1]
-        last = self.encoder.read(input_ids=prompt[:, len(self.embeddings) :])
-        embeddings = torch.cat([self.embeddings, last])
+        last_embeddings = self.encoder.read(input_ids=prompt[:, len(self.embeddings) :])
+        embeddings = torch.cat([self.embeddings, last_embeddings])
         places = gather(similarity(embeddings, embeddings[start:]), start, self.encoder.reform)
         return Plain(self.model, len(places) + self.new), prompt[:, places]
 
@@ -183,8 +183,8 @@ class Gathered:
 
     def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
         encoder = Encoder(model.model, KVLayout.from_config(model.config), self.settings)
-        whole = text.shape[1] // self.settings.chunk * self.settings.chunk
-        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole]))
+        whole_chunks = text.shape[1] // self.settings.chunk * self.settings.chunk
+        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole_chunks]))
 
 
 class Reader(ChunkEncoder):
@@ -249,9 +249,9 @@ class DistillingLayer(EncodingLayer):
         received = attention_received(query, keys, keys.new_zeros(1, 1, 1), scoring)[0]
         received = received[:, : novelty.shape[1]].clone()  # the catalyst itself goes
         received.scatter_(1, novelty.topk(reform.encode_budget // 2, -1).indices, float("inf"))
-        chosen = best_places(received, reform.encode_budget, reform.keep)
-        self.novelty = novelty.gather(1, chosen)
-        return chosen
+        chosen_places = best_places(received, reform.encode_budget, reform.keep)
+        self.novelty = novelty.gather(1, chosen_places)
+        return chosen_places
 
 
 class InfiniPot(Reader):
@@ -268,8 +268,8 @@ class InfiniPot(Reader):
     def compress(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.forward(tokens)
         logits = self.head(hidden)
-        before = logits[:, :1] if self.expected is None else self.expected
-        loss = F.cross_entropy(torch.cat([before, logits[:, :-1]], 1)[0], tokens[0], reduction="none")
+        previous_logits = logits[:, :1] if self.expected is None else self.expected
+        loss = F.cross_entropy(torch.cat([previous_logits, logits[:, :-1]], 1)[0], tokens[0], reduction="none")
         self.surprise, self.expected = torch.cat([self.surprise, loss]), logits[:, -1:]
         if self.past > self.budget:
             self.forward(self.catalyst, self.budget)
@@ -296,33 +296,35 @@ class BlockLayer(EncodingLayer):
         assert self.keys is not None  # as `update` was called
         assert self.values is not None
         past, tokens, seen = self.encoder.past, query.shape[2], self.encoder.seen
-        own = self.encoder.rotation.at(past, tokens)
+        rotation = self.encoder.rotation.at(past, tokens)
         stop = seen + tokens
-        plain_keys = own.turn_back(keys)
-        plain_query = own.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)  # [1, kv_heads, tokens, head_dim]
+        plain_keys = rotation.turn_back(keys)
+        plain_query = (
+            rotation.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)
+        )  # [1, kv_heads, tokens, head_dim]
         self.keys[:, :, seen:stop], self.values[:, :, seen:stop] = plain_keys, values
         following = plain_query.flip(2).cumsum(2).flip(2) - plain_query
         self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / torch.arange(tokens, 0, -1)
         places = self.places(plain_query.mean(2)[0], self.keys)
-        before = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
+        past_keys = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
         return path.causal(
-            query, torch.cat([before, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, scoring
+            query, torch.cat([past_keys, keys], 2), torch.cat([self.values[:, :, places], values], 2), 0, scoring
         )
 
     def places(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim], and by all keys."""
-        encoder, first = self.encoder, self.encoder.reform.keep
+        encoder, first_tokens = self.encoder, self.encoder.reform.keep
         size, blocks = encoder.size, encoder.blocks
         for block in range(self.leading.shape[1], blocks):
-            start = first + block * size
-            best = start + self.asked[start : start + size].topk(encoder.leaders).indices
-            self.leading = torch.cat([self.leading, keys[0, :, best].sum(1, keepdim=True)], 1)
-        chosen = torch.zeros(encoder.seen, dtype=torch.bool)
-        chosen[:first] = chosen[first + blocks * size :] = True
+            start = first_tokens + block * size
+            best_tokens = start + self.asked[start : start + size].topk(encoder.leaders).indices
+            self.leading = torch.cat([self.leading, keys[0, :, best_tokens].sum(1, keepdim=True)], 1)
+        is_chosen = torch.zeros(encoder.seen, dtype=torch.bool)
+        is_chosen[:first_tokens] = is_chosen[first_tokens + blocks * size :] = True
         score = (self.leading * query[:, None]).sum((0, 2))
         for block in score.topk(min(blocks, encoder.chosen)).indices.tolist():
-            chosen[first + block * size :][:size] = True
-        return chosen.nonzero()[:, 0]
+            is_chosen[first_tokens + block * size :][:size] = True
+        return is_chosen.nonzero()[:, 0]
 
 
 class InfLLM(Reader):

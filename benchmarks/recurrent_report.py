@@ -36,38 +36,45 @@ def claimed(name: str) -> bool:
     return name in (OURS, WORST, *H2O) or name.startswith(RANDOM)
 
 
-def verdicts(results: list[Row], held: Mapping[str, tuple[int, int]]) -> list[Claim]:
+def verdicts(results: list[Row], held_bytes: Mapping[str, tuple[int, int]]) -> list[Claim]:
     """Every claim, as far as these lengths tell.
 
     Args:
-        held: by method, bytes that reading the longest prompt has left, counted and by the formula.
+        held_bytes: by method, bytes that reading the longest prompt has left, counted and by the formula.
     """
     lengths = sorted({row["tokens"] for row in results})
     claims = [claim for length in lengths if length in RECALLED for claim in _recall(_at(results, length), length)]
-    counted, formula = max(held.values(), key=lambda sizes: sizes[0] / sizes[1])
-    found = f"at most {console.size(counted)} of {console.size(formula)}"
-    claims.append(Claim(f"reading {lengths[-1]:,} tokens leaves what encode_bytes says", found, counted <= formula))
+    counted_bytes, predicted_bytes = max(held_bytes.values(), key=lambda sizes: sizes[0] / sizes[1])
+    finding = f"at most {console.size(counted_bytes)} of {console.size(predicted_bytes)}"
+    claims.append(
+        Claim(
+            f"reading {lengths[-1]:,} tokens leaves what encode_bytes says", finding, counted_bytes <= predicted_bytes
+        )
+    )
     for name in (OURS, ABOVE):
         seconds = [_at(results, length)[name]["first_s"] / length for length in lengths if length in LINEAR]
         if len(seconds) > 1:
             spread = max(seconds) / min(seconds) - 1
-            found = f"{', '.join(f'{1e6 * each:.1f}' for each in seconds)} µs a token: {spread:.1%}"
-            claims.append(Claim(f"time is linear within 15%: {name}", found, spread <= 0.15))
-        for other in H2O:
-            ratios = [_whole(rows[name]) / _whole(rows[other]) for rows in (_at(results, each) for each in lengths)]
-            found = f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} of its time"
-            claims.append(Claim(f"no slower than {other}: {name}", found, max(ratios) <= 1))
+            finding = f"{', '.join(f'{1e6 * each:.1f}' for each in seconds)} µs a token: {spread:.1%}"
+            claims.append(Claim(f"time is linear within 15%: {name}", finding, spread <= 0.15))
+        for baseline in H2O:
+            ratios = [
+                _total_seconds(rows[name]) / _total_seconds(rows[baseline])
+                for rows in (_at(results, each) for each in lengths)
+            ]
+            finding = f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} of its time"
+            claims.append(Claim(f"no slower than {baseline}: {name}", finding, max(ratios) <= 1))
     return claims
 
 
 def _recall(rows: Mapping[str, Row], length: int) -> list[Claim]:
     """Whole answers count for REFORM, and every right word for what it is compared with."""
-    ours, h2o, worst = rows[OURS]["exact"], rows[H2O[0]]["words"], rows[WORST]["words"]
+    ours, h2o, worst_heads = rows[OURS]["exact"], rows[H2O[0]]["words"], rows[WORST]["words"]
     random = statistics.fmean(row["words"] for name, row in rows.items() if name.startswith(RANDOM))
     return [
         Claim(f"REFORM recalls 95% at {length:,}", f"{ours:.0%}", ours >= 0.95),
         Claim(f"H2O recalls less than 30% at {length:,}", f"{h2o:.0%}", h2o < 0.3),
-        Claim(f"worst heads recall 20 points less at {length:,}", f"{worst:.0%}", worst <= ours - 0.2),
+        Claim(f"worst heads recall 20 points less at {length:,}", f"{worst_heads:.0%}", worst_heads <= ours - 0.2),
         Claim(f"random heads recall 20 points less at {length:,}", f"{random:.0%} on average", random <= ours - 0.2),
     ]
 
@@ -76,7 +83,7 @@ def _at(results: list[Row], length: int) -> dict[str, Row]:
     return {row["method"]: row for row in results if row["tokens"] == length}
 
 
-def _whole(row: Row) -> float:
+def _total_seconds(row: Row) -> float:
     """Seconds of prompt and answer."""
     return row["first_s"] + (row["new_tokens"] - 1) * row["token_s"]
 
@@ -106,15 +113,15 @@ def show(results: list[Row], claims: list[Claim]) -> None:
 def recall_table(results: list[Row]) -> list[str]:
     """Lines of a Markdown table: the share of exact answers by length, or their number where fewer prompts are read."""
     lengths = sorted({row["tokens"] for row in results})
-    most = max(row["samples"] for row in results)
+    most_samples = max(row["samples"] for row in results)
     heads = ["method", *(f"{length:,} tokens" for length in lengths)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in dict.fromkeys(row["method"] for row in results):
-        own = {row["tokens"]: row for row in results if row["method"] == name}
+        rows = {row["tokens"]: row for row in results if row["method"] == name}
         cells = dict.fromkeys(lengths, "-")
-        for length, row in own.items():
+        for length, row in rows.items():
             fewer = f"{row['exact'] * row['samples']:.0f} of {row['samples']}"
-            cells[length] = fewer if row["samples"] < most else f"{row['exact']:.0%}"
+            cells[length] = fewer if row["samples"] < most_samples else f"{row['exact']:.0%}"
         lines.append(f"| {' | '.join([name, *cells.values()])} |")
     return lines
 
@@ -123,16 +130,16 @@ def _print(
     results: list[Row],
     title: str,
     cell: Callable[[Row], str],
-    more: Mapping[str, Callable[[Mapping[int, Row]], str]],
+    extra_columns: Mapping[str, Callable[[Mapping[int, Row]], str]],
 ) -> None:
-    """A table of methods by length, with `more` columns that are made of a method's rows."""
+    """A table of methods by length, with `extra_columns` that are made of a method's rows."""
     lengths = sorted({row["tokens"] for row in results})
     table = []
     for name in dict.fromkeys(row["method"] for row in results):
-        own = {row["tokens"]: row for row in results if row["method"] == name}
-        cells = [cell(own[length]) if length in own else "-" for length in lengths]
-        table.append((name, *cells, *(column(own) for column in more.values())))
-    columns = ["method", *(f"{length / 1024:g}k" for length in lengths), *more]
+        rows = {row["tokens"]: row for row in results if row["method"] == name}
+        cells = [cell(rows[length]) if length in rows else "-" for length in lengths]
+        table.append((name, *cells, *(column(rows) for column in extra_columns.values())))
+    columns = ["method", *(f"{length / 1024:g}k" for length in lengths), *extra_columns]
     console.stdout.print(console.table(title, columns, table))
 
 
@@ -162,8 +169,8 @@ def plot(results: list[Row], path: Path) -> None:
         for name in names:
             # random heads once in the legend
             label = name if not name.startswith(RANDOM) else RANDOM if name == f"{RANDOM} 1" else None
-            own = [row for row in results if row["method"] == name]
-            axes.plot([row["tokens"] for row in own], [value(row) for row in own], label=label, **styles[name])
+            rows = [row for row in results if row["method"] == name]
+            axes.plot([row["tokens"] for row in rows], [value(row) for row in rows], label=label, **styles[name])
         lengths = sorted({row["tokens"] for row in results})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length / 1024:g}k" for length in lengths])

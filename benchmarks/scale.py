@@ -55,8 +55,8 @@ class Shape:
         """Bytes of weights on each of so many ranks."""
         model, kv_ranks = self.attention, min(ranks, self.attention.kv_heads)
         width = self.hidden * model.head_dim
-        cut = 2 * width * model.query_heads + 3 * self.hidden * self.intermediate
-        layer = cut / ranks + 2 * width * model.kv_heads / kv_ranks + 2 * self.hidden
+        split_weights = 2 * width * model.query_heads + 3 * self.hidden * self.intermediate
+        layer = split_weights / ranks + 2 * width * model.kv_heads / kv_ranks + 2 * self.hidden
         return itemsize * (model.layers * layer + self.hidden * (self.vocabulary * (1 + 1 / ranks) + 1))
 
 
@@ -101,21 +101,24 @@ def balance(parts: list[Any], tokens: int) -> dict[str, float]:
     Ranks wait for each other in every layer, so that the second is what unequal heads cost a decode step.
     """
     layers = np.array([[layer.kv_bytes(tokens, 0, 0, part.head_dim, 2) for layer in part.layers] for part in parts])
-    whole = layers.sum(1)
-    return {"bytes": float(whole.max() / whole.mean()), "by_layer": float(layers.max(0).sum() / layers.mean(0).sum())}
+    rank_bytes = layers.sum(1)
+    return {
+        "bytes": float(rank_bytes.max() / rank_bytes.mean()),
+        "by_layer": float(layers.max(0).sum() / layers.mean(0).sum()),
+    }
 
 
 def context(layout: Any, room: float) -> int:
     """Tokens of one sequence whose keys and values fit this many bytes."""
     if room < layout.kv_bytes(1, 1):
         return 0
-    fits, beyond = 1, 2
-    while layout.kv_bytes(1, beyond) <= room:
-        fits, beyond = beyond, 2 * beyond
-    while beyond - fits > 1:
-        middle = (fits + beyond) // 2
-        fits, beyond = (middle, beyond) if layout.kv_bytes(1, middle) <= room else (fits, middle)
-    return fits
+    fitting, too_many = 1, 2
+    while layout.kv_bytes(1, too_many) <= room:
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if layout.kv_bytes(1, middle) <= room else (fitting, middle)
+    return fitting
 
 
 def score(scores: np.ndarray, policy: Policy) -> float:
@@ -132,12 +135,12 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
         recipe = Recipe(sparsity=sparsity, sink=SINK, recent=RECENT)
         for ranks in RANKS:
             blocks = min(ranks, model.kv_heads)
-            asked, strict = (
+            uneven_policy, even_policy = (
                 decide(profile, ModelLayers([None] * model.layers), replace(recipe, tp=blocks, tp_uneven=uneven))
                 for uneven in (True, False)
             )
-            best, kept = (score(scores, policy) for policy in (asked, strict))
-            uneven, equal = (layout_of(policy, model).parts(blocks) for policy in (asked, strict))
+            uneven_score, even_score = (score(scores, policy) for policy in (uneven_policy, even_policy))
+            uneven, equal = (layout_of(policy, model).parts(blocks) for policy in (uneven_policy, even_policy))
             weights = shape.weights(ranks, arguments.weight_bits / 8)
             layouts = {bits: equal[0] if bits == 16 else equal[0].quantized(Quantization(bits)) for bits in BITS}
             rows.append(
@@ -145,9 +148,9 @@ def simulate(name: str, profile: HeadProfile, arguments: argparse.Namespace) -> 
                     "model": name,
                     "sparsity": sparsity,
                     "ranks": ranks,
-                    "full_heads": asked.full,
-                    "strict_full_heads": strict.full,
-                    "strict_score_kept": kept / best,
+                    "full_heads": uneven_policy.full,
+                    "strict_full_heads": even_policy.full,
+                    "strict_score_kept": even_score / uneven_score,
                     "weights": round(weights),
                     "kv_bytes": {bits: layout.kv_bytes(1, tokens) for bits, layout in layouts.items()},
                     "context": {
@@ -184,7 +187,7 @@ def print_tables(name: str, rows: list[dict[str, Any]], arguments: argparse.Name
             row["full_heads"],
             row["strict_full_heads"],
             f"{row['strict_score_kept']:.1%}",
-            *(f"{row['balance']['uneven'][what]:.2f}" for what in ("bytes", "by_layer")),
+            *(f"{row['balance']['uneven'][measure]:.2f}" for measure in ("bytes", "by_layer")),
         )
         for row in rows
         if row["sparsity"] and row["ranks"] > 1
@@ -204,7 +207,7 @@ def plot(rows: list[dict[str, Any]], names: list[str], arguments: argparse.Names
     lines = [(sparsity, bits) for sparsity in (0.0, *SPARSITIES[1:]) for bits in (16, 4)]
     for column, name in enumerate(names):
         for sparsity, bits in lines:
-            shown = [row for row in rows if (row["model"], row["sparsity"]) == (name, sparsity)]
+            line_rows = [row for row in rows if (row["model"], row["sparsity"]) == (name, sparsity)]
             style = {
                 "color": {0.0: "black", 0.5: "tab:blue", 0.75: "tab:orange"}[sparsity],
                 "linestyle": {16: "-", 4: "--"}[bits],
@@ -212,10 +215,13 @@ def plot(rows: list[dict[str, Any]], names: list[str], arguments: argparse.Names
                 "markersize": 3,
                 "label": f"{sparsity:.0%} streaming, {bits} bit",
             }
-            for place, values in enumerate(
-                ([row["kv_bytes"][bits] / GIB for row in shown], [row["context"][bits] or np.nan for row in shown])
+            for row_index, values in enumerate(
+                (
+                    [row["kv_bytes"][bits] / GIB for row in line_rows],
+                    [row["context"][bits] or np.nan for row in line_rows],
+                )
             ):
-                axes[place, column].plot([row["ranks"] for row in shown], values, **style)
+                axes[row_index, column].plot([row["ranks"] for row in line_rows], values, **style)
         top, bottom = axes[:, column]
         top.set(title=name, yscale="log", xscale="log")
         bottom.set(yscale="log", xlabel="ranks (TP)", xticks=RANKS, xticklabels=RANKS)
@@ -242,10 +248,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     parser.add_argument("--plot", type=Path, help="draw them")
     arguments = parser.parse_args()
-    given = dict(entry.split("=", 1) for entry in arguments.profile if "=" in entry)
-    if len(given) < len(arguments.profile) or given.keys() - set(arguments.models):
+    profile_paths = dict(entry.split("=", 1) for entry in arguments.profile if "=" in entry)
+    if len(profile_paths) < len(arguments.profile) or profile_paths.keys() - set(arguments.models):
         parser.error("--profile is MODEL=PATH, of a model of --models")
-    profiles = {name: load_profile(name, given.get(name), arguments.seed) for name in arguments.models}
+    profiles = {name: load_profile(name, profile_paths.get(name), arguments.seed) for name in arguments.models}
     results = []
     for name, profile in profiles.items():
         console.stdout.print(f"{name}: {profile.model}; {profile.base_model}")

@@ -79,17 +79,17 @@ def quantization(bits: int) -> Quantization | None:
     return Quantization(bits) if bits < 16 else None
 
 
-def section(layers: int, heads: int, full: int, head_dim: int) -> dict:
-    """The `kv_surgery` section of a config: in every layer `full` KV heads keep everything, the others stream."""
-    layer = {"blocks": [[full, heads - full]], "sink": SINK, "recent": RECENT}
+def section(layers: int, heads: int, full_heads: int, head_dim: int) -> dict:
+    """The `kv_surgery` section of a config: in every layer `full_heads` KV heads keep everything, the others stream."""
+    layer = {"blocks": [[full_heads, heads - full_heads]], "sink": SINK, "recent": RECENT}
     return {"version": 1, "head_dim": head_dim, "layers": [layer] * layers}
 
 
-def emitted(stock: LlamaForCausalLM, full: int) -> LlamaForCausalLM:
+def emitted(stock: LlamaForCausalLM, full_heads: int) -> LlamaForCausalLM:
     """The emitted model with the very parameters of a stock one; what heads they belong to is all the same here."""
     config = copy.deepcopy(stock.config)
     heads, head_dim = dimensions(config)
-    config.kv_surgery = section(config.num_hidden_layers, heads, full, head_dim)
+    config.kv_surgery = section(config.num_hidden_layers, heads, full_heads, head_dim)
     with torch.device("meta"):
         model = EmittedLlama._from_config(config, dtype=stock.dtype)
     model.load_state_dict(stock.state_dict(), assign=True)
@@ -137,11 +137,11 @@ def occupy(cache: KVSurgeryCache, like: torch.Tensor, tokens: int) -> None:
             states.normal_()
         for group in layer.quantized:
             group.packed = [TILE * group.quantization.tiles(tokens - group.sink)] * like.shape[0]
-        how = layer.layout.quantization
-        if layer.tiles is not None and how is not None:
+        quantization_settings = layer.layout.quantization
+        if layer.tiles is not None and quantization_settings is not None:
             key_codes, key_scales, value_codes, value_scales = layer.tiles
             for codes, scales in ((key_codes, key_scales), (value_codes, value_scales)):
                 codes.random_(0, 256)  # of states between about -2 and 2
-                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**how.bits - 1))
+                scales[:, :, 0].uniform_(0.5, 1.5).mul_(4 / (2**quantization_settings.bits - 1))
                 scales[:, :, 1].uniform_(-2.5, -1.5)
         layer.advance(tokens)

@@ -122,27 +122,34 @@ def run(engine: Any, load: Load, block: int) -> Result:
     for index in range(load.requests):
         prompt = [draw.randrange(load.vocabulary) for _ in range(load.prompt)]
         engine.add_request(f"{time.monotonic()}-{index}", {"prompt_token_ids": prompt}, parameters)
-    started, busy, first, last, running, peak = time.monotonic(), time.process_time(), {}, {}, [], 0
+    start, cpu_start, first_token_times, last_token_times, running, peak = (
+        time.monotonic(),
+        time.process_time(),
+        {},
+        {},
+        [],
+        0,
+    )
     while engine.has_unfinished_requests():
         for output in engine.step():
-            now = time.monotonic() - started
-            first.setdefault(output.request_id, now)
-            last[output.request_id] = now
+            now = time.monotonic() - start
+            first_token_times.setdefault(output.request_id, now)
+            last_token_times[output.request_id] = now
         running.append(len(scheduler.running))
         peak = max(peak, free - pool.get_num_free_blocks())
     assert pool.get_num_free_blocks() == free, "blocks are lost"
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     return Result(
         seconds,
-        time.process_time() - busy,
+        time.process_time() - cpu_start,
         load.requests / seconds,
         load.requests * load.new / seconds,
         _preemptions(engine) - preempted,
         statistics.mean(running),
         max(running),
         peak * block,
-        _percentiles(first.values()),
-        _percentiles(last.values()),
+        _percentiles(first_token_times.values()),
+        _percentiles(last_token_times.values()),
     )
 
 
@@ -152,8 +159,8 @@ def _preemptions(engine: Any) -> int:
 
 def _percentiles(seconds: Any) -> tuple[float, float]:
     """The median and the 95th percentile."""
-    median, late = np.percentile([*seconds], (50, 95))
-    return float(median), float(late)
+    median, percentile_95 = np.percentile([*seconds], (50, 95))
+    return float(median), float(percentile_95)
 
 
 @contextmanager
@@ -161,8 +168,8 @@ def engines(folders: dict[str, Path], load: Load) -> Generator[dict[str, Connect
     """A process for each folder, started one after the other."""
     context, pipes, processes = get_context("spawn"), {}, []
     for name, folder in folders.items():
-        pipes[name], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(folder, load, theirs)))
+        pipes[name], child_pipe = context.Pipe()
+        processes.append(context.Process(target=serve, args=(folder, load, child_pipe)))
         processes[-1].start()
         assert pipes[name].recv() == "ready"
     try:
@@ -214,32 +221,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     medians = {
         name: sorted(results, key=lambda result: result.seconds)[len(results) // 2] for name, results in turns.items()
     }
-    dense = medians["dense"]
+    dense_result = medians["dense"]
     return {
         "load": asdict(load),
         "results": {name: asdict(result) for name, result in medians.items()},
         "ratios": {
             name: {
-                "requests_per_second": result.requests_per_second / dense.requests_per_second,
+                "requests_per_second": result.requests_per_second / dense_result.requests_per_second,
                 "requests_per_cpu_second": statistics.median(
-                    stock.cpu_seconds / turn.cpu_seconds
-                    for stock, turn in zip(turns["dense"], turns[name], strict=True)
+                    dense_turn.cpu_seconds / turn.cpu_seconds
+                    for dense_turn, turn in zip(turns["dense"], turns[name], strict=True)
                 ),
-                "concurrency": result.running / dense.running,
+                "concurrency": result.running / dense_result.running,
             }
             for name, result in medians.items()
         },
     }
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of Markdown: every model beside the original."""
     lines = [
         "| full heads | requests per second of CPU | requests at once, mean | requests at once, most | preemptions |",
         "|---|---|---|---|---|",
     ]
-    for name, result in found["results"].items():
-        ratios, heads = found["ratios"][name], "all (original)" if name == "dense" else name.removesuffix(" full")
+    for name, result in report["results"].items():
+        ratios, heads = report["ratios"][name], "all (original)" if name == "dense" else name.removesuffix(" full")
         cells = (
             heads,
             f"× {ratios['requests_per_cpu_second']:.2f}",
@@ -267,10 +274,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(options)
-    print("\n".join(table(found)))
+    report = measure(options)
+    print("\n".join(table(report)))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ class Entry:
     def through(self, tokens: torch.Tensor, prompt: int) -> tuple[Any, torch.Tensor]:
         """The cache, and logits [n, tokens - prompt, vocabulary] of what follows the prompt in [n, tokens]."""
         cache, logits = self.read(tokens[:, :prompt], tokens.shape[1] - prompt)
-        found = [logits]
+        logits_by_token = [logits]
         for position in range(prompt, tokens.shape[1] - 1):
-            found.append(self.step(cache, tokens[:, position : position + 1], position))
-        return cache, torch.stack(found, 1)
+            logits_by_token.append(self.step(cache, tokens[:, position : position + 1], position))
+        return cache, torch.stack(logits_by_token, 1)
 
 
 def enter(
@@ -76,19 +76,19 @@ def enter(
         ImportError: what the contender needs is not installed.
     """
     if contender.kind == "converted":
-        loaded = AutoModelForCausalLM.from_pretrained(place(folder, contender), trust_remote_code=True).eval()
-        cache = type(loaded(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
-        return Entry(contender, loaded, partial(cache, loaded.config), shares)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+        loaded_model = AutoModelForCausalLM.from_pretrained(place(folder, contender), trust_remote_code=True).eval()
+        cache = type(loaded_model(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
+        return Entry(contender, loaded_model, partial(cache, loaded_model.config), shares)
+    loaded_model = AutoModelForCausalLM.from_pretrained(model).eval()
     if contender.kind == "quantized":
 
         def make(tokens: int) -> QuantizedCache:
-            return QuantizedCache(config=loaded.config, **contender.options)
+            return QuantizedCache(config=loaded_model.config, **contender.options)
 
         make(0)
-        return Entry(contender, loaded, make, shares)
-    made = made_press(contender, scores) if contender.kind == "press" else None
-    return Entry(contender, loaded, lambda tokens: DynamicCache(config=loaded.config), shares, made)
+        return Entry(contender, loaded_model, make, shares)
+    press = made_press(contender, scores) if contender.kind == "press" else None
+    return Entry(contender, loaded_model, lambda tokens: DynamicCache(config=loaded_model.config), shares, press)
 
 
 def place(folder: Path, contender: Contender) -> Path:
@@ -105,8 +105,8 @@ def made_press(contender: Contender, scores: torch.Tensor) -> Any:
     if kvpress is None:
         raise ImportError("kvpress is not installed")
     if contender.series == "DuoAttentionPress":
-        full = contender.options["full_heads"]
-        press = kvpress.DuoAttentionPress(head_compression_ratio=1 - full / scores.numel())
+        full_heads = contender.options["full_heads"]
+        press = kvpress.DuoAttentionPress(head_compression_ratio=1 - full_heads / scores.numel())
         press.load_attention_pattern = lambda model: (SINK, RECENT, scores.numpy())  # in place of a download
         return press
     if contender.series == "StreamingLLMPress":

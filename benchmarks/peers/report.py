@@ -21,7 +21,7 @@ PANELS = {
 Row = Mapping[str, Any]
 
 
-def measured(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
+def measured_rows(report: Mapping[str, Any]) -> list[tuple[Contender, Row]]:
     """Contenders in their order, with what was measured of them."""
     rows = report["contenders"]
     return [(contender, rows[contender.name]) for contender in CONTENDERS if contender.name in rows]
@@ -36,22 +36,22 @@ def label(contender: Contender, row: Row) -> str:
 
 def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table; prefill and decode are times as shares of stock's."""
-    stock = report["contenders"].get(STOCK.name, {})
+    stock_row = report["contenders"].get(STOCK.name, {})
 
     def cell(row: Row, name: str, form: str) -> str:
         return format(row[name], form) if name in row else "-"
 
     def times(row: Row, name: str) -> str:
-        return f"{row[name] / stock[name]:.2f}" if name in row and name in stock else "-"
+        return f"{row[name] / stock_row[name]:.2f}" if name in row and name in stock_row else "-"
 
     def size(row: Row, name: str) -> str:
         return console.size(row[name]) if name in row else "-"
 
-    following, long = (f"{report[name]:,} tokens" for name in ("following_tokens", "long_tokens"))
-    heads = ["", "KV cache", f"{following} later", "recall at the end", "recall later"]
-    heads += [f"after {long}: at the end", "later", "perplexity", "prefill", "decode"]
+    following_tokens, long_tokens = (f"{report[name]:,} tokens" for name in ("following_tokens", "long_tokens"))
+    heads = ["", "KV cache", f"{following_tokens} later", "recall at the end", "recall later"]
+    heads += [f"after {long_tokens}: at the end", "later", "perplexity", "prefill", "decode"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for contender, row in measured(report):
+    for contender, row in measured_rows(report):
         cells = [label(contender, row), size(row, "kv_bytes"), size(row, "kv_bytes_at_end")]
         cells += [cell(row, f"{part}recall_{when}", ".0%") for part in ("", "long_") for when in ("asked", "later")]
         cells += [cell(row, "perplexity", ".2f"), *(times(row, name) for name in ("prefill_ms", "decode_ms"))]
@@ -62,7 +62,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
 def show(report: Mapping[str, Any]) -> None:
     """Print the table, and what was refused or left out."""
     print("\n".join(table(report)))
-    for contender, row in measured(report):
+    for contender, row in measured_rows(report):
         for part, reason in row["refused"].items():
             print(f"{contender.name} refused {part}: {reason}")
     for name, reason in report["left_out"].items():
@@ -75,22 +75,22 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         OutputError: the file cannot be written, or its ending is not a picture format.
     """
-    found = measured(report)
-    series = list(dict.fromkeys(contender.series for contender, _ in found if contender != STOCK))
-    converted = {contender.series for contender, _ in found if contender.kind == "converted"}
+    rows = measured_rows(report)
+    series = list(dict.fromkeys(contender.series for contender, _ in rows if contender != STOCK))
+    converted = {contender.series for contender, _ in rows if contender.kind == "converted"}
     palette = [*map(colormaps["tab10"], range(10)), *map(colormaps["Dark2"], range(8))]
     colors = dict(zip(series, palette, strict=False))
     figure = new_figure(14, 4.5)
     grid = figure.subplots(1, len(PANELS))
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
-        for each in series:
+        for label in series:
             points = [
                 (row["kv_bytes"] / 2**10, row[name])
-                for contender, row in found
-                if contender.series == each and {name, "kv_bytes"} <= row.keys()
+                for contender, row in rows
+                if contender.series == label and {name, "kv_bytes"} <= row.keys()
             ]
-            style = {"linewidth": 2.2, "marker": "o"} if each in converted else {"linestyle": "--", "marker": "x"}
-            axes.plot(*zip(*sorted(points), strict=True), label=each, color=colors[each], **style)
+            style = {"linewidth": 2.2, "marker": "o"} if label in converted else {"linestyle": "--", "marker": "x"}
+            axes.plot(*zip(*sorted(points), strict=True), label=label, color=colors[label], **style)
         if name in report["contenders"].get(STOCK.name, {}):
             axes.axhline(report["contenders"][STOCK.name][name], color="0.6", linestyle=":", label="stock")
         axes.set_xscale("log", base=2)

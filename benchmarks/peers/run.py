@@ -74,18 +74,18 @@ def make(contender: Contender, profile: HeadProfile, folder: Path) -> None:
 def questions(task: ModuleType, seed: int, count: int, prompt: int) -> torch.Tensor:
     """[count, prompt + AFTER]: two different facts are asked for at the end; the prompt ends in the first question."""
     tokens, _ = task.texts(np.random.default_rng(seed), 2 * count, prompt + AFTER + 1, FACTS, 2, at_end=True)
-    first, second = tokens[:, prompt - 1], tokens[:, prompt - 1 + task.FACT]
-    return tokens[first != second][:count, :-1].contiguous()
+    first_query, second_query = tokens[:, prompt - 1], tokens[:, prompt - 1 + task.FACT]
+    return tokens[first_query != second_query][:count, :-1].contiguous()
 
 
 def texts(task: ModuleType, queries: int, long_queries: int, stories: int) -> dict[str, torch.Tensor]:
     """What contenders read."""
     story, kind = task.texts(np.random.default_rng(SEED + 2), stories, SHORT + FOLLOWING, STORY_FACTS, STORY_QUERIES)
-    long = questions(task, SEED + 1, long_queries, LONG)
+    long_prompts = questions(task, SEED + 1, long_queries, LONG)
     timed = task.filler(np.random.default_rng(SEED + 3), 1, LONG + TIMED)
     return {
         "short": questions(task, SEED, queries, SHORT),
-        "long": long,
+        "long": long_prompts,
         "story": story,
         "counted": kind != task.GIVEN,
         "timed": torch.from_numpy(timed),

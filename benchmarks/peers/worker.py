@@ -34,23 +34,27 @@ AFTER = VALUES + 3 + VALUES  # tokens after a prompt: its answer and a stop, a q
 REFUSALS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def said(entry: Entry, cache: Any, full: int) -> float:
+def stated_share(entry: Entry, cache: Any, full_bytes: int) -> float:
     """The share of the full cache that a contender says it keeps."""
     if entry.press:
         return 1 - entry.press.compression_ratio
     if entry.contender.kind == "quantized":
         return entry.contender.options["nbits"] / (8 * entry.model.dtype.itemsize)
-    return cache.allocated_bytes() / full if entry.contender.kind == "converted" else 1.0
+    return cache.allocated_bytes() / full_bytes if entry.contender.kind == "converted" else 1.0
 
 
-def count(entry: Entry, text: torch.Tensor, prompt: int, full: int) -> dict[str, Any]:
-    """Bytes after the prompt of [1, tokens], and after its answer, beside the stock model's `full` ones.
+def count(entry: Entry, text: torch.Tensor, prompt: int, full_bytes: int) -> dict[str, Any]:
+    """Bytes after the prompt of [1, tokens], and after its answer, beside the stock model's `full_bytes`.
 
     What tells which keys kvpress masks lies beside the cache, in the model.
     """
     cache, _ = entry.read(text[:, :prompt], VALUES)
-    held = held_bytes(cache)
-    facts = {"kv_bytes": held, "of_full": held / full, "said": said(entry, cache, full)}
+    cache_bytes = held_bytes(cache)
+    facts = {
+        "kv_bytes": cache_bytes,
+        "of_full": cache_bytes / full_bytes,
+        "said": stated_share(entry, cache, full_bytes),
+    }
     for position in range(prompt, prompt + VALUES - 1):  # the last word is never fed
         entry.step(cache, text[:, position : position + 1], position)
     masks = [getattr(layer.self_attn, "masked_key_indices", None) for layer in entry.model.model.layers]
@@ -67,15 +71,17 @@ def recall(entry: Entry, texts: torch.Tensor, name: str) -> dict[str, float]:
         texts: [n, prompt + AFTER].
     """
     prompt = texts.shape[1] - AFTER
-    right = torch.cat([entry.through(rows, prompt)[1].argmax(-1) == rows[:, prompt:] for rows in texts.split(BATCH)])
-    asked, later = (words.all(1).float().mean().item() for words in (right[:, :VALUES], right[:, -VALUES:]))
-    return {f"{name}_asked": asked, f"{name}_later": later}
+    is_right = torch.cat([entry.through(rows, prompt)[1].argmax(-1) == rows[:, prompt:] for rows in texts.split(BATCH)])
+    asked_share, later_share = (
+        words.all(1).float().mean().item() for words in (is_right[:, :VALUES], is_right[:, -VALUES:])
+    )
+    return {f"{name}_asked": asked_share, f"{name}_later": later_share}
 
 
-def perplexity(entry: Entry, texts: torch.Tensor, counted: torch.Tensor, prompt: int) -> dict[str, float]:
-    """Of the `counted` tokens after each prompt [n, tokens], and a sequence's bytes of the cache at the end."""
+def perplexity(entry: Entry, texts: torch.Tensor, counted_mask: torch.Tensor, prompt: int) -> dict[str, float]:
+    """Of the tokens of `counted_mask` after each prompt [n, tokens], and a sequence's bytes of the cache at the end."""
     cache, logits = entry.through(texts, prompt)
-    nats = F.cross_entropy(logits.transpose(1, 2), texts[:, prompt:], reduction="none")[counted[:, prompt:]]
+    nats = F.cross_entropy(logits.transpose(1, 2), texts[:, prompt:], reduction="none")[counted_mask[:, prompt:]]
     return {"perplexity": nats.mean().exp().item(), "kv_bytes_at_end": held_bytes(cache) // len(texts)}
 
 
@@ -103,21 +109,23 @@ def attempt(entry: Entry, part: str, measure: Callable[[Entry], dict[str, Any]])
 def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dict[str, Any]:
     """Every part of every contender; the last, time, in turns."""
     texts = load_file(folder / "texts.safetensors")
-    entries, shares, full, left_out = [], {}, {}, {}
+    entries, shares, full_bytes, left_out = [], {}, {}, {}
     for contender in (contender for contender in CONTENDERS if contender.name in names):
         try:
             entries.append(enter(contender, model, folder, texts["scores"], shares))
         except ImportError as error:
             left_out[contender.name] = str(error).strip().splitlines()[0]
-    short, long = (texts[part].shape[1] - AFTER for part in ("short", "long"))
-    for part, prompt in (("short", short), ("long", long)):
+    short_prompt, long_prompt = (texts[part].shape[1] - AFTER for part in ("short", "long"))
+    for part, prompt in (("short", short_prompt), ("long", long_prompt)):
         for entry in entries:
             if entry.contender.kind in ("stock", "converted"):
                 size = held_bytes(entry.read(texts[part][:1, :prompt], 0)[0])
-                shares[entry.contender.name, prompt] = size / full.setdefault(prompt, size)  # the stock model is first
+                shares[entry.contender.name, prompt] = size / full_bytes.setdefault(
+                    prompt, size
+                )  # the stock model is first
     parts = {
-        "bytes": partial(count, text=texts["short"][:1], prompt=short, full=full[short]),
-        "perplexity": partial(perplexity, texts=texts["story"], counted=texts["counted"], prompt=short),
+        "bytes": partial(count, text=texts["short"][:1], prompt=short_prompt, full_bytes=full_bytes[short_prompt]),
+        "perplexity": partial(perplexity, texts=texts["story"], counted_mask=texts["counted"], prompt=short_prompt),
         "recall": partial(recall, texts=texts["short"], name="recall"),
         "long recall": partial(recall, texts=texts["long"], name="long_recall"),
     }
@@ -130,7 +138,7 @@ def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dic
     for _ in range(rounds):
         for entry in entries:
             if "time" not in entry.refused:
-                attempt(entry, "time", partial(clock, text=texts["timed"], prompt=long))
+                attempt(entry, "time", partial(clock, text=texts["timed"], prompt=long_prompt))
     return {
         "python": platform.python_version(),
         "cpus": os.cpu_count(),

@@ -71,11 +71,11 @@ def answer(reading: Reading, question: torch.Tensor, count: int) -> tuple[list[i
     begin = time.process_time()
     session, token = reading.ask(question)
     token = session.next(token)
-    seconds, found = time.process_time() - begin, [int(token)]
-    while len(found) < count:
+    seconds, tokens = time.process_time() - begin, [int(token)]
+    while len(tokens) < count:
         token = session.next(token)
-        found.append(int(token))
-    return found, seconds
+        tokens.append(int(token))
+    return tokens, seconds
 
 
 @torch.inference_mode()
@@ -83,14 +83,14 @@ def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str,
     """By question whether the answer is right, or by word of a list whether it is there; and seconds by question."""
     begin = time.process_time()
     reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
-    read, found = time.process_time() - begin, {"right": [], "seconds": []}
+    read_seconds, result = time.process_time() - begin, {"right": [], "seconds": []}
     for question in prompt.questions:
-        asked, expected = np.split(question.tokens, [len(question.tokens) - question.answer])
-        count = LIST if question.listed else len(expected)
-        given, seconds = answer(duplicate(reading, model), torch.from_numpy(asked)[None], count)
-        found["right"] += [holds(given, word) for word in question.listed] or [given == expected.tolist()]
-        found["seconds"].append(read + seconds)
-    return found
+        question_tokens, answer_tokens = np.split(question.tokens, [len(question.tokens) - question.answer])
+        count = LIST if question.listed else len(answer_tokens)
+        generated, seconds = answer(duplicate(reading, model), torch.from_numpy(question_tokens)[None], count)
+        result["right"] += [holds(generated, word) for word in question.listed] or [generated == answer_tokens.tolist()]
+        result["seconds"].append(read_seconds + seconds)
+    return result
 
 
 def holds(tokens: list[int], word: list[int]) -> bool:
@@ -98,54 +98,58 @@ def holds(tokens: list[int], word: list[int]) -> bool:
     return any(tokens[start : start + len(word)] == word for start in range(len(tokens)))
 
 
-def recalled(samples: list[dict[str, Any]], name: str, than: str | None = None) -> Interval:
+def recalled(samples: list[dict[str, Any]], name: str, baseline: str | None = None) -> Interval:
     """The share of right answers, or the difference to another method's, over the texts that were read."""
-    own = [sample for sample in samples if name in sample and than in (None, *sample)]
-    right = np.array([[np.mean(sample[each]["right"]) for sample in own] for each in (name, than) if each])
-    resampled = resampled_means(right, 0)
-    if than is None:
-        return interval(right[0].mean(), resampled[0])
-    return interval(right[0].mean() - right[1].mean(), resampled[0] - resampled[1])
+    common_samples = [sample for sample in samples if name in sample and baseline in (None, *sample)]
+    recall = np.array(
+        [[np.mean(sample[method]["right"]) for sample in common_samples] for method in (name, baseline) if method]
+    )
+    resampled = resampled_means(recall, 0)
+    if baseline is None:
+        return interval(recall[0].mean(), resampled[0])
+    return interval(recall[0].mean() - recall[1].mean(), resampled[0] - resampled[1])
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table: texts, of each length where these differ, the share of right answers by length, and
     seconds to the first word at the last. Methods that read no text have no row."""
-    lengths = sorted((length for length, samples in found["results"].items() if samples), key=int)
+    lengths = sorted((length for length, samples in report["results"].items() if samples), key=int)
     heads = ["method", "texts", *(f"{int(length):,} tokens" for length in lengths), f"seconds at {int(lengths[-1]):,}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
-        texts = [sum(method.name in sample for sample in found["results"][length]) for length in lengths]
-        read = [str(count) for count in texts if count]
-        cells, last = [method.name, ", ".join(read if len({*read}) > 1 else read[:1])], "-"
+        texts = [sum(method.name in sample for sample in report["results"][length]) for length in lengths]
+        text_counts = [str(count) for count in texts if count]
+        cells, last_seconds = [method.name, ", ".join(text_counts if len({*text_counts}) > 1 else text_counts[:1])], "-"
         for length in lengths:
-            own = [sample for sample in found["results"][length] if method.name in sample]
-            if own:
-                around = recalled(own, method.name)
-                cells.append(f"{around.mean:.0%} [{around.low:.0%}, {around.high:.0%}]")
-                last = f"{np.median([sample[method.name]['seconds'] for sample in own]):.1f}"
+            method_samples = [sample for sample in report["results"][length] if method.name in sample]
+            if method_samples:
+                recall = recalled(method_samples, method.name)
+                cells.append(f"{recall.mean:.0%} [{recall.low:.0%}, {recall.high:.0%}]")
+                last_seconds = f"{np.median([sample[method.name]['seconds'] for sample in method_samples]):.1f}"
             else:
                 cells.append("-")
-                last = "-"
+                last_seconds = "-"
         if any(texts):
-            lines.append(f"| {' | '.join([*cells, last])} |")
+            lines.append(f"| {' | '.join([*cells, last_seconds])} |")
     return lines
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Recall over the length of the text, a line for each method, bars for 95% intervals."""
     figure = new_figure(8, 4.5)
     axis = figure.subplots()
     for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
-        read = {
-            int(length): recalled(own, method.name)
-            for length, samples in found["results"].items()
-            if (own := [sample for sample in samples if method.name in sample])
+        recall_by_length = {
+            int(length): recalled(method_samples, method.name)
+            for length, samples in report["results"].items()
+            if (method_samples := [sample for sample in samples if method.name in sample])
         }
-        means = [each.mean for each in read.values()]
-        bars = np.array([[each.mean - each.low, each.high - each.mean] for each in read.values()]).T
-        axis.errorbar([*read], means, yerr=bars, marker="o", markersize=4, capsize=2, label=method.name)
-    lengths = [*map(int, found["results"])]
+        means = [recall.mean for recall in recall_by_length.values()]
+        bars = np.array(
+            [[recall.mean - recall.low, recall.high - recall.mean] for recall in recall_by_length.values()]
+        ).T
+        axis.errorbar([*recall_by_length], means, yerr=bars, marker="o", markersize=4, capsize=2, label=method.name)
+    lengths = [*map(int, report["results"])]
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axis.set(xlabel="tokens of a text", ylabel="facts recalled", ylim=(0, 1))
@@ -174,11 +178,11 @@ def main() -> None:
     torch.set_num_threads(1)
     heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    plain = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
+    stock_model = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
     settings = replace(SETTINGS, heads=heads)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(plain, LlamaForCausalLM)
-    model = emitted(plain, dimensions(plain.config)[0])
+    assert isinstance(stock_model, LlamaForCausalLM)
+    model = emitted(stock_model, dimensions(stock_model.config)[0])
     facts: dict[str, Any] = {
         "text": arguments.text.name,
         "texts": arguments.texts,
@@ -186,35 +190,35 @@ def main() -> None:
         "questions": arguments.questions,
         "dtype": arguments.dtype,
     }
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
-    before = {"questions": "single", "dtype": DTYPES[0]}  # of files that do not say so
-    if before | {name: found[name] for name in facts if name in found} != facts:
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
+    old_defaults = {"questions": "single", "dtype": DTYPES[0]}  # of files that do not say so
+    if old_defaults | {name: report[name] for name in facts if name in report} != facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
-    results, few = found.setdefault("results", {}), choosing(settings)
-    every = few + recurrent(settings, token_ids(tokenizer, CATALYST))
+    results, choosing_methods = report.setdefault("results", {}), choosing(settings)
+    all_methods = choosing_methods + recurrent(settings, token_ids(tokenizer, CATALYST))
     for length in arguments.lengths:
-        own = results.setdefault(str(length), [])
+        samples = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
-        made = ASKED[arguments.questions](tokenizer, haystack, length, FACTS, arguments.texts, 0)
-        for number, prompt in enumerate(made):
-            here = every if number < arguments.recurrent_texts else few
+        texts = ASKED[arguments.questions](tokenizer, haystack, length, FACTS, arguments.texts, 0)
+        for number, prompt in enumerate(texts):
+            methods = all_methods if number < arguments.recurrent_texts else choosing_methods
             if length + ROOM > model.config.max_position_embeddings:
-                here = [method for method in here if not isinstance(method, Full)]
-            own.extend([{}] * (number == len(own)))
-            turn = number % len(here)
-            left = [method for method in here[turn:] + here[:turn] if method.name not in own[number]]
-            if not left:
+                methods = [method for method in methods if not isinstance(method, Full)]
+            samples.extend([{}] * (number == len(samples)))
+            offset = number % len(methods)
+            remaining = [method for method in methods[offset:] + methods[:offset] if method.name not in samples[number]]
+            if not remaining:
                 continue
-            read = {method.name: measure(method, model, prompt) for method in left}
-            own[number] = own[number] | read
-            for name in read:
-                record_versions(found, f"{name}, {length} tokens, text {number + 1}")
-            arguments.json.write_text(json.dumps(found) + "\n")
-            right = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in read.items())
-            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {right} right")
-    print("\n".join(table(found)))
+            new_results = {method.name: measure(method, model, prompt) for method in remaining}
+            samples[number] = samples[number] | new_results
+            for name in new_results:
+                record_versions(report, f"{name}, {length} tokens, text {number + 1}")
+            arguments.json.write_text(json.dumps(report) + "\n")
+            summary = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in new_results.items())
+            console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {summary} right")
+    print("\n".join(table(report)))
     if arguments.plot:
-        plot(found, arguments.plot)
+        plot(report, arguments.plot)
 
 
 if __name__ == "__main__":

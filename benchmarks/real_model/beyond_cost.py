@@ -39,45 +39,51 @@ from kvsurgery.text.tokens import token_ids
 NEW = 32  # tokens that are generated
 
 
-def held(thing: Any, model: PreTrainedModel) -> int:
+def tensor_bytes(thing: Any, model: PreTrainedModel) -> int:
     """Bytes of all tensors in an object but those of the model."""
-    seen = {id(module) for module in model.modules()}
-    seen |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    return held_bytes(thing, seen)
+    model_ids = {id(module) for module in model.modules()}
+    model_ids |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    return held_bytes(thing, model_ids)
 
 
 @torch.inference_mode()
 def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str, float]:
     """CPU seconds to read, from a question to the first word, and for a token after it; and the bytes that are held."""
     question = prompt.questions[0]
-    begin = time.process_time()
+    start = time.process_time()
     reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
-    read, waiting = time.process_time() - begin, held(reading, model)
-    begin = time.process_time()
+    read_seconds, waiting_bytes = time.process_time() - start, tensor_bytes(reading, model)
+    start = time.process_time()
     session, token = reading.ask(torch.tensor([question.tokens[: -question.answer]]))
     token = session.next(token)
-    first, each = time.process_time() - begin, []
+    first_seconds, token_seconds = time.process_time() - start, []
     for _ in range(NEW):
-        begin = time.process_time()
+        start = time.process_time()
         token = session.next(token)
-        each.append(time.process_time() - begin)
-    answering = held((reading, session), model)
-    return {"read": read, "first": first, "token": statistics.median(each), "waiting": waiting, "answering": answering}
+        token_seconds.append(time.process_time() - start)
+    answering_bytes = tensor_bytes((reading, session), model)
+    return {
+        "read": read_seconds,
+        "first": first_seconds,
+        "token": statistics.median(token_seconds),
+        "waiting": waiting_bytes,
+        "answering": answering_bytes,
+    }
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table: a row for each length and method, medians over the texts."""
     heads = ["tokens", "method", "seconds to read", "to the first word", "ms a token", "MiB waiting", "MiB answering"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for length, texts in found["results"].items():
+    for length, texts in report["results"].items():
         for method in [*choosing(SETTINGS), *recurrent(SETTINGS, [])]:
-            if own := [text[method.name] for text in texts if method.name in text]:
-                read, first, token, waiting, answering = (
-                    statistics.median(text[name] for text in own)
+            if measurements := [text[method.name] for text in texts if method.name in text]:
+                read_seconds, first_seconds, token_seconds, waiting_bytes, answering_bytes = (
+                    statistics.median(text[name] for text in measurements)
                     for name in ("read", "first", "token", "waiting", "answering")
                 )
-                times = f"{read:.1f} | {first:.2f} | {1000 * token:.0f}"
-                memory = f"{waiting / 2**20:.1f} | {answering / 2**20:.1f}"
+                times = f"{read_seconds:.1f} | {first_seconds:.2f} | {1000 * token_seconds:.0f}"
+                memory = f"{waiting_bytes / 2**20:.1f} | {answering_bytes / 2**20:.1f}"
                 lines.append(f"| {int(length):,} | {method.name} | {times} | {memory} |")
     return lines
 
@@ -97,31 +103,33 @@ def main() -> None:
     torch.set_num_threads(1)
     heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    plain = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
+    stock_model = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(plain, LlamaForCausalLM)
-    settings, model = replace(SETTINGS, heads=heads), emitted(plain, dimensions(plain.config)[0])
+    assert isinstance(stock_model, LlamaForCausalLM)
+    settings, model = replace(SETTINGS, heads=heads), emitted(stock_model, dimensions(stock_model.config)[0])
     methods = choosing(settings) + recurrent(settings, token_ids(tokenizer, CATALYST))
     facts = {"text": arguments.text.name, "dtype": arguments.dtype}
-    found: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
-    if {name: found.get(name) for name in facts} != facts:
+    report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts
+    if {name: report.get(name) for name in facts} != facts:
         parser.error(f"{arguments.json} was measured with other settings; give it another name")
-    results = found.setdefault("results", {})
+    results = report.setdefault("results", {})
     for length in arguments.lengths:
-        own = results.setdefault(str(length), [])
+        samples = results.setdefault(str(length), [])
         haystack = Haystack.read(str(arguments.text), tokenizer, length)
-        beyond = length + ROOM > model.config.max_position_embeddings
+        exceeds_context = length + ROOM > model.config.max_position_embeddings
         for number, prompt in enumerate(prompts(tokenizer, haystack, length, FACTS, arguments.texts, 0)):
-            own.extend([{}] * (number == len(own)))
-            turn = number % len(methods)
-            for method in methods[turn:] + methods[:turn]:
-                if method.name in own[number] or (beyond and isinstance(method, Full)):
+            samples.extend([{}] * (number == len(samples)))
+            offset = number % len(methods)
+            for method in methods[offset:] + methods[:offset]:
+                if method.name in samples[number] or (exceeds_context and isinstance(method, Full)):
                     continue
-                own[number] = own[number] | {method.name: measure(method, model, prompt)}
-                record_versions(found, f"{method.name}, {length} tokens, text {number + 1}")
-                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-                console.stderr.print(f"{length:,} tokens, text {number + 1}, {method.name}: {own[number][method.name]}")
-    print("\n".join(table(found)))
+                samples[number] = samples[number] | {method.name: measure(method, model, prompt)}
+                record_versions(report, f"{method.name}, {length} tokens, text {number + 1}")
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+                console.stderr.print(
+                    f"{length:,} tokens, text {number + 1}, {method.name}: {samples[number][method.name]}"
+                )
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

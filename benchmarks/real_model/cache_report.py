@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import figures
-from paired import HEADS, Scores, outside, scores
+from paired import HEADS, Scores, outside_window, scores
 
 from kvsurgery.recipe import Recipe
 
@@ -41,48 +41,48 @@ class Row:
     scores: Scores
 
 
-def rows(found: Mapping[str, Any]) -> list[Row]:
+def rows(report: Mapping[str, Any]) -> list[Row]:
     """What a file of results comes to, the largest caches first."""
-    results, texts, usual = found["results"], found["settings"]["prompts"], Recipe()
-    base, far = results[ORIGINAL], outside(found, usual.sink, usual.recent)
-    made = [
+    results, texts, default_recipe = report["results"], report["settings"]["prompts"], Recipe()
+    base, is_outside = results[ORIGINAL], outside_window(report, default_recipe.sink, default_recipe.recent)
+    result_rows = [
         Row(
             name,
             result["series"],
             sum(result["kv_bytes"]) / sum(base["kv_bytes"]),
-            scores([result], base, texts, far),
+            scores([result], base, texts, is_outside),
         )
         for name, result in results.items()
     ]
-    return sorted(made, key=lambda row: -row.share)
+    return sorted(result_rows, key=lambda row: -row.share)
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table."""
     heads = ["cache", "bytes", *HEADS]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows(found):
+    for row in rows(report):
         cells = row.scores.original_cells if row.name == ORIGINAL else row.scores.cells
         lines.append(f"| {row.name} | {row.share:.0%} | {' | '.join(cells)} |")
     return lines
 
 
-def draw(found: Mapping[str, Any], colors: figures.Colors) -> Figure:
+def draw(report: Mapping[str, Any], colors: figures.Colors) -> Figure:
     """Divergence and recall against the bytes held."""
-    every = [row for row in rows(found) if row.name != ORIGINAL]
-    [original] = (row for row in rows(found) if row.name == ORIGINAL)
+    contender_rows = [row for row in rows(report) if row.name != ORIGINAL]
+    [original_row] = (row for row in rows(report) if row.name == ORIGINAL)
     titles = "divergence of the next token, nats", "facts recalled"
     figure, (of_loss, of_recall) = figures.panels(colors, titles, (9, 5.4))
     of_loss.set_yscale("log")
     of_recall.yaxis.set_major_formatter("{x:.0%}")
-    of_recall.axhline(original.scores.recall.mean, color=colors["original"], linestyle=":", label=ORIGINAL)
-    names = dict.fromkeys(row["series"] for row in found["results"].values())
-    drawn = [name for name in names if any(row.series == name for row in every)]
-    for name, look in figures.looks(drawn, colors):
-        own = sorted((row for row in every if row.series == name), key=lambda row: row.share)
-        shares = [row.share for row in own]
-        of_loss.plot(shares, [row.scores.kl.mean for row in own], label=name, **look)
-        of_recall.plot(shares, [row.scores.recall.mean for row in own], label=name, **look)
+    of_recall.axhline(original_row.scores.recall.mean, color=colors["original"], linestyle=":", label=ORIGINAL)
+    names = dict.fromkeys(row["series"] for row in report["results"].values())
+    series_names = [name for name in names if any(row.series == name for row in contender_rows)]
+    for name, look in figures.looks(series_names, colors):
+        series_rows = sorted((row for row in contender_rows if row.series == name), key=lambda row: row.share)
+        shares = [row.share for row in series_rows]
+        of_loss.plot(shares, [row.scores.kl.mean for row in series_rows], label=name, **look)
+        of_recall.plot(shares, [row.scores.recall.mean for row in series_rows], label=name, **look)
     figures.legend(figure, of_recall, colors)
     return figure
 
@@ -92,10 +92,10 @@ def main() -> None:
     parser.add_argument("results", type=Path, metavar="JSON")
     parser.add_argument("--figure", metavar="PREFIX", help="draw them as PREFIX-light.svg and PREFIX-dark.svg")
     arguments = parser.parse_args()
-    found = json.loads(arguments.results.read_text())
-    print("\n".join(table(found)))
+    report = json.loads(arguments.results.read_text())
+    print("\n".join(table(report)))
     if arguments.figure:
-        figures.save(partial(draw, found), arguments.figure)
+        figures.save(partial(draw, report), arguments.figure)
 
 
 if __name__ == "__main__":

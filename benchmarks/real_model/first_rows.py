@@ -47,24 +47,29 @@ def tables(texts: Path) -> list[Table]:
     heads, cache = "gates, 50% full, 16+64", "kvsurgery, all heads full, 4 bits"
     gates, er, losses = (EXAMPLE / f"{name}.safetensors" for name in ("gates", "er", "losses"))
     novel, encyclopedia = texts / NOVEL, texts / ENCYCLOPEDIA
-    read = ("--facts-in", encyclopedia, "--text", encyclopedia, "--text", argparse.__file__)
-    measured = ("--measured", losses, "--profile", er, "--text", novel, "--facts", "12", "--prompts", "9")
+    text_options = ("--facts-in", encyclopedia, "--text", encyclopedia, "--text", argparse.__file__)
+    cache_options = ("--measured", losses, "--profile", er, "--text", novel, "--facts", "12", "--prompts", "9")
     return [
-        Table("which_heads.py", "which-heads.json", ("--profile", gates, *read, "--only", heads), ("original", heads)),
-        Table("which_cache.py", "which-cache.json", (*measured, "--only", cache), ("original", cache)),
+        Table(
+            "which_heads.py",
+            "which-heads.json",
+            ("--profile", gates, *text_options, "--only", heads),
+            ("original", heads),
+        ),
+        Table("which_cache.py", "which-cache.json", (*cache_options, "--only", cache), ("original", cache)),
     ]
 
 
-def differences(row: str, again: dict[str, Any], committed: dict[str, Any]) -> list[str]:
+def differences(row: str, repeated: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     """What differs by too much, a line each."""
-    found = []
-    recall = [float(np.mean(of["right"])) for of in (again, committed)]
+    messages = []
+    recall = [float(np.mean(results["right"])) for results in (repeated, committed)]
     if abs(recall[0] - recall[1]) > FACTS:
-        found.append(f"{row}: {recall[0]:.0%} of the facts, and {recall[1]:.0%} in the committed results")
-    kl = [float(np.mean(of["kl"])) for of in (again, committed)]
+        messages.append(f"{row}: {recall[0]:.0%} of the facts, and {recall[1]:.0%} in the committed results")
+    kl = [float(np.mean(results["kl"])) for results in (repeated, committed)]
     if abs(kl[0] - kl[1]) > DIVERGENCE * kl[1] + 1e-6:
-        found.append(f"{row}: KL {kl[0]:.4f}, and {kl[1]:.4f} in the committed results")
-    return found
+        messages.append(f"{row}: KL {kl[0]:.4f}, and {kl[1]:.4f} in the committed results")
+    return messages
 
 
 def main() -> None:
@@ -77,18 +82,20 @@ def main() -> None:
             parser.error(f"{arguments.texts / name} is missing")
     if not arguments.model.is_dir():
         parser.error(f"{arguments.model} is missing; run examples/smollm2/make.py")
-    wrong = []
+    failures = []
     with tempfile.TemporaryDirectory() as folder:
         for table in tables(arguments.texts):
-            made = Path(folder) / table.results
-            command = [HERE / table.script, arguments.model, *table.options, "--json", made]
+            results_path = Path(folder) / table.results
+            command = [HERE / table.script, arguments.model, *table.options, "--json", results_path]
             subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], check=True)
-            again, committed = (json.loads(path.read_text())["results"] for path in (made, RESULTS / table.results))
+            repeated, committed = (
+                json.loads(path.read_text())["results"] for path in (results_path, RESULTS / table.results)
+            )
             for row in table.rows:
-                found = differences(row, again[row], committed[row])
-                print("\n".join(found or [f"{row}: as in {table.results}"]), flush=True)
-                wrong += found
-    sys.exit(bool(wrong))
+                messages = differences(row, repeated[row], committed[row])
+                print("\n".join(messages or [f"{row}: as in {table.results}"]), flush=True)
+                failures += messages
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from paired import HEADS, Scores, outside, scores
+from paired import HEADS, Scores, outside_window, scores
 
 from kvsurgery.display.figure import new_figure, save_figure
 
@@ -41,16 +41,16 @@ class Row:
     draws: tuple[float, ...] = ()
 
 
-def windows(found: Mapping[str, Any]) -> list[str]:
+def windows(report: Mapping[str, Any]) -> list[str]:
     """What streaming heads see, the smallest window first, as sinks+recent."""
-    sizes = {match["size"] for name in found["results"] if (match := NAME.fullmatch(name))}
+    sizes = {match["size"] for name in report["results"] if (match := NAME.fullmatch(name))}
     return sorted(sizes, key=_tokens)
 
 
-def rows(found: Mapping[str, Any], size: str) -> list[Row]:
+def rows(report: Mapping[str, Any], size: str) -> list[Row]:
     """What results with one window come to, in their order, after the original."""
-    results, prompts = found["results"], found["settings"]["prompts"]
-    base, far = results[ORIGINAL], outside(found, *_tokens(size))
+    results, prompts = report["results"], report["settings"]["prompts"]
+    base, is_outside = results[ORIGINAL], outside_window(report, *_tokens(size))
     grouped: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {(ORIGINAL, None): [base]}
     for name, result in results.items():
         match = NAME.fullmatch(name)
@@ -58,16 +58,18 @@ def rows(found: Mapping[str, Any], size: str) -> list[Row]:
             continue
         heads = RANDOM if DRAW.fullmatch(match["heads"]) else match["heads"]
         grouped.setdefault((heads, int(match["share"])), []).append(result)
-    made = []
-    for (heads, share), alike in grouped.items():
-        recalls = sorted(float(np.mean(each["right"])) for each in alike)
-        made.append(Row(heads, share, scores(alike, base, prompts, far), tuple(recalls) if len(alike) > 1 else ()))
-    return made
+    result_rows = []
+    for (heads, share), draws in grouped.items():
+        recalls = sorted(float(np.mean(draw["right"])) for draw in draws)
+        result_rows.append(
+            Row(heads, share, scores(draws, base, prompts, is_outside), tuple(recalls) if len(draws) > 1 else ())
+        )
+    return result_rows
 
 
-def table(found: Mapping[str, Any], size: str) -> list[str]:
+def table(report: Mapping[str, Any], size: str) -> list[str]:
     """Lines of a Markdown table for one window: shares from the largest, in each the best recall first."""
-    ordered = sorted(rows(found, size), key=lambda row: (-(row.share or 100), -row.scores.outside.mean))
+    ordered = sorted(rows(report, size), key=lambda row: (-(row.share or 100), -row.scores.outside.mean))
     heads = ["full heads", "chosen by", *HEADS]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in ordered:
@@ -79,11 +81,11 @@ def table(found: Mapping[str, Any], size: str) -> list[str]:
     return lines
 
 
-def depth_table(found: Mapping[str, Any], size: str) -> list[str]:
+def depth_table(report: Mapping[str, Any], size: str) -> list[str]:
     """Lines of a Markdown table for one window: the facts recalled of those in each quarter of the texts, by choice of
     heads; of random heads the mean over draws."""
-    settings, results = found["settings"], found["results"]
-    quarter = np.minimum(4 * np.array(found["places"]) // settings["length"], 3)
+    settings, results = report["settings"], report["results"]
+    quarter = np.minimum(4 * np.array(report["places"]) // settings["length"], 3)
     grouped: dict[str, list[np.ndarray]] = {ORIGINAL: [np.array(results[ORIGINAL]["right"])]}
     for name, result in results.items():
         match = NAME.fullmatch(name)
@@ -93,8 +95,8 @@ def depth_table(found: Mapping[str, Any], size: str) -> list[str]:
     columns = [f"{name} quarter" for name in ("first", "second", "third", "last")]
     lines = [f"| heads | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for name, draws in grouped.items():
-        right = np.mean(draws, axis=0)
-        cells = [f"{right[quarter == each].sum():.3g} of {(quarter == each).sum()}" for each in range(4)]
+        recalled = np.mean(draws, axis=0)
+        cells = [f"{recalled[quarter == number].sum():.3g} of {(quarter == number).sum()}" for number in range(4)]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return lines
 
@@ -105,17 +107,17 @@ def _tokens(size: str) -> tuple[int, int]:
     return sink, recent
 
 
-def plot(found: Mapping[str, Any], size: str, path: Path) -> None:
+def plot(report: Mapping[str, Any], size: str, path: Path) -> None:
     """Recall and perplexity over the share of full heads, a line for each choice, bars for 95% intervals."""
-    [original, *every] = rows(found, size)
+    [original_row, *choice_rows] = rows(report, size)
     figure = new_figure(11, 4.2)
     axes = figure.subplots(1, 2)
     for axis, value, label in zip(
         axes, ("outside", "ratio"), ("facts outside the window recalled", "perplexity over the original's"), strict=True
     ):
-        axis.axhline(getattr(original.scores, value).mean, color="0.4", linestyle=":", label="original")
-        for heads in dict.fromkeys(row.heads for row in every):
-            _line(axis, heads, value, [row for row in every if row.heads == heads])
+        axis.axhline(getattr(original_row.scores, value).mean, color="0.4", linestyle=":", label="original")
+        for heads in dict.fromkeys(row.heads for row in choice_rows):
+            _line(axis, heads, value, [row for row in choice_rows if row.heads == heads])
         axis.set(xlabel="full KV heads, %", ylabel=label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylim(0, 1)
@@ -123,14 +125,14 @@ def plot(found: Mapping[str, Any], size: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _line(axis: Axes, heads: str, value: str, own: Sequence[Row]) -> None:
+def _line(axis: Axes, heads: str, value: str, rows: Sequence[Row]) -> None:
     """A choice at its shares."""
-    own = sorted(own, key=lambda row: row.share or 0)
-    values = [getattr(row.scores, value) for row in own]
-    bars = np.array([[each.mean - each.low, each.high - each.mean] for each in values]).T
+    rows = sorted(rows, key=lambda row: row.share or 0)
+    values = [getattr(row.scores, value) for row in rows]
+    bars = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in values]).T
     axis.errorbar(
-        [row.share or 0 for row in own],
-        [each.mean for each in values],
+        [row.share or 0 for row in rows],
+        [interval.mean for interval in values],
         yerr=bars,
         marker="o",
         markersize=4,
@@ -146,12 +148,12 @@ def main() -> None:
     parser.add_argument("results", type=Path, metavar="JSON")
     parser.add_argument("--plot", type=Path, help="draw each window as a PNG, named after it")
     arguments = parser.parse_args()
-    found = json.loads(arguments.results.read_text())
-    for size in windows(found):
-        print("\n".join([f"window of the other heads: {size}", "", *table(found, size), ""]))
-        print("\n".join([*depth_table(found, size), ""]))
+    report = json.loads(arguments.results.read_text())
+    for size in windows(report):
+        print("\n".join([f"window of the other heads: {size}", "", *table(report, size), ""]))
+        print("\n".join([*depth_table(report, size), ""]))
         if arguments.plot:
-            plot(found, size, arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}"))
+            plot(report, size, arguments.plot.with_name(f"{arguments.plot.stem}-{size}{arguments.plot.suffix}"))
 
 
 if __name__ == "__main__":

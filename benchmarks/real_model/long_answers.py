@@ -37,7 +37,7 @@ from models import converted, stock
 from sessions import H2O, TOVA, PressSession, Session, checked_bytes
 from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, asked, hide, needles_of, questions, stated, windows
+from trials import Prompt, Question, answered_correctly, hide, needles_of, questions, stated, windows
 
 from kvsurgery.conversion.prepared import PreparedConversion
 from kvsurgery.display import console
@@ -86,16 +86,16 @@ class Pace:
 
     def __call__(self, model: PreTrainedModel, _: Any, output: Any) -> None:
         cache = output.past_key_values
-        written = cache.get_seq_length() - self.prompt + 1
-        if written // SPAN >= len(self.marks):
-            held = checked_bytes(model, cache, self.prompt, len(output.logits))
-            self.marks.append([written, time.process_time(), held])
+        written_tokens = cache.get_seq_length() - self.prompt + 1
+        if written_tokens // SPAN >= len(self.marks):
+            cache_bytes = checked_bytes(model, cache, self.prompt, len(output.logits))
+            self.marks.append([written_tokens, time.process_time(), cache_bytes])
 
 
 def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> list[Contender]:
     """All that are compared; but for the original and what grows, each holds as many tokens or bytes at most."""
     window = Recipe().window
-    most, eager = budget + window + hold, partial(stock, source, "eager")
+    max_tokens, eager = budget + window + hold, partial(stock, source, "eager")
 
     def ours(name: str, recipe: Recipe) -> Contender:
         return Contender(name, partial(converted, source, profile, recipe))
@@ -104,34 +104,44 @@ def contenders(source: Path, profile: HeadProfile, budget: int, hold: int) -> li
         def session(model: PreTrainedModel, prompt: torch.Tensor, new: int) -> Session:
             if kvpress is None:
                 raise ImportError("kvpress is not installed")
-            kept, options = most - hold, {"window_size": window} if press == SNAPKV else {}
-            first, base = (getattr(kvpress, press)(**options) for _ in range(2))
-            first.compression_ratio = 1 - kept / prompt.shape[1]
-            later = kvpress.DecodingPress(base, compression_interval=hold, target_size=kept)
-            return PressSession(model, prompt, new, kvpress.PrefillDecodingPress(first, later))
+            kept_tokens, options = max_tokens - hold, {"window_size": window} if press == SNAPKV else {}
+            prefill_press, base_press = (getattr(kvpress, press)(**options) for _ in range(2))
+            prefill_press.compression_ratio = 1 - kept_tokens / prompt.shape[1]
+            decoding_press = kvpress.DecodingPress(base_press, compression_interval=hold, target_size=kept_tokens)
+            return PressSession(model, prompt, new, kvpress.PrefillDecodingPress(prefill_press, decoding_press))
 
         return Contender(f"kvpress, {press}, blocks of {hold}", partial(stock, source), session)
 
     def quantized(bits: int, block: int) -> Contender:
-        most_bytes = _bytes(source, profile, Recipe(rest="budgeted", budget=most - window - block, hold=block))
-        how = Recipe(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
-        more = range(most - window - block, 16 // bits * most)
-        fits = bisect_right(more, most_bytes, key=lambda each: _bytes(source, profile, replace(how, budget=each)))
-        return ours(f"budgets of {more[fits - 1]} that hold, {bits} bits", replace(how, budget=more[fits - 1]))
+        most_bytes = _bytes(source, profile, Recipe(rest="budgeted", budget=max_tokens - window - block, hold=block))
+        base_recipe = Recipe(rest="budgeted", hold=block, kv_bits=bits, kv_scheme="per-token", kv_residual=block)
+        budget_range = range(max_tokens - window - block, 16 // bits * max_tokens)
+        fits = bisect_right(
+            budget_range,
+            most_bytes,
+            key=lambda candidate: _bytes(source, profile, replace(base_recipe, budget=candidate)),
+        )
+        return ours(
+            f"budgets of {budget_range[fits - 1]} that hold, {bits} bits",
+            replace(base_recipe, budget=budget_range[fits - 1]),
+        )
 
-    taken = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
-    accumulated = Recipe(rest="budgeted", budget=budget - taken, hold=hold, select=ACCUMULATED)
-    streaming = Recipe(sparsity=1.0, rest="streaming", sink=SINK, recent=most - SINK)
+    score_tokens = -(-SCORE_BYTES * budget // (2 * profile.model.head_dim * 4))  # tokens whose place their scores take
+    accumulated = Recipe(rest="budgeted", budget=budget - score_tokens, hold=hold, select=ACCUMULATED)
+    streaming = Recipe(sparsity=1.0, rest="streaming", sink=SINK, recent=max_tokens - SINK)
     return [
         Contender(ORIGINAL, partial(stock, source)),
         *(
             ours(f"budgets of {budget} that hold, blocks of {hold}", Recipe(rest="budgeted", budget=budget, hold=hold))
-            for budget, hold in ((budget, hold), (most - window - hold // 4, hold // 4))
+            for budget, hold in ((budget, hold), (max_tokens - window - hold // 4, hold // 4))
         ),
         *(quantized(bits, hold // 4) for bits in (4, 2)),
-        ours(f"budgets of {budget - taken} that hold, by accumulated attention", accumulated),
-        ours(f"all heads streaming, {SINK} + {most - SINK}", streaming),
-        *(Contender(f"{kind.__name__}, {most}", eager, partial(kind, most=most)) for kind in (H2O, TOVA)),
+        ours(f"budgets of {budget - score_tokens} that hold, by accumulated attention", accumulated),
+        ours(f"all heads streaming, {SINK} + {max_tokens - SINK}", streaming),
+        *(
+            Contender(f"{kind.__name__}, {max_tokens}", eager, partial(kind, max_tokens=max_tokens))
+            for kind in (H2O, TOVA)
+        ),
         *map(pressed, PRESSES),
         ours(f"budgets of {budget}, all that follows is kept", Recipe(rest="budgeted", budget=budget)),
     ]
@@ -166,15 +176,17 @@ def cases(
     rng, needles = np.random.default_rng(0), read_set("word")
     pieces = windows(haystack, prompt, new, count)
     facts = [needles_of(rng, needles, 2 * FACTS if writer else FACTS) for _ in pieces]
-    hidden = []
-    for piece, own in zip(pieces, facts, strict=True):
-        taken = sum(map(len, stated(tokenizer, own[:FACTS])))
-        hidden.append(hide(tokenizer, piece.tokens[taken:prompt], piece.tokens[prompt:-1], own[:FACTS], rng))
+    hidden_prompts = []
+    for piece, piece_facts in zip(pieces, facts, strict=True):
+        fact_tokens = sum(map(len, stated(tokenizer, piece_facts[:FACTS])))
+        hidden_prompts.append(
+            hide(tokenizer, piece.tokens[fact_tokens:prompt], piece.tokens[prompt:-1], piece_facts[:FACTS], rng)
+        )
     if writer and not answers:
-        sentences = [[*chain(*stated(tokenizer, own[FACTS:]))] for own in facts]
+        sentences = [[*chain(*stated(tokenizer, piece_facts[FACTS:]))] for piece_facts in facts]
         pace = Pace(prompt, marks)
-        answers += written(writer(), np.stack([prompt.text for prompt in hidden]), sentences, new, pace)
-    for number, prompt in enumerate(hidden):
+        answers += written_answers(writer(), np.stack([prompt.text for prompt in hidden_prompts]), sentences, new, pace)
+    for number, prompt in enumerate(hidden_prompts):
         if writer:
             following = np.array(answers[number])
             yield Case(Prompt(prompt.text, prompt.questions, following), questions(tokenizer, facts[number][FACTS:]))
@@ -182,7 +194,7 @@ def cases(
             yield Case(prompt, ())
 
 
-def written(
+def written_answers(
     model: PreTrainedModel, prompts: np.ndarray, sentences: list[list[int]], new: int, pace: Pace
 ) -> list[list[int]]:
     """Answers of `new` tokens to prompts, int64 [cases, tokens], with sentences after the first quarter."""
@@ -190,93 +202,99 @@ def written(
     longest = max(map(len, sentences))  # in one batch, so that the shorter ones begin again
     middle = torch.tensor([[*words, *words[: longest - len(words)]] for words in sentences])
     hook = model.register_forward_hook(pace)
-    first, cache = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
-    whole, _ = sampled(model, torch.cat([first, middle], 1), new - new // QUARTERS - longest, cache)
+    first_quarter, cache = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
+    answers, _ = sampled(model, torch.cat([first_quarter, middle], 1), new - new // QUARTERS - longest, cache)
     hook.remove()
-    return whole[:, prompts.shape[1] :].tolist()
+    return answers[:, prompts.shape[1] :].tolist()
 
 
 def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int, cache: Any = None) -> tuple[torch.Tensor, Any]:
     """Texts, int64 [cases, tokens], with so many tokens more, and the cache, which may be that of their beginnings."""
     assert isinstance(model, GenerationMixin)  # for the checker
     ends = model.generation_config.eos_token_id  # which never come
-    how = GenerationConfig(
+    generation_config = GenerationConfig(
         do_sample=True, top_p=TOP_P, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, eos_token_id=ends
     )
-    output = model.generate(tokens, generation_config=how, past_key_values=cache, return_dict_in_generate=True)
+    output = model.generate(
+        tokens, generation_config=generation_config, past_key_values=cache, return_dict_in_generate=True
+    )
     assert not isinstance(output, torch.Tensor)
     return output.sequences, output.past_key_values
 
 
 @torch.inference_mode()
 def measure(
-    contender: Contender, model: PreTrainedModel, case: Case, steps: int, original: list[torch.Tensor]
+    contender: Contender, model: PreTrainedModel, case: Case, steps: int, original_logs: list[torch.Tensor]
 ) -> dict[str, Any]:
     """By quarter: the mean negative log-likelihood, the share of next tokens that are the original's, the divergence,
     the facts of the prompt and of the answer that are recalled, and milliseconds of CPU time for each of the last
     tokens.
 
     Args:
-        original: log-probabilities of each quarter; filled by the first contender, the original.
+        original_logs: log-probabilities of each quarter; filled by the first contender, the original.
     """
     following = torch.from_numpy(case.prompt.following)[None]
     session = contender.session(model, torch.from_numpy(case.prompt.text)[None], following.shape[1])
-    found = {name: [] for name in ("nats", "same", "kl", "right", "own", "step_ms")}
+    result = {name: [] for name in ("nats", "same", "kl", "right", "own", "step_ms")}
     for number, quarter in enumerate(following.chunk(QUARTERS, 1)):
-        whole, *ones = quarter.split([quarter.shape[1] - steps, *[1] * steps], 1)
-        logits = [session.last, session.read(whole)]
+        body, *timed_tokens = quarter.split([quarter.shape[1] - steps, *[1] * steps], 1)
+        logits = [session.last, session.read(body)]
         begin = time.process_time()
-        logits += [session.forward(one).logits for one in ones]
-        found["step_ms"].append(1e3 * (time.process_time() - begin) / max(steps, 1))
+        logits += [session.forward(token).logits for token in timed_tokens]
+        result["step_ms"].append(1e3 * (time.process_time() - begin) / max(steps, 1))
         session.last = logits[-1][:, -1:]
         logs = torch.cat(logits, 1)[0, :-1].log_softmax(-1)
-        if number == len(original):
-            original.append(logs)
-        found["nats"].append(F.nll_loss(logs, quarter[0]).item())
-        found["same"].append((logs.argmax(-1) == original[number].argmax(-1)).float().mean().item())
-        found["kl"].append(next_token_divergence(logs, original[number]).item())
-        after = session.seen - len(case.prompt.text)
-        found["right"].append([*map(int, asked(model, session.cache, case.prompt, after))])
+        if number == len(original_logs):
+            original_logs.append(logs)
+        result["nats"].append(F.nll_loss(logs, quarter[0]).item())
+        result["same"].append((logs.argmax(-1) == original_logs[number].argmax(-1)).float().mean().item())
+        result["kl"].append(next_token_divergence(logs, original_logs[number]).item())
+        tokens_after = session.seen - len(case.prompt.text)
+        result["right"].append([*map(int, answered_correctly(model, session.cache, case.prompt, tokens_after))])
         if number and case.own:
-            about = Prompt(case.prompt.text, case.own, case.prompt.following)
-            found["own"].append([*map(int, asked(model, session.cache, about, after))])
-    return {**found, "kv_bytes": max(session.kv_bytes, session.held())}
+            own_prompt = Prompt(case.prompt.text, case.own, case.prompt.following)
+            result["own"].append([*map(int, answered_correctly(model, session.cache, own_prompt, tokens_after))])
+    return {**result, "kv_bytes": max(session.kv_bytes, session.stored_bytes())}
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table, of the cases that were measured with all contenders.
 
     Facts are counted over all cases and quarters: those recalled, of those that the original recalls there.
     """
-    quarter, steps = found["settings"]["new"] // QUARTERS, found["settings"]["steps"]
+    quarter, steps = report["settings"]["new"] // QUARTERS, report["settings"]["steps"]
     ends = [f"{(number + 1) * quarter:,}" for number in range(QUARTERS)]
-    own = bool(found["results"][ORIGINAL][0]["own"])
+    has_own_facts = bool(report["results"][ORIGINAL][0]["own"])
     heads = ["cache", "KV bytes", f"perplexity up to {ends[0]}", *ends[1:], "same next token", "KL"]
-    heads += ["facts of the prompt", *(["of the answer"] if own else [])]
+    heads += ["facts of the prompt", *(["of the answer"] if has_own_facts else [])]
     heads += [f"ms a token at {ends[0]}", f"at {ends[-1]}"] if steps else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    count = min(map(len, found["results"].values()))
-    base = found["results"][ORIGINAL][:count]
-    for name, every in found["results"].items():
-        of_cases = every[:count]
+    count = min(map(len, report["results"].values()))
+    base = report["results"][ORIGINAL][:count]
+    for name, all_cases in report["results"].items():
+        of_cases = all_cases[:count]
         mean = {part: np.mean([case[part] for case in of_cases], 0) for part in ("nats", "same", "kl", "step_ms")}
         cells = [name, console.size(max(case["kv_bytes"] for case in of_cases))]
         cells += [f"{value:.1f}" for value in np.exp(mean["nats"])]
         cells += [f"{mean['same'].mean():.1%}", f"{mean['kl'].mean():.4f}"]
-        for part in ("right", "own") if own else ("right",):
-            right, known = (np.array([case[part] for case in some]) for some in (of_cases, base))
-            cells.append(f"{(right * known).sum()} of {known.sum()}" if known.any() else "-")
-        cells += [f"{mean['step_ms'][place]:.0f}" for place in (0, -1) if steps]
+        for part in ("right", "own") if has_own_facts else ("right",):
+            recalled, original_recalled = (np.array([case[part] for case in results]) for results in (of_cases, base))
+            cells.append(
+                f"{(recalled * original_recalled).sum()} of {original_recalled.sum()}"
+                if original_recalled.any()
+                else "-"
+            )
+        cells += [f"{mean['step_ms'][index]:.0f}" for index in (0, -1) if steps]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def pace_table(found: dict[str, Any]) -> list[str]:
+def pace_table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table of how an answer was written: over the first `SPAN` tokens, and the last of each
     quarter."""
-    quarter, every = found["settings"]["new"] // QUARTERS, [*pairwise(found["marks"])]
+    quarter, mark_pairs = report["settings"]["new"] // QUARTERS, [*pairwise(report["marks"])]
     ends = (SPAN, *(quarter * number for number in range(1, QUARTERS + 1) if quarter * number > SPAN))
-    spans = [max(span for span in every if span[1][0] <= end) for end in ends]
+    spans = [max(span for span in mark_pairs if span[1][0] <= end) for end in ends]
     steps = [1e3 * (after[1] - before[1]) / (after[0] - before[0]) for before, after in spans]
     return [
         f"| tokens written | {' | '.join(f'{after[0]:,}' for _, after in spans)} |",
@@ -311,35 +329,39 @@ def main() -> None:
     logging.disable_progress_bar()
     names = ("prompt", "new", "cases", "budget", "hold", "steps", "given", "writer")
     settings = {name: getattr(arguments, name) for name in names} | {"text": arguments.text.name}
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    if found.setdefault("settings", settings) != settings:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    results, answers, marks = (found.setdefault(*part) for part in (("results", {}), ("answers", []), ("marks", [])))
-    every = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    if report.setdefault("settings", settings) != settings:
+        parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
+    results, answers, marks = (report.setdefault(*part) for part in (("results", {}), ("answers", []), ("marks", [])))
+    all_contenders = contenders(arguments.model, HeadProfile.load(arguments.profile), arguments.budget, arguments.hold)
     size, models = (arguments.prompt, arguments.new), {}
-    writer = None if arguments.given else every[0 if arguments.writer == ORIGINAL else 2].load
-    read = cases(arguments.model, arguments.text, size, arguments.cases, writer, answers, marks)
-    for number, case in enumerate(read):
-        arguments.json.write_text(json.dumps(found) + "\n")
-        original: list[torch.Tensor] = []
-        for contender in islice(every, arguments.first):
-            own = results.setdefault(contender.name, [])
-            if len(own) > number and contender.name != ORIGINAL:
+    writer = None if arguments.given else all_contenders[0 if arguments.writer == ORIGINAL else 2].load
+    answer_cases = cases(arguments.model, arguments.text, size, arguments.cases, writer, answers, marks)
+    for number, case in enumerate(answer_cases):
+        arguments.json.write_text(json.dumps(report) + "\n")
+        original_logs: list[torch.Tensor] = []
+        for contender in islice(all_contenders, arguments.first):
+            contender_results = results.setdefault(contender.name, [])
+            if len(contender_results) > number and contender.name != ORIGINAL:
                 continue
             if contender.name not in models:
                 models[contender.name] = contender.load()
             try:
-                result = measure(contender, models[contender.name], case, arguments.steps, original)
+                result = measure(contender, models[contender.name], case, arguments.steps, original_logs)
             except ImportError as error:
                 console.stderr.print(f"left out: {contender.name} ({error})")
                 del results[contender.name]
                 continue
-            own[number:] = [result, *own[number + 1 :]]
-            record_versions(found, contender.name)
-            found["results"] = {each.name: results[each.name] for each in every if each.name in results}
-            arguments.json.write_text(json.dumps(found) + "\n")
+            contender_results[number:] = [result, *contender_results[number + 1 :]]
+            record_versions(report, contender.name)
+            report["results"] = {
+                measured_contender.name: results[measured_contender.name]
+                for measured_contender in all_contenders
+                if measured_contender.name in results
+            }
+            arguments.json.write_text(json.dumps(report) + "\n")
             console.stderr.print(f"{number + 1} of {arguments.cases}, {contender.name}: {result}")
-    print("\n".join([*table(found), "", *(pace_table(found) if arguments.writer == "held" else [])]))
+    print("\n".join([*table(report), "", *(pace_table(report) if arguments.writer == "held" else [])]))
 
 
 if __name__ == "__main__":

@@ -71,41 +71,43 @@ def _share(value: Interval) -> str:
     return f"{value.mean:.0%} [{value.low:.0%}, {value.high:.0%}]"
 
 
-def outside(found: Mapping[str, Any], sink: int, recent: int) -> np.ndarray:
+def outside_window(report: Mapping[str, Any], sink: int, recent: int) -> np.ndarray:
     """Which questions are about facts that a window of first and latest tokens does not hold, bool [questions]."""
-    places = np.array(found["places"])
-    return (places >= sink) & (places < found["settings"]["length"] - recent)
+    places = np.array(report["places"])
+    return (places >= sink) & (places < report["settings"]["length"] - recent)
 
 
-def scores(draws: Sequence[Result], original: Result, texts: int, far: np.ndarray) -> Scores:
+def scores(draws: Sequence[Result], original: Result, texts: int, is_outside: np.ndarray) -> Scores:
     """Scores of results that are one contender's, such as several draws of random heads.
 
     Args:
         texts: with facts.
-        far: bool [questions], as `outside` has it.
+        is_outside: bool [questions], as `outside_window` has it.
     """
-    right = np.array([each["right"] for each in (original, *draws)], dtype=np.float64)
-    by_text = right.reshape(len(right), texts, -1)
-    far = far.reshape(texts, -1)
+    correct = np.array([result["right"] for result in (original, *draws)], dtype=np.float64)
+    by_text = correct.reshape(len(correct), texts, -1)
+    is_outside = is_outside.reshape(texts, -1)
     counts = _draw_counts(len(draws))
 
-    def shares(of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shares(selection: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the original and the draws, the share of right answers among some, and resampled ones."""
-        hits, all_of_them = (by_text * of).sum(2), of.sum(1)[None].astype(np.float64)
+        hits, all_of_them = (by_text * selection).sum(2), selection.sum(1)[None].astype(np.float64)
         return hits.sum(1) / all_of_them.sum(), resampled_means(hits, 0) / resampled_means(all_of_them, 0)
 
-    whole, whole_resampled = shares(np.ones_like(far))
-    apart, apart_resampled = shares(far)
-    recall, beyond = (_over_draws(resampled[1:], counts) for resampled in (whole_resampled, apart_resampled))
-    nats = np.array([np.subtract(each["nats"], original["nats"]) for each in draws])
-    kl = np.array([each["kl"] for each in draws])
-    worse, diverged = (_over_draws(resampled_means(values, 0), counts) for values in (nats, kl))
+    overall, overall_resampled = shares(np.ones_like(is_outside))
+    outside_shares, outside_resampled = shares(is_outside)
+    recall, outside_recall = (
+        _over_draws(resampled[1:], counts) for resampled in (overall_resampled, outside_resampled)
+    )
+    nats = np.array([np.subtract(result["nats"], original["nats"]) for result in draws])
+    kl = np.array([result["kl"] for result in draws])
+    nats_resampled, kl_resampled = (_over_draws(resampled_means(values, 0), counts) for values in (nats, kl))
     return Scores(
-        interval(whole[1:].mean(), recall),
-        interval(apart[1:].mean(), beyond),
-        interval(apart[1:].mean() - apart[0], beyond - apart_resampled[0]),
-        interval(math.exp(nats.mean()), np.exp(worse)),
-        interval(kl.mean(), diverged),
+        interval(overall[1:].mean(), recall),
+        interval(outside_shares[1:].mean(), outside_recall),
+        interval(outside_shares[1:].mean() - outside_shares[0], outside_recall - outside_resampled[0]),
+        interval(math.exp(nats.mean()), np.exp(nats_resampled)),
+        interval(kl.mean(), kl_resampled),
     )
 
 

@@ -37,24 +37,26 @@ PROMPT = 300  # tokens, more than a head may keep
 
 def recipes() -> dict[str, Recipe]:
     """By name, budgets of `MOST` tokens with window and block, all in one dtype or in 4 bits."""
-    found = {}
+    by_name = {}
     for block in BLOCKS:
-        plain = Recipe(rest="budgeted", budget=MOST - Recipe().window - block, hold=block)
-        found[f"unquantized, blocks of {block}"] = plain
-        found[f"4 bits, blocks of {block}"] = replace(plain, kv_bits=4, kv_scheme="per-token", kv_residual=block)
-    return found
+        unquantized = Recipe(rest="budgeted", budget=MOST - Recipe().window - block, hold=block)
+        by_name[f"unquantized, blocks of {block}"] = unquantized
+        by_name[f"4 bits, blocks of {block}"] = replace(
+            unquantized, kv_bits=4, kv_scheme="per-token", kv_residual=block
+        )
+    return by_name
 
 
-def timed(spent: dict[str, float], part: str, call: Callable) -> Callable:
+def timed(seconds_by_part: dict[str, float], part: str, call: Callable) -> Callable:
     """A function that adds its time to what is spent on a part; the clock of CPU time would take a tenth of that."""
 
-    def measured(*arguments: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
+    def timed_call(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
         result = call(*arguments, **options)
-        spent[part] += time.perf_counter() - begin
+        seconds_by_part[part] += time.perf_counter() - start
         return result
 
-    return measured
+    return timed_call
 
 
 @torch.inference_mode()
@@ -62,31 +64,31 @@ def measure(model: PreTrainedModel, steps: int) -> dict[str, float]:
     """Milliseconds of CPU time of a decode step, and of its parts by the clock on the wall."""
     torch.manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, PROMPT))
-    output, spent = model(tokens, use_cache=True), dict.fromkeys(PARTS, 0.0)
+    output, seconds_by_part = model(tokens, use_cache=True), dict.fromkeys(PARTS, 0.0)
     layers = output.past_key_values.layers
     for layer in layers:
         for part in ("watch", "renew"):
-            setattr(layer.budgeted, part, timed(spent, part, getattr(layer.budgeted, part)))
+            setattr(layer.budgeted, part, timed(seconds_by_part, part, getattr(layer.budgeted, part)))
     emitted = type(layers[0]).__module__.rpartition(".")[0]
     tiles, codes = (import_module(name, emitted) for name in (".kv_tiles", ".kv_token_codes"))
-    quantize = timed(spent, "quantize", tiles.quantize_groups)
+    quantize = timed(seconds_by_part, "quantize", tiles.quantize_groups)
     with mock.patch.object(tiles, "quantize_groups", quantize), mock.patch.object(codes, "quantize_groups", quantize):
         begin = time.process_time()
         for _ in range(steps):
             token = output.logits[:, -1:].argmax(-1)
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
-        found = {"step": time.process_time() - begin, **spent}
-    found["renew"] -= found["quantize"]
-    return {part: 1e3 * seconds / steps for part, seconds in found.items()}
+        times = {"step": time.process_time() - begin, **seconds_by_part}
+    times["renew"] -= times["quantize"]
+    return {part: 1e3 * seconds / steps for part, seconds in times.items()}
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table."""
     lines = [
         "| heads | ms a step | to remember queries | to select | both | to quantize |",
         "|---|---|---|---|---|---|",
     ]
-    for name, result in found["results"].items():
+    for name, result in report["results"].items():
         watch, renew, quantize = (result[part] / result["step"] for part in PARTS)
         cells = [name, f"{result['step']:.0f}", *(f"{share:.2%}" for share in (watch, renew, watch + renew, quantize))]
         lines.append(f"| {' | '.join(cells)} |")
@@ -105,12 +107,12 @@ def main() -> None:
     torch.set_num_threads(1)
     profile = HeadProfile.load(arguments.profile)
     versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    found = {"settings": {"steps": arguments.steps}, "versions": versions, "results": {}}
+    report = {"settings": {"steps": arguments.steps}, "versions": versions, "results": {}}
     for name, recipe in recipes().items():
-        found["results"][name] = measure(converted(arguments.model, profile, recipe), arguments.steps)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        console.stderr.print(f"{name}: {found['results'][name]}")
-    print("\n".join(table(found)))
+        report["results"][name] = measure(converted(arguments.model, profile, recipe), arguments.steps)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        console.stderr.print(f"{name}: {report['results'][name]}")
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Question, asked, hide, needles_of, stated, windows
+from trials import Prompt, Question, answered_correctly, hide, needles_of, stated, windows
 
 from kvsurgery.display import console
 from kvsurgery.evaluate.results import Interval
@@ -49,8 +49,8 @@ def cases_of_text(model: Path, text: Path, prompt: int, new: int, count: int) ->
     rng, needles = np.random.default_rng(0), read_set("fact")
     for piece in windows(haystack, prompt, new, count):
         facts = needles_of(rng, needles, FACTS)
-        taken = sum(map(len, stated(tokenizer, facts)))
-        yield hide(tokenizer, piece.tokens[taken:prompt], piece.tokens[prompt:-1], facts, rng)
+        fact_tokens = sum(map(len, stated(tokenizer, facts)))
+        yield hide(tokenizer, piece.tokens[fact_tokens:prompt], piece.tokens[prompt:-1], facts, rng)
 
 
 def cases_of_task(prompt: int, new: int, count: int) -> Iterator[Prompt]:
@@ -71,17 +71,17 @@ def measure(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     """Answers right after the prompt, half of what follows and all of it, the mean negative log-likelihood of each
     quarter, and the bytes of the cache in the end."""
     output = model(torch.from_numpy(prompt.text)[None], logits_to_keep=1)
-    cache, last = output.past_key_values, output.logits[0]
-    right, nats = [[*map(int, asked(model, cache, prompt))]], []
+    cache, last_logits = output.past_key_values, output.logits[0]
+    correct, nats = [[*map(int, answered_correctly(model, cache, prompt))]], []
     for number, quarter in enumerate(torch.from_numpy(prompt.following)[None].chunk(QUARTERS, 1)):
         logits = model(quarter, past_key_values=cache).logits[0]
-        nats.append(F.cross_entropy(torch.cat([last, logits[:-1]]).float(), quarter[0]).item())
-        last = logits[-1:]
+        nats.append(F.cross_entropy(torch.cat([last_logits, logits[:-1]]).float(), quarter[0]).item())
+        last_logits = logits[-1:]
         if number + 1 in ASKED:
-            right.append([*map(int, asked(model, cache, prompt, (number + 1) * quarter.shape[1]))])
+            correct.append([*map(int, answered_correctly(model, cache, prompt, (number + 1) * quarter.shape[1]))])
     states = [part for layer in cache.layers for part in (layer.keys, layer.values)]
-    held = cache.allocated_bytes() if hasattr(cache, "allocated_bytes") else sum(part.nbytes for part in states)
-    return {"right": right, "nats": nats, "kv_bytes": held}
+    cache_bytes = cache.allocated_bytes() if hasattr(cache, "allocated_bytes") else sum(part.nbytes for part in states)
+    return {"right": correct, "nats": nats, "kv_bytes": cache_bytes}
 
 
 def recipe(
@@ -95,42 +95,48 @@ def recipe(
     return Recipe(rest="budgeted", budget=budget, select=select, **sizes)
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table, of the cases that were measured with all models."""
-    quarter = found["settings"]["new"] // QUARTERS
+    quarter = report["settings"]["new"] // QUARTERS
     heads = ["selected by", "KV bytes", f"perplexity up to {quarter:,}"]
     heads += [f"{number * quarter:,}" for number in range(2, QUARTERS + 1)]
     heads += ["than by attention", f"facts recalled after {ASKED[0] * quarter:,}"]
     heads += [*(f"{number * quarter:,}" for number in ASKED[1:]), "than by attention"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    count = min(map(len, found["results"].values()))
-    results = {name: of_cases[:count] for name, of_cases in found["results"].items()}
-    usual = {name: losses(of_cases) for name, of_cases in results.items()}[ATTENTION]
+    count = min(map(len, report["results"].values()))
+    results = {name: of_cases[:count] for name, of_cases in report["results"].items()}
+    attention_losses = {name: losses(of_cases) for name, of_cases in results.items()}[ATTENTION]
     shares = {name: recalls(of_cases, results[ORIGINAL]) for name, of_cases in results.items()}
     for name, of_cases in results.items():
-        nats, ratio, more = losses(of_cases), "", ""
+        nats, ratio, recall_difference = losses(of_cases), "", ""
         if name not in (ORIGINAL, ATTENTION):
-            worse, better = paired(nats - usual), paired(shares[name] - shares[ATTENTION])
-            ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(*np.exp([worse.mean, worse.low, worse.high]))
-            more = f"{better.mean:+.0%} [{better.low:+.0%}, {better.high:+.0%}]"
+            loss_interval, recall_interval = paired(nats - attention_losses), paired(shares[name] - shares[ATTENTION])
+            ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(
+                *np.exp([loss_interval.mean, loss_interval.low, loss_interval.high])
+            )
+            recall_difference = f"{recall_interval.mean:+.0%} [{recall_interval.low:+.0%}, {recall_interval.high:+.0%}]"
         cells = [name, console.size(of_cases[0]["kv_bytes"]), *(f"{value:.2f}" for value in np.exp(nats.mean(0)))]
-        right, known = (np.array([each["right"] for each in some]) for some in (of_cases, results[ORIGINAL]))
-        counts = zip((right * known).sum((0, 2)), known.sum((0, 2)), strict=True)
-        cells += [ratio, *(f"{recalled} of {every}" for recalled, every in counts), more]
+        correct, original_correct = (
+            np.array([case["right"] for case in cases]) for cases in (of_cases, results[ORIGINAL])
+        )
+        counts = zip((correct * original_correct).sum((0, 2)), original_correct.sum((0, 2)), strict=True)
+        cells += [ratio, *(f"{recalled} of {known_count}" for recalled, known_count in counts), recall_difference]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def losses(results: list[dict[str, Any]]) -> np.ndarray:
     """Mean negative log-likelihood by quarter, float64 [cases, quarters]."""
-    return np.array([each["nats"] for each in results])
+    return np.array([case["nats"] for case in results])
 
 
 def recalls(results: list[dict[str, Any]], original: list[dict[str, Any]]) -> np.ndarray:
     """Share of the facts that the original recalls, float64 [cases, places]; NaN where it recalls none."""
-    right, known = (np.array([each["right"] for each in some], dtype=float) for some in (results, original))
+    correct, original_correct = (
+        np.array([case["right"] for case in cases], dtype=float) for cases in (results, original)
+    )
     with np.errstate(invalid="ignore"):
-        return (right * known).sum(2) / known.sum(2)
+        return (correct * original_correct).sum(2) / original_correct.sum(2)
 
 
 def paired(differences: np.ndarray) -> Interval:
@@ -161,23 +167,23 @@ def main() -> None:
     names = ("prompt", "new", "cases", "budget", "beta", "window", "hold")
     settings = {name: getattr(arguments, name) for name in names}
     settings["text"] = arguments.text.name if arguments.text else "the bundled model's task"
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings}
-    if found["settings"] != settings:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    results = found.setdefault("results", {})
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings}
+    if report["settings"] != settings:
+        parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
+    results = report.setdefault("results", {})
     profile = HeadProfile.load(arguments.profile or HERE / "profile.safetensors")
     models = {ORIGINAL: stock(source)}
     token_bytes = 2 * profile.model.head_dim * 4
     models |= {select: converted(source, profile, recipe(select, arguments, token_bytes)) for select in SELECTS}
     for number, case in enumerate(cases):
         for name, model in models.items():
-            own = results.setdefault(name, [])
-            if len(own) == number:
-                own.append(measure(model, case))
-                record_versions(found, name)
-                arguments.json.write_text(json.dumps(found) + "\n")
-                console.stderr.print(f"{number + 1} of {len(cases)}, {name}: {own[-1]}")
-    print("\n".join(table(found)))
+            model_results = results.setdefault(name, [])
+            if len(model_results) == number:
+                model_results.append(measure(model, case))
+                record_versions(report, name)
+                arguments.json.write_text(json.dumps(report) + "\n")
+                console.stderr.print(f"{number + 1} of {len(cases)}, {name}: {model_results[-1]}")
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

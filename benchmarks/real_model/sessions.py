@@ -36,18 +36,18 @@ class Session:
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [1, n, vocabulary] after each of the next tokens, int64 [1, n]."""
-        found = [self.forward(block).logits for block in tokens.split(BLOCK, 1)]
-        self.kv_bytes = max(self.kv_bytes, self.held())
-        return torch.cat(found, 1)
+        logits = [self.forward(block).logits for block in tokens.split(BLOCK, 1)]
+        self.kv_bytes = max(self.kv_bytes, self.stored_bytes())
+        return torch.cat(logits, 1)
 
-    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+    def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
         """One forward over the next tokens. Positions are given, as a cache does not count what was evicted."""
         positions = torch.arange(self.seen, self.seen + tokens.shape[1])[None]
-        output = self.model(tokens, past_key_values=self.cache, position_ids=positions, **asked)
+        output = self.model(tokens, past_key_values=self.cache, position_ids=positions, **options)
         self.cache, self.seen = output.past_key_values, self.seen + tokens.shape[1]
         return output
 
-    def held(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of keys and values."""
         return checked_bytes(self.model, self.cache, self.prompt)
 
@@ -56,9 +56,9 @@ def checked_bytes(model: PreTrainedModel, cache: Any, prompt: int, rows: int = 1
     """Bytes of keys and values of a cache. Those that a converted model has allocated are what its config says."""
     if cache is None or not hasattr(cache, "allocated_bytes"):
         return held_bytes(cache)
-    allocated, new = cache.allocated_bytes(), cache.layers[0].capacity - prompt
+    allocated, new_capacity = cache.allocated_bytes(), cache.layers[0].capacity - prompt
     layout = KVLayout.from_config(model.config)
-    assert allocated == layout.kv_bytes(rows, prompt, new, itemsize=model.dtype.itemsize)
+    assert allocated == layout.kv_bytes(rows, prompt, new_capacity, itemsize=model.dtype.itemsize)
     return allocated
 
 
@@ -76,45 +76,45 @@ class H2O(StepSession):
     The scores take bytes too. The model's attention is eager, so that its weights can be seen.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new: int, most: int):
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new: int, max_tokens: int):
         """Keep at most so many tokens."""
-        self.most, self.scores = most, {}
+        self.max_tokens, self.scores = max_tokens, {}
         super().__init__(model, prompt, new)
 
-    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+    def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
         """One forward, after which every layer evicts."""
-        output = super().forward(tokens, output_attentions=True, **asked)
+        output = super().forward(tokens, output_attentions=True, **options)
         for number, (layer, weights) in enumerate(zip(output.past_key_values.layers, output.attentions, strict=True)):
-            kept = self.kept(number, weights[0].unflatten(0, (layer.keys.shape[1], -1)))
-            if kept.shape[1] < layer.keys.shape[2]:
-                places = kept[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
+            kept_places = self.kept_places(number, weights[0].unflatten(0, (layer.keys.shape[1], -1)))
+            if kept_places.shape[1] < layer.keys.shape[2]:
+                places = kept_places[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
                 layer.keys, layer.values = layer.keys.gather(2, places), layer.values.gather(2, places)
         return output
 
-    def kept(self, number: int, weights: torch.Tensor) -> torch.Tensor:
+    def kept_places(self, number: int, weights: torch.Tensor) -> torch.Tensor:
         """Places that a layer keeps, int64 [heads, n], by attention weights [heads, group, queries, keys]."""
         heads, count = weights.shape[0], weights.shape[3]
-        before = self.scores.get(number, weights.new_zeros(heads, 0))
-        scores = F.pad(before, (0, count - before.shape[1])) + weights.sum((1, 2))
-        recent = self.most // 2
+        past_scores = self.scores.get(number, weights.new_zeros(heads, 0))
+        scores = F.pad(past_scores, (0, count - past_scores.shape[1])) + weights.sum((1, 2))
+        recent = self.max_tokens // 2
         worth = scores.clone()
         worth[:, -recent:] = float("inf")
-        kept = worth.topk(min(self.most, count)).indices.sort().values
-        self.scores[number] = scores.gather(1, kept)
-        return kept
+        kept_places = worth.topk(min(self.max_tokens, count)).indices.sort().values
+        self.scores[number] = scores.gather(1, kept_places)
+        return kept_places
 
-    def held(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of keys, values and scores."""
-        return super().held() + held_bytes(self.scores)
+        return super().stored_bytes() + held_bytes(self.scores)
 
 
 class TOVA(H2O):
     """Each layer drops the token that the last query attended to least (Oren et al. 2024), the same for all heads."""
 
-    def kept(self, number: int, weights: torch.Tensor) -> torch.Tensor:
+    def kept_places(self, number: int, weights: torch.Tensor) -> torch.Tensor:
         """Places that a layer keeps, int64 [heads, n], by attention weights [heads, group, queries, keys]."""
         received = weights[:, :, -1].mean((0, 1))
-        return received.topk(min(self.most, len(received))).indices.sort().values.expand(len(weights), -1)
+        return received.topk(min(self.max_tokens, len(received))).indices.sort().values.expand(len(weights), -1)
 
 
 class PressSession(StepSession):
@@ -128,12 +128,12 @@ class PressSession(StepSession):
             layer.self_attn.rotary_emb = model.model.rotary_emb  # as kvpress has it
         super().__init__(model, prompt, new)
 
-    def forward(self, tokens: torch.Tensor, **asked: Any) -> Any:
+    def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
         """One forward, after which the press may compress."""
         modules = [layer.self_attn for layer in self.model.model.layers]
         hooks = [module.register_forward_hook(self.press.forward_hook, with_kwargs=True) for module in modules]
         try:
-            return super().forward(tokens, **asked)
+            return super().forward(tokens, **options)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -53,22 +53,24 @@ def measure(models: list[PreTrainedModel], length: int, steps: int) -> dict[str,
     tokens = torch.randint(models[0].config.vocab_size, (1, length))
     caches = [DynamicCache(config=models[0].config), None]
     caches = [model(tokens, past_key_values=cache).past_key_values for model, cache in zip(models, caches, strict=True)]
-    token, spent = tokens[:, -1:], ([], [])
+    token, milliseconds = tokens[:, -1:], ([], [])
     for step in range(WARM + steps):
-        for which in (0, 1) if step % 2 else (1, 0):
+        for index in (0, 1) if step % 2 else (1, 0):
             begin = time.process_time()
-            models[which](token, past_key_values=caches[which])
-            spent[which].append(1e3 * (time.process_time() - begin))
-    own, other = (times[WARM:] for times in reversed(spent))
-    ratio = statistics.median(mine / theirs for mine, theirs in zip(own, other, strict=True))
-    return {"stock": statistics.median(other), "converted": statistics.median(own), "ratio": ratio}
+            models[index](token, past_key_values=caches[index])
+            milliseconds[index].append(1e3 * (time.process_time() - begin))
+    converted_times, stock_times = (times[WARM:] for times in reversed(milliseconds))
+    ratio = statistics.median(
+        converted_time / stock_time for converted_time, stock_time in zip(converted_times, stock_times, strict=True)
+    )
+    return {"stock": statistics.median(stock_times), "converted": statistics.median(converted_times), "ratio": ratio}
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table."""
-    lengths = found["settings"]["lengths"]
+    lengths = report["settings"]["lengths"]
     lines = [f"| | {' | '.join(f'{length:,} tokens' for length in lengths)} |", "|---" * (len(lengths) + 1) + "|"]
-    for name, results in found["results"].items():
+    for name, results in report["results"].items():
         ratios = [f"{result['ratio']:.2f}" for result in results.values()]
         lines.append(f"| {name} | {' | '.join(ratios)} |")
     return lines
@@ -85,17 +87,17 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    profile, original = HeadProfile.load(arguments.profile), in_fresh_memory(stock(arguments.model))
+    profile, stock_model = HeadProfile.load(arguments.profile), in_fresh_memory(stock(arguments.model))
     versions = {"kvsurgery": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     settings = {"lengths": arguments.lengths, "steps": arguments.steps}
-    found = {"settings": settings, "versions": versions, "results": {}}
+    report = {"settings": settings, "versions": versions, "results": {}}
     for name, recipe in recipes(profile.model.layers * profile.model.kv_heads).items():
-        models = [original, in_fresh_memory(converted(arguments.model, profile, recipe))]
-        found["results"][name] = {}
+        models = [stock_model, in_fresh_memory(converted(arguments.model, profile, recipe))]
+        report["results"][name] = {}
         for length in arguments.lengths:
-            found["results"][name][length] = measure(models, length, arguments.steps)
-            console.stderr.print(f"{name}, {length:,} tokens: {found['results'][name][length]}")
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            report["results"][name][length] = measure(models, length, arguments.steps)
+            console.stderr.print(f"{name}, {length:,} tokens: {report['results'][name][length]}")
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(table(json.loads(arguments.json.read_text()))))
 
 

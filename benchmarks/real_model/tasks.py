@@ -72,42 +72,49 @@ def groups(text: str, babilong: str) -> list[Group]:
 
 def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original: Path) -> dict[str, dict[str, float]]:
     """The scores of a model by group and sample; answers that are in the folder are not computed again."""
-    found = {}
+    scores = {}
     for group in groups:
-        own = folder / group.heading
+        answers_folder = folder / group.heading
         options = Options(limit=group.limit, batch=8, dtype="float32")
-        said = partial(console.stderr.print, f"{name}: {group.heading}")
-        with started_evaluation(own, original, {group.name: group.task}, options, "cpu", silent, said) as evaluation:
+        print_note = partial(console.stderr.print, f"{name}: {group.heading}")
+        with started_evaluation(
+            answers_folder, original, {group.name: group.task}, options, "cpu", silent, print_note
+        ) as evaluation:
             evaluation.answer(name, checkpoint)
-        found[group.heading] = {
+        scores[group.heading] = {
             f"{record['task']}/{record['sample']}": next(iter(record["scores"].values()))
-            for record in read_lines(own / f"answers-{name}.jsonl")
+            for record in read_lines(answers_folder / f"answers-{name}.jsonl")
             if "scores" in record
         }
-        said(f"{np.mean([*found[group.heading].values()]):.0%}")
-    return found
+        print_note(f"{np.mean([*scores[group.heading].values()]):.0%}")
+    return scores
 
 
 def difference(scores: Mapping[str, float], original: Mapping[str, float]) -> tuple[Interval, Interval]:
     """The mean score, and how much it is above the original's; paired by sample."""
     values = np.array([[scores[sample], original[sample]] for sample in sorted(original)]).T
-    own, base = resampled_means(values, 0)
+    resampled, original_resampled = resampled_means(values, 0)
     means = values.mean(1)
-    return interval(means[0], own), interval(means[0] - means[1], own - base)
+    return interval(means[0], resampled), interval(means[0] - means[1], resampled - original_resampled)
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(report: Mapping[str, Any]) -> list[str]:
     """Lines of a Markdown table: of each group the mean score, and the difference to the original in points."""
-    base = found["results"][ORIGINAL]
+    base = report["results"][ORIGINAL]
     lines = [f"| heads | {' | '.join(base)} |", "|---" * (1 + len(base)) + "|"]
-    for name, result in found["results"].items():
+    for name, result in report["results"].items():
         cells = []
         for heading, original in base.items():
-            mean, more = difference(result[heading], original)
+            mean, difference_interval = difference(result[heading], original)
             if name == ORIGINAL:
                 cells.append(f"{mean.mean:.0%} [{mean.low:.0%}, {mean.high:.0%}]")
             else:
-                points = " [".join([f"{100 * more.mean:+.0f}", f"{100 * more.low:+.0f}, {100 * more.high:+.0f}]"])
+                points = " [".join(
+                    [
+                        f"{100 * difference_interval.mean:+.0f}",
+                        f"{100 * difference_interval.low:+.0f}, {100 * difference_interval.high:+.0f}]",
+                    ]
+                )
                 cells.append(f"{mean.mean:.0%} ({points})")
         lines.append(f"| {' | '.join([name, *cells])} |")
     return lines
@@ -128,28 +135,30 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    asked = groups(str(arguments.text), str(arguments.babilong))
+    task_groups = groups(str(arguments.text), str(arguments.babilong))
     sink, recent = map(int, arguments.size.split("+"))
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
-    compared = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
+    head_choices = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
     settings = {"text": arguments.text.name, "ruler_tasks": RULER_TASKS, "babilong_tasks": BABILONG_TASKS}
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
+    report = (
+        json.loads(arguments.json.read_text()) if arguments.json.exists() else {"settings": settings, "results": {}}
+    )
 
     def keep(name: str, checkpoint: Path) -> None:
         file_name = name.replace(" ", "-").replace("%", "").replace(",", "")
-        found["results"][name] = ask(asked, arguments.answers, checkpoint, file_name, arguments.model)
-        record_versions(found, name)
-        arguments.json.write_text(json.dumps(found) + "\n")
+        report["results"][name] = ask(task_groups, arguments.answers, checkpoint, file_name, arguments.model)
+        record_versions(report, name)
+        arguments.json.write_text(json.dumps(report) + "\n")
 
-    if ORIGINAL not in found["results"]:
+    if ORIGINAL not in report["results"]:
         keep(ORIGINAL, arguments.model)
-    for choice in compared:
-        if choice.name not in found["results"]:
+    for choice in head_choices:
+        if choice.name not in report["results"]:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "converted"
                 convert_into(folder, arguments.model, choice.profile, choice.recipe)
                 keep(choice.name, folder)
-    print("\n".join(table(found)))
+    print("\n".join(table(report)))
 
 
 if __name__ == "__main__":

@@ -70,13 +70,13 @@ def prompts(
 
     With `new`, this many tokens of the text that follow it are to be predicted.
     """
-    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    needles, rng, result = read_set("word"), np.random.default_rng([seed, length]), []
     for _ in range(count):
-        chosen = needles_of(rng, needles, facts)
-        rest = length - sum(map(len, stated(tokenizer, chosen)))
-        text, following = np.split(haystack.piece(rng, rest + (new and new + 1)), [rest])
-        made.append(hide(tokenizer, text, following, chosen, rng))
-    return made
+        drawn_facts = needles_of(rng, needles, facts)
+        text_length = length - sum(map(len, stated(tokenizer, drawn_facts)))
+        text, following = np.split(haystack.piece(rng, text_length + (new and new + 1)), [text_length])
+        result.append(hide(tokenizer, text, following, drawn_facts, rng))
+    return result
 
 
 def needles_of(rng: np.random.Generator, needles: tuple, facts: int) -> list[tuple[str, str]]:
@@ -118,17 +118,19 @@ def chained_prompts(
 ) -> list[Prompt]:
     """Prompts like those of `prompts` whose questions take two hops: one fact says which place has the same secret word
     as the place that is asked about, another one says that word. Both stand in random order."""
-    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    needles, rng, result = read_set("word"), np.random.default_rng([seed, length]), []
     for _ in range(count):
-        drawn = needles_of(rng, needles, 2 * facts)
-        told, asked_for = drawn[:facts], [cue for cue, _ in drawn[facts:]]
-        links = [SAME.format(*map(_subject, pair)) for pair in zip(asked_for, (cue for cue, _ in told), strict=True)]
-        sentences = [*stated(tokenizer, told), *(token_ids(tokenizer, link) for link in links)]
-        sentences = [sentences[place] for place in rng.permutation(len(sentences))]
+        all_facts = needles_of(rng, needles, 2 * facts)
+        stated_facts, asked_cues = all_facts[:facts], [cue for cue, _ in all_facts[facts:]]
+        links = [
+            SAME.format(*map(_subject, pair)) for pair in zip(asked_cues, (cue for cue, _ in stated_facts), strict=True)
+        ]
+        sentences = [*stated(tokenizer, stated_facts), *(token_ids(tokenizer, link) for link in links)]
+        sentences = [sentences[index] for index in rng.permutation(len(sentences))]
         text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
-        chained = [(cue, word) for cue, (_, word) in zip(asked_for, told, strict=True)]
-        made.append(Prompt(text, questions(tokenizer, chained), np.zeros(0, np.int64), places))
-    return made
+        chained = [(cue, word) for cue, (_, word) in zip(asked_cues, stated_facts, strict=True)]
+        result.append(Prompt(text, questions(tokenizer, chained), np.zeros(0, np.int64), places))
+    return result
 
 
 def listing_prompts(
@@ -136,17 +138,17 @@ def listing_prompts(
 ) -> list[Prompt]:
     """The texts of `prompts`, each with one question about all of its facts: it names their places, and begins the list
     of their words."""
-    needles, rng, made = read_set("word"), np.random.default_rng([seed, length]), []
+    needles, rng, result = read_set("word"), np.random.default_rng([seed, length]), []
     for _ in range(count):
-        told = needles_of(rng, needles, facts)
-        sentences = stated(tokenizer, told)
+        stated_facts = needles_of(rng, needles, facts)
+        sentences = stated(tokenizer, stated_facts)
         text, places = placed(haystack.piece(rng, length - sum(map(len, sentences))), sentences, rng)
-        *subjects, last = (_subject(cue) for cue, _ in told)
-        question = f"\n\nThe secret words of the {', the '.join(subjects)} and the {last}, one after another:"
-        words = tuple(token_ids(tokenizer, f" {word}") for _, word in told)
-        asked = Question(token_ids(tokenizer, f"{question}\n\n{told[0][0]}"), 0, words)
-        made.append(Prompt(text, (asked,), np.zeros(0, np.int64), places))
-    return made
+        *subjects, last_subject = (_subject(cue) for cue, _ in stated_facts)
+        question = f"\n\nThe secret words of the {', the '.join(subjects)} and the {last_subject}, one after another:"
+        words = tuple(token_ids(tokenizer, f" {word}") for _, word in stated_facts)
+        list_question = Question(token_ids(tokenizer, f"{question}\n\n{stated_facts[0][0]}"), 0, words)
+        result.append(Prompt(text, (list_question,), np.zeros(0, np.int64), places))
+    return result
 
 
 def _subject(cue: str) -> str:
@@ -156,11 +158,11 @@ def _subject(cue: str) -> str:
 
 def questions(tokenizer: PreTrainedTokenizerBase, facts: list[tuple[str, str]]) -> tuple[Question, ...]:
     """The beginnings of facts, each in a paragraph of its own, with the words that end them."""
-    found = []
+    result = []
     for cue, word in facts:
         answer = token_ids(tokenizer, f" {word}")
-        found.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
-    return tuple(found)
+        result.append(Question(token_ids(tokenizer, f"\n\n{cue}") + answer, len(answer)))
+    return tuple(result)
 
 
 def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Window]:
@@ -170,24 +172,26 @@ def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Windo
 
 
 @torch.inference_mode()
-def answered(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
+def correct_answers(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
     """Which questions have the right answer."""
-    return asked(model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt)
+    return answered_correctly(
+        model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt
+    )
 
 
 @torch.inference_mode()
-def asked(model: PreTrainedModel, cache: Any, prompt: Prompt, after: int = 0) -> list[bool]:
-    """Which questions have the right answer after a cache of the prompt's text, and `after` tokens that follow it; the
+def answered_correctly(model: PreTrainedModel, cache: Any, prompt: Prompt, tokens_after: int = 0) -> list[bool]:
+    """Which questions have the right answer after a cache of the prompt's text, and `tokens_after` that follow it; the
     cache stays as it is."""
-    found = []
+    results = []
     for question in prompt.questions:
         tokens = torch.tensor(question.tokens)
-        logits = continued(model, copied(cache), tokens, len(prompt.text) + after, question.answer + 1)
-        found.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
-    return found
+        logits = continued(model, cache_copy(cache), tokens, len(prompt.text) + tokens_after, question.answer + 1)
+        results.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
+    return results
 
 
-def copied(cache: Any) -> Any:
+def cache_copy(cache: Any) -> Any:
     """A cache to go on with, while the given one stays as it is.
 
     Converted models write to their storage. transformers' layers replace their tensors, of which some kinds refuse to
@@ -195,9 +199,9 @@ def copied(cache: Any) -> Any:
     """
     if hasattr(cache, "allocated_bytes"):
         return copy.deepcopy(cache)
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other
+    duplicate = copy.copy(cache)
+    duplicate.layers = [copy.copy(layer) for layer in cache.layers]
+    return duplicate
 
 
 @torch.inference_mode()

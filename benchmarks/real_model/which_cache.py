@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel, QuantizedCache
 from transformers.utils import logging
-from trials import Prompt, asked, continued, prompts
+from trials import Prompt, answered_correctly, continued, prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
@@ -142,14 +142,14 @@ class DuoAttention(Pressed):
         return press
 
 
-def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
+def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
     """All that are compared, those first whose comparison says most.
 
     Args:
-        measured: losses of the model, which choose full heads and say what to rotate and clip.
+        losses_path: losses of the model, which choose full heads and say what to rotate and clip.
         profiles: other head scores, such as those of needles; the first goes to kvpress' DuoAttention too.
     """
-    losses, others = load_scores(measured), [load_scores(profile) for profile in profiles]
+    losses, other_profiles = load_scores(losses_path), [load_scores(profile) for profile in profiles]
 
     def ours(
         sparsity: float,
@@ -164,7 +164,7 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         if sparsity:
             name, series = f"kvsurgery, {1 - sparsity:.0%} of heads full {chosen_by}", "kvsurgery, streaming heads"
         if bits:
-            recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
+            recipe = replace(recipe, kv_bits=bits, kv_measured=str(losses_path))
             name = f"{name}, {bits} bits"
             series += ", bits" if not sparsity else ", 4 bits" if bits == 4 else ", 2 or 8 bits"
         if residual is not None:
@@ -177,14 +177,14 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
 
     def budgeted(budget: int, bits: int | None = None) -> Converted:
         recipe, series = Recipe(rest="budgeted", budget=budget), "kvsurgery, budgets"
-        name = f"kvsurgery, budgets of {budget} {by_others[0]}"
+        name = f"kvsurgery, budgets of {budget} {other_labels[0]}"
         if bits:
-            recipe = replace(recipe, kv_bits=bits, kv_measured=str(measured))
+            recipe = replace(recipe, kv_bits=bits, kv_measured=str(losses_path))
             name, series = f"{name}, {bits} bits", f"{series}, {bits} bits"
-        return Converted(name, series, recipe=recipe, profile=others[0])
+        return Converted(name, series, recipe=recipe, profile=other_profiles[0])
 
     def by_layer(kv_budget: float) -> Converted:
-        recipe = Recipe(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(measured))
+        recipe = Recipe(sparsity=0, rest="streaming", kv_bits=AUTO, kv_budget=kv_budget, kv_measured=str(losses_path))
         name = f"kvsurgery, all heads full, {kv_budget:g} bits by layer, residual 0"
         recipe = replace(recipe, kv_residual=0)
         return Converted(name, "kvsurgery, bits, residual 0", recipe=recipe, profile=losses)
@@ -195,7 +195,7 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         )
 
     pressed = [[Pressed(f"{press}, {share:.0%}", press, share=share) for press in PRESSES] for share in SHARES]
-    by_loss, by_others = "by measured loss", [f"by {profile.stem}" for profile in profiles]
+    by_loss, other_labels = "by measured loss", [f"by {profile.stem}" for profile in profiles]
     return [
         Contender(),
         ours(0.5, None, losses, by_loss),
@@ -209,14 +209,17 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
         quantized("hqq", 4),
         ours(0.75, 4, losses, by_loss),
         *pressed[1],
-        *(ours(0.5, None, *other) for other in zip(others, by_others, strict=True)),
+        *(ours(0.5, None, *labelled_profile) for labelled_profile in zip(other_profiles, other_labels, strict=True)),
         ours(0, 3, losses, by_loss),
         ours(0.25, None, losses, by_loss),
         *pressed[2],
         ours(0.25, 4, losses, by_loss),
         quantized("hqq", 2),
         DuoAttention(
-            f"DuoAttentionPress, 50% of heads full {by_others[0]}", "DuoAttentionPress", share=0.5, profile=others[0]
+            f"DuoAttentionPress, 50% of heads full {other_labels[0]}",
+            "DuoAttentionPress",
+            share=0.5,
+            profile=other_profiles[0],
         ),
         ours(0.5, 2, losses, by_loss),
         *(ours(0, bits, losses, by_loss, residual=0) for bits in (4, 3, 2)),
@@ -229,25 +232,27 @@ def contenders(measured: Path, profiles: list[Path]) -> list[Contender]:
     ]
 
 
-def answers(contender: Contender, source: Path, texts: list[Prompt], original: list[torch.Tensor]) -> dict[str, Any]:
+def answers(
+    contender: Contender, source: Path, texts: list[Prompt], original_logs: list[torch.Tensor]
+) -> dict[str, Any]:
     """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
 
     Args:
-        original: log-probabilities of what follows each text; filled by the first contender, the original.
+        original_logs: log-probabilities of what follows each text; filled by the first contender, the original.
     """
-    model, found = contender.load(source), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
+    model, results = contender.load(source), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
     for number, prompt in enumerate(texts):
         with torch.inference_mode():
             cache = contender.read(model, torch.from_numpy(prompt.text)[None])
-        found["kv_bytes"].append(held_bytes(cache, widest=2))
-        found["right"] += map(int, asked(model, cache, prompt))
+        results["kv_bytes"].append(held_bytes(cache, widest=2))
+        results["right"] += map(int, answered_correctly(model, cache, prompt))
         following = torch.from_numpy(prompt.following)
         logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
-        if number == len(original):
-            original.append(logs)
-        found["kl"].append(next_token_divergence(logs, original[number]).item())
-        found["nats"].append(F.nll_loss(logs, following[1:]).item())
-    return found
+        if number == len(original_logs):
+            original_logs.append(logs)
+        results["kl"].append(next_token_divergence(logs, original_logs[number]).item())
+        results["nats"].append(F.nll_loss(logs, following[1:]).item())
+    return results
 
 
 def main() -> None:
@@ -279,36 +284,36 @@ def main() -> None:
     haystack = Haystack.read(str(arguments.text), tokenizer, arguments.length + arguments.new + 1)
     texts = prompts(tokenizer, haystack, arguments.length, arguments.facts, arguments.prompts, 0, arguments.new)
     settings["text"] = arguments.text.name
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    if found.setdefault("settings", settings) != settings:
-        parser.error(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    found["places"] = [place for prompt in texts for place in prompt.places]
-    results, original = found.setdefault("results", {}), []
-    wanted = [
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    if report.setdefault("settings", settings) != settings:
+        parser.error(f"{arguments.json} was measured with {report['settings']}; give it another name")
+    report["places"] = [place for prompt in texts for place in prompt.places]
+    results, original_logs = report.setdefault("results", {}), []
+    selected = [
         contender
         for contender in contenders(arguments.measured, arguments.profile)
         if contender.name in (ORIGINAL, *(arguments.only or [contender.name]))
     ]
-    for contender in wanted:
+    for contender in selected:
         if contender.name in results and contender.name != ORIGINAL:
             continue
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
-            result = answers(contender, arguments.model, texts, original)
+            result = answers(contender, arguments.model, texts, original_logs)
         except (ImportError, RuntimeError) as error:
             # transformers has one mask for all layers, which a press may leave at different lengths
             if isinstance(error, RuntimeError) and not isinstance(contender, Pressed):
                 raise
-            found.setdefault("left out", {})[contender.name] = reason = str(error).splitlines()[0]
+            report.setdefault("left out", {})[contender.name] = reason = str(error).splitlines()[0]
             console.stderr.print(f"left out: {contender.name} ({reason})")
             continue
         results[contender.name] = {"series": contender.series, **result}
-        record_versions(found, contender.name)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        record_versions(report, contender.name)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.stderr.print(
-            f"{len(results)} of {len(wanted)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
+            f"{len(results)} of {len(selected)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "
             f"KL {np.mean(result['kl']):.4f}, {console.size(result['kv_bytes'][0])}, "
-            f"{time.perf_counter() - begin:.0f} s",
+            f"{time.perf_counter() - start:.0f} s",
         )
 
 

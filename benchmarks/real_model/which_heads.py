@@ -24,7 +24,7 @@ import torch
 from models import converted, stock
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-from trials import Prompt, Window, answered, nats, next_tokens, prompts, windows
+from trials import Prompt, Window, correct_answers, nats, next_tokens, prompts, windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import record_versions
@@ -83,22 +83,25 @@ def choices(
     """All that are compared: shares outermost, the profiles' own choices before those that know nothing."""
     any_profile = next(iter(profiles.values()))
     shape = any_profile.model.layers, any_profile.model.kv_heads
-    first = np.repeat(np.linspace(1, 0, shape[0])[:, None], shape[1], axis=1)
-    named = dict(profiles) | {"first layers": of_scores(any_profile, first)}
+    first_layers = np.repeat(np.linspace(1, 0, shape[0])[:, None], shape[1], axis=1)
+    profiles_by_name = dict(profiles) | {"first layers": of_scores(any_profile, first_layers)}
     for seed in range(draws):
-        named[f"random {seed}"] = of_scores(any_profile, np.random.default_rng(seed).random(shape))
+        profiles_by_name[f"random {seed}"] = of_scores(any_profile, np.random.default_rng(seed).random(shape))
     return [
-        Choice(name, profile, share, *size) for size in sizes for share in shares for name, profile in named.items()
+        Choice(name, profile, share, *size)
+        for size in sizes
+        for share in shares
+        for name, profile in profiles_by_name.items()
     ]
 
 
-def measure(model: PreTrainedModel, trials: Trials, original: list[torch.Tensor]) -> dict[str, Any]:
+def measure(model: PreTrainedModel, trials: Trials, original_logs: list[torch.Tensor]) -> dict[str, Any]:
     """Answers by question, and by window the divergence and the mean negative log-likelihood."""
-    right = [answered(model, prompt) for prompt in trials.prompts]
+    correct = [correct_answers(model, prompt) for prompt in trials.prompts]
     logs = [next_tokens(model, window) for window in trials.windows]
     return {
-        "right": [int(each) for row in right for each in row],
-        "kl": [next_token_divergence(*pair).item() for pair in zip(logs, original, strict=True)],
+        "right": [int(is_correct) for row in correct for is_correct in row],
+        "kl": [next_token_divergence(*pair).item() for pair in zip(logs, original_logs, strict=True)],
         "nats": [nats(*pair) for pair in zip(logs, trials.windows, strict=True)],
     }
 
@@ -139,7 +142,7 @@ def made_trials(arguments: argparse.Namespace) -> Trials:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     assert tokenizer is not None  # for the checker: transformers' types say it may be
     hidden_in = Haystack.read(str(arguments.facts_in), tokenizer, arguments.length)
-    made = [
+    text_windows = [
         window
         for text in arguments.text
         for window in windows(
@@ -150,9 +153,11 @@ def made_trials(arguments: argparse.Namespace) -> Trials:
         )
     ]
     answers = read_answers(arguments.answers) if arguments.answers else []
-    made += [Window(np.array(each.prompt + each.answer), len(each.prompt)) for each in answers]
+    text_windows += [Window(np.array(answer.prompt + answer.answer), len(answer.prompt)) for answer in answers]
     return Trials(
-        prompts(tokenizer, hidden_in, arguments.length, arguments.facts, arguments.prompts, seed=0), made, len(answers)
+        prompts(tokenizer, hidden_in, arguments.length, arguments.facts, arguments.prompts, seed=0),
+        text_windows,
+        len(answers),
     )
 
 
@@ -162,7 +167,7 @@ def main() -> None:
     logging.disable_progress_bar()
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
     sizes = [(int(sink), int(recent)) for sink, recent in (size.split("+") for size in arguments.size.split(","))]
-    wanted = [
+    selected = [
         choice
         for choice in choices(profiles, [*map(float, arguments.shares.split(","))], sizes, arguments.draws)
         if choice.name in (arguments.only or [choice.name])
@@ -171,33 +176,33 @@ def main() -> None:
     settings = {name: getattr(arguments, name) for name in ("length", "facts", "prompts", "prompt", "new", "windows")}
     settings |= {"facts_in": arguments.facts_in.name, "texts": [text.name for text in arguments.text]}
     settings |= {"answers": trials.answers} if trials.answers else {}
-    found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    if found.setdefault("settings", settings) != settings:
-        raise SystemExit(f"{arguments.json} was measured with {found['settings']}; give it another name")
-    results = found.setdefault("results", {})
-    found["places"] = [place for prompt in trials.prompts for place in prompt.places]
+    report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    if report.setdefault("settings", settings) != settings:
+        raise SystemExit(f"{arguments.json} was measured with {report['settings']}; give it another name")
+    results = report.setdefault("results", {})
+    report["places"] = [place for prompt in trials.prompts for place in prompt.places]
 
     def keep(name: str, facts: dict[str, Any], begin: float) -> None:
         results[name] = facts
-        record_versions(found, name)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        right, seconds = np.mean(facts["right"]), time.perf_counter() - begin
+        record_versions(report, name)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        recall, seconds = np.mean(facts["right"]), time.perf_counter() - begin
         console.stderr.print(
-            f"{len(results)} of {1 + len(wanted)}: {name}: {right:.0%} of facts, KL {np.mean(facts['kl']):.4f}, "
+            f"{len(results)} of {1 + len(selected)}: {name}: {recall:.0%} of facts, KL {np.mean(facts['kl']):.4f}, "
             f"perplexity {np.exp(np.mean(facts['nats'])):.2f}, {seconds:.0f} s"
         )
 
-    plain = stock(arguments.model)
-    begin, original = time.perf_counter(), [next_tokens(plain, window) for window in trials.windows]
+    stock_model = stock(arguments.model)
+    begin, original_logs = time.perf_counter(), [next_tokens(stock_model, window) for window in trials.windows]
     if ORIGINAL not in results:
-        keep(ORIGINAL, measure(plain, trials, original), begin)
-    del plain
-    for choice in wanted:
+        keep(ORIGINAL, measure(stock_model, trials, original_logs), begin)
+    del stock_model
+    for choice in selected:
         if choice.name in results:
             continue
         begin = time.perf_counter()
         model = converted(arguments.model, choice.profile, choice.recipe)
-        keep(choice.name, measure(model, trials, original), begin)
+        keep(choice.name, measure(model, trials, original_logs), begin)
 
 
 if __name__ == "__main__":

@@ -148,11 +148,11 @@ class AttentionRules:
         count = self._value(config, self.sharing)
         if type(count) is not int or not 0 <= count < len(sliding):
             raise UnsupportedModel(f"config.json: {self.sharing} is {count!r}, of {len(sliding)} layers")
-        first = len(sliding) - count
-        last = {slides: layer for layer, slides in enumerate(sliding[:first])}
-        if not last.keys() >= set(sliding):
+        first_shared = len(sliding) - count
+        last_by_kind = {slides: layer for layer, slides in enumerate(sliding[:first_shared])}
+        if not last_by_kind.keys() >= set(sliding):
             raise UnsupportedModel(f"config.json: {self.sharing} is {count}, which leaves a kind of layers no KV cache")
-        return {layer: last[sliding[layer]] for layer in range(first, len(sliding))}
+        return {layer: last_by_kind[sliding[layer]] for layer in range(first_shared, len(sliding))}
 
     def state_bytes(self, config: Mapping[str, Any], itemsize: int = 2) -> int:
         """Bytes of a sequence's states in all layers with linear attention.
@@ -181,24 +181,24 @@ class AttentionRules:
             keys = {"head_dim": self.full_attention["head_dim"]}
             if self._value(config, self.full_attention["keys_are_values"]):
                 keys["num_key_value_heads"] = self.full_attention["num_key_value_heads"]
-            own = {name: self._value(config, key) for name, key in keys.items()}
-            return {name: value for name, value in own.items() if value is not None}
+            overrides = {name: self._value(config, key) for name, key in keys.items()}
+            return {name: value for name, value in overrides.items() if value is not None}
         layers = {} if config["per_layer_config"] is None else config["per_layer_config"]  # null: all are alike
         names = "head_dim", "num_key_value_heads"
-        whole = {name: self._number(config, name) for name in names}
+        base_shape = {name: self._number(config, name) for name in names}
         windows = self.windows(config)
         try:
-            given = {int(layer): {**whole, **own} for layer, own in layers.items()}
-            shapes = [given.pop(layer, whole) for layer in range(len(windows))]
+            layer_shapes = {int(layer): {**base_shape, **overrides} for layer, overrides in layers.items()}
+            shapes = [layer_shapes.pop(layer, base_shape) for layer in range(len(windows))]
         except (AttributeError, TypeError, ValueError):
-            given, shapes = {}, [{}]
+            layer_shapes, shapes = {}, [{}]
         full, sliding = (
             [shape for shape, window in zip(shapes, windows, strict=False) if (window is None) == is_full]
             for is_full in (True, False)
         )
-        if given or any(shape.keys() != {*names} for shape in shapes):
+        if layer_shapes or any(shape.keys() != {*names} for shape in shapes):
             raise UnsupportedModel(f"config.json: per_layer_config must give layers {' and '.join(names)} only")
-        if any(shape != full[0] for shape in full) or any(shape != whole for shape in sliding):
+        if any(shape != full[0] for shape in full) or any(shape != base_shape for shape in sliding):
             raise UnsupportedModel("config.json: per_layer_config gives layers of one kind heads of several shapes")
         return full[0] if full else {}
 
@@ -218,9 +218,9 @@ class AttentionRules:
         if types is None and size is not None and window.get("layer_types") == "required":
             raise UnsupportedModel("config.json has a sliding window; add layer_types, which say where it applies")
         if types is not None:
-            known = (FULL_ATTENTION, window.get("kind", SLIDING_ATTENTION))
-            if not isinstance(types, list) or len(types) != layers or any(item not in known for item in types):
-                raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(known)}")
+            allowed_types = (FULL_ATTENTION, window.get("kind", SLIDING_ATTENTION))
+            if not isinstance(types, list) or len(types) != layers or any(item not in allowed_types for item in types):
+                raise UnsupportedModel(f"config.json: layer_types must be {layers} times {' or '.join(allowed_types)}")
             # stock code takes the last layer of a family with two kinds of heads for one with full attention
             kinds = [*types[:-1], FULL_ATTENTION] if self.full_attention else types
             return [item != FULL_ATTENTION for item in kinds], size
@@ -233,13 +233,13 @@ class AttentionRules:
                     f"config.json: {window['layers']} must have a number for each of {layers} layers"
                 )
             return [bool(flag) for flag in flags[:layers]], size
-        first = self._value(config, window["from_layer"]) if "from_layer" in window else 0
-        every = window.get("full_every")
-        if isinstance(every, str):
-            every = self._number(config, every)
-        if type(first) is not int:
-            raise UnsupportedModel(f"config.json: {window['from_layer']} is {first!r}, not a number of layers")
-        sliding = [layer >= first and (every is None or (layer + 1) % every != 0) for layer in range(layers)]
+        first_layer = self._value(config, window["from_layer"]) if "from_layer" in window else 0
+        period = window.get("full_every")
+        if isinstance(period, str):
+            period = self._number(config, period)
+        if type(first_layer) is not int:
+            raise UnsupportedModel(f"config.json: {window['from_layer']} is {first_layer!r}, not a number of layers")
+        sliding = [layer >= first_layer and (period is None or (layer + 1) % period != 0) for layer in range(layers)]
         return [*sliding[:-1], False] if self.full_attention else sliding, size
 
     @property
@@ -250,10 +250,10 @@ class AttentionRules:
     def _value(self, config: Mapping[str, Any], key: str) -> Any:
         return config.get(key, self.defaults.get(key))
 
-    def _number(self, config: Mapping[str, Any], key: str, most: int = MAX_DIMENSION) -> int:
+    def _number(self, config: Mapping[str, Any], key: str, maximum: int = MAX_DIMENSION) -> int:
         value = config.get(key)
         if value is None:
             value = self.defaults.get(key)
-        if type(value) is not int or not 0 < value <= most:
-            raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {most}")
+        if type(value) is not int or not 0 < value <= maximum:
+            raise UnsupportedModel(f"config.json: {key} is {value!r}, not a number between 1 and {maximum}")
         return value

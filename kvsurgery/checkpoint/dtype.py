@@ -43,8 +43,8 @@ def stored_dtype(folder: Path) -> str | None:
         CheckpointError: there is no config.json.
     """
     config = read_config(folder)
-    if stated := _stated(config) or _stated(text_config(config)):
-        return stated
+    if dtype := _config_dtype(config) or _config_dtype(text_config(config)):
+        return dtype
     try:
         shards = read_weights(folder)[0]
     except KVSurgeryError:  # of a Hub id there is the config only
@@ -52,6 +52,6 @@ def stored_dtype(folder: Path) -> str | None:
     return next((STORED[tensor.dtype] for shard in shards for tensor in shard.tensors if tensor.dtype in STORED), None)
 
 
-def _stated(config: dict[str, Any]) -> str | None:
-    stated = config.get("dtype") or config.get("torch_dtype")
-    return stated.removeprefix("torch.") if isinstance(stated, str) else None
+def _config_dtype(config: dict[str, Any]) -> str | None:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else None

@@ -123,8 +123,8 @@ class Family(AttentionRules):
         layers = self._number(config, "num_hidden_layers")
         if layer is None or layer < layers:
             return False
-        beyond = self._value(config, self.layers_beyond) if self.layers_beyond else 0
-        if type(beyond) is not int or layer >= layers + beyond:
+        extra_layers = self._value(config, self.layers_beyond) if self.layers_beyond else 0
+        if type(extra_layers) is not int or layer >= layers + extra_layers:
             raise UnsupportedModel(f"tensors of layer {layer} lie beyond the {layers} layers of config.json")
         return True
 
@@ -164,13 +164,13 @@ class Family(AttentionRules):
             )
         text = load_family(name)
         text._refuse(config)
-        copied = text.copy_model + self.copy_model
+        copied_tensors = text.copy_model + self.copy_model
         return replace(
             text,
             name=self.name,
             classes=self.classes,
             modeling=self.modeling,
-            copy_model=copied,
+            copy_model=copied_tensors,
             prefixes=self.prefixes,
             text=self.text,
         )
@@ -204,7 +204,7 @@ def load_family(name: str) -> Family:
     patch = tomllib.loads(path.read_text(encoding="utf-8"))
     text = patch.get("text", {})
     title = patch["modeling"]["title"]
-    no_reform, no_measure = (patch.get(room, {}).get("refused") for room in ("reform", "measure"))
+    no_reform, no_measure = (patch.get(section, {}).get("refused") for section in ("reform", "measure"))
     return Family(
         name=name,
         classes=patch["classes"],

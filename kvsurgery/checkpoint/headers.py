@@ -134,13 +134,13 @@ class Shard:
         with reading(self.path):
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
-        def read(into: memoryview, place: int) -> None:
+        def read(buffer: memoryview, offset: int) -> None:
             with reading(self.path):
-                while into:
-                    count = os.preadv(descriptor, [into], place)
+                while buffer:
+                    count = os.preadv(descriptor, [buffer], offset)
                     if count == 0:
                         raise CheckpointError(f"{self.path} ends early; it changed while it was read")
-                    into, place = into[count:], place + count
+                    buffer, offset = buffer[count:], offset + count
 
         try:
             yield read
@@ -153,10 +153,12 @@ def header_hashes(shards: Iterable[Shard]) -> dict[str, str]:
     return {shard.name: blake3(shard.header).hexdigest() for shard in shards}
 
 
-def changed_headers(shards: Iterable[Shard], recorded: Mapping[str, str]) -> list[str]:
+def changed_headers(shards: Iterable[Shard], recorded_hashes: Mapping[str, str]) -> list[str]:
     """Names of the shards whose header does not have its recorded hash, of missing and of unrecorded ones; sorted."""
     hashes = header_hashes(shards)
-    return [name for name in sorted(hashes.keys() | recorded.keys()) if hashes.get(name) != recorded.get(name)]
+    return [
+        name for name in sorted(hashes.keys() | recorded_hashes.keys()) if hashes.get(name) != recorded_hashes.get(name)
+    ]
 
 
 def file_status(path: Path) -> os.stat_result:
@@ -240,12 +242,12 @@ def _check_extents(path: Path, tensors: tuple[Tensor, ...], base: int, size: int
     end = base
     for tensor in tensors:
         if tensor.start != end:
-            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
-            raise CheckpointError(f"{path}: {tensor.name!r} {what}")
+            fault = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            raise CheckpointError(f"{path}: {tensor.name!r} {fault}")
         end = tensor.end
     if end != size:
-        what = "is truncated" if size < end else "has bytes after its last tensor"
-        raise CheckpointError(f"{path} {what}: its header accounts for {end} bytes, the file has {size}")
+        fault = "is truncated" if size < end else "has bytes after its last tensor"
+        raise CheckpointError(f"{path} {fault}: its header accounts for {end} bytes, the file has {size}")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -52,10 +52,10 @@ class Journal:
         try:
             _lock(descriptor, folder)
             content = path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            lines = [_parse(line) for line in content[:whole].splitlines()]
+            end = content.rfind(b"\n") + 1
+            lines = [_parse(line) for line in content[:end].splitlines()]
             _compare(folder, lines[0] if lines else {}, fingerprint)
-            os.ftruncate(descriptor, whole)
+            os.ftruncate(descriptor, end)
         except BaseException:
             os.close(descriptor)
             raise
@@ -112,13 +112,13 @@ def _parse(line: bytes) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def _compare(folder: Path, first: dict, fingerprint: Mapping[str, str]) -> None:
-    before = first.get("fingerprint")
-    if not isinstance(before, dict):
+def _compare(folder: Path, first_line: dict, fingerprint: Mapping[str, str]) -> None:
+    old_fingerprint = first_line.get("fingerprint")
+    if not isinstance(old_fingerprint, dict):
         raise OutputError(f"{folder / JOURNAL} is damaged; remove {folder} and start again")
-    changed = [part for part, value in fingerprint.items() if before.get(part) != value]
-    if changed:
+    changed_parts = [part for part, value in fingerprint.items() if old_fingerprint.get(part) != value]
+    if changed_parts:
         raise OutputError(
-            f"{folder} holds an unfinished run with another {' and '.join(changed)}; "
+            f"{folder} holds an unfinished run with another {' and '.join(changed_parts)}; "
             "repeat that command, or remove the folder"
         )

@@ -146,14 +146,14 @@ def _check(content: dict[str, Any]) -> None:
     for field in ("headers", "emitted", "copied", "originals"):
         for name in content[field]:
             _require(_is_safe(name), f"file name {name!r}")
-    given_back = [*content["headers"], *content["copied"], *content["originals"]]
-    _require(len(given_back) == len(set(given_back)), "list of files")
+    restored_files = [*content["headers"], *content["copied"], *content["originals"]]
+    _require(len(restored_files) == len(set(restored_files)), "list of files")
     _require("config.json" in content["originals"], "originals")
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, subject: str) -> None:
     if not condition:
-        raise ValueError(f"bad {what}")
+        raise ValueError(f"bad {subject}")
 
 
 def _is_hash(value: Any) -> bool:

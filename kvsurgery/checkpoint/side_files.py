@@ -74,7 +74,7 @@ class SideFiles:
     left_out: tuple[str, ...]
 
 
-def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]) -> SideFiles:
+def side_files(folder: Path, weights: Collection[str], replaced_names: Collection[str]) -> SideFiles:
     """Sort a checkpoint's files, apart from its `weights` and their index.
 
     Raises:
@@ -88,7 +88,7 @@ def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]
             base = name.rpartition("/")[2]
             if name in weights:
                 continue
-            if name in replaced or _kept(folder, name, base):
+            if name in replaced_names or _is_kept(folder, name, base):
                 originals[name] = (folder / name).read_bytes()
             elif name.endswith("/") or matches(base.lower(), LEFT_OUT):
                 left_out.append(name)
@@ -99,7 +99,7 @@ def side_files(folder: Path, weights: Collection[str], replaced: Collection[str]
     return SideFiles(tuple(copied), originals, tuple(left_out))
 
 
-def _kept(folder: Path, name: str, base: str) -> bool:
+def _is_kept(folder: Path, name: str, base: str) -> bool:
     return matches(base, KEPT) and (folder / name).stat().st_size <= MAX_KEPT_BYTES
 
 

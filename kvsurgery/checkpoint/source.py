@@ -106,9 +106,9 @@ def read_weights(folder: Path) -> tuple[tuple[Shard, ...], bytes | None]:
 
 def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:
     """The raw index, if any, and the file of each tensor; without an index, the single file under a stand-in name."""
-    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
-    if not index:
-        if not single:
+    has_single, has_index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    if not has_index:
+        if not has_single:
             raise _no_weights(folder)
         return None, {"": SINGLE}
     content, raw = _json_object(folder / INDEX)
@@ -118,7 +118,7 @@ def _weight_files(folder: Path) -> tuple[bytes | None, dict[str, str]]:
     for tensor, name in names.items():
         if not _plain_file_name(name):
             raise CheckpointError(f"{folder / INDEX} puts {tensor!r} in {name!r}, which is not a file of this folder")
-    if single and set(names.values()) != {SINGLE}:
+    if has_single and set(names.values()) != {SINGLE}:
         raise CheckpointError(f"{folder} has both {SINGLE} and an index of other shards; remove the ones not meant")
     for name in sorted(set(names.values())):
         if not (folder / name).exists():
@@ -132,21 +132,25 @@ def _plain_file_name(name: Any) -> bool:
 
 def _check_tensors(folder: Path, shards: tuple[Shard, ...], names: dict[str, str] | None) -> None:
     """Every tensor lies in one shard only, and in the one that the index says."""
-    found: dict[str, str] = {}
+    shard_by_tensor: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
-            if tensor.name in found:
-                raise CheckpointError(f"{folder}: {tensor.name!r} is in both {found[tensor.name]} and {shard.name}")
-            found[tensor.name] = shard.name
+            if tensor.name in shard_by_tensor:
+                raise CheckpointError(
+                    f"{folder}: {tensor.name!r} is in both {shard_by_tensor[tensor.name]} and {shard.name}"
+                )
+            shard_by_tensor[tensor.name] = shard.name
     if names is None:
         return
     for tensor, name in names.items():
-        if found.get(tensor) != name:
-            where = found.get(tensor, "no shard")
-            raise CheckpointError(f"{folder / INDEX} puts {tensor!r} in {name}, but it is in {where}")
-    extra = found.keys() - names.keys()
-    if extra:
-        raise CheckpointError(f"{folder / INDEX} does not name {min(extra)!r}, which is in {found[min(extra)]}")
+        if shard_by_tensor.get(tensor) != name:
+            location = shard_by_tensor.get(tensor, "no shard")
+            raise CheckpointError(f"{folder / INDEX} puts {tensor!r} in {name}, but it is in {location}")
+    unindexed = shard_by_tensor.keys() - names.keys()
+    if unindexed:
+        raise CheckpointError(
+            f"{folder / INDEX} does not name {min(unindexed)!r}, which is in {shard_by_tensor[min(unindexed)]}"
+        )
 
 
 def weight_bytes(*folders: Path) -> int:
@@ -171,15 +175,15 @@ def _json_object(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _no_weights(folder: Path) -> Exception:
-    pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
-    if not pickled:
+    pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+    if not pickles:
         return CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
-    before, after = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")
+    source, target = json.dumps(str(folder)), json.dumps(f"{folder}-safetensors")
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f'M.from_pretrained({before}, dtype="auto").save_pretrained({after}); '
-        f"T.from_pretrained({before}).save_pretrained({after})"
+        f'M.from_pretrained({source}, dtype="auto").save_pretrained({target}); '
+        f"T.from_pretrained({source}).save_pretrained({target})"
     )
     return UnsupportedModel(
-        f"{folder} has pickled weights only ({pickled[0]}); turn them into safetensors: python -c {shlex.quote(code)}"
+        f"{folder} has pickled weights only ({pickles[0]}); turn them into safetensors: python -c {shlex.quote(code)}"
     )

@@ -105,12 +105,14 @@ def bench(
     if original is not None:
         check_original(original, folder)
     dtype = chosen_dtype(dtype, folder, device)
-    usual = default_workload(folder, device, new)
-    work = replace(usual, lengths=lengths or usual.lengths, batches=batches, chunk=chunk or usual.chunk, rounds=rounds)
+    defaults = default_workload(folder, device, new)
+    workload = replace(
+        defaults, lengths=lengths or defaults.lengths, batches=batches, chunk=chunk or defaults.chunk, rounds=rounds
+    )
     try:
         with console.step_progress("measuring") as advance:
-            found = benchmark(
-                folder, original, work, device=device, dtype=dtype, command=typed_command(), progress=advance
+            results = benchmark(
+                folder, original, workload, device=device, dtype=dtype, command=typed_command(), progress=advance
             )
     except KeyboardInterrupt:
         raise Interrupted("nothing is kept") from None
@@ -118,16 +120,16 @@ def bench(
         return
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        found.save(out)
+        results.save(out)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(json.dumps(results.to_json(), indent=2))
     else:
-        _show(found)
+        _show(results)
     if out is not None:
         console.stderr.print(f"wrote {write_report(out)}, bench.json and bench.csv")
 
 
-def _show(found: Bench) -> None:
+def _show(results: Bench) -> None:
     """Time and memory as tables, what was left out, and how to measure more."""
     from kvsurgery.display import console
 
@@ -137,11 +139,11 @@ def _show(found: Bench) -> None:
         "first token": lambda row: _milliseconds(row.first_token),
         "a step": lambda row: _milliseconds(row.decode),
         "quartiles": lambda row: f"{1e3 * row.decode.low:.1f}–{1e3 * row.decode.high:.1f}" if row.decode else "-",
-        "x original": lambda row: _times_faster(found, row),
+        "x original": lambda row: _times_faster(results, row),
         "of floor": lambda row: f"{row.share:.1%}" if row.share else "-",
     }
-    bandwidth, weights = console.size(found.bandwidth), console.size(found.weights)
-    _print(found, f"Milliseconds on {found.versions['device']}, which reads {bandwidth} a second", times)
+    bandwidth, weights = console.size(results.bandwidth), console.size(results.weights)
+    _print(results, f"Milliseconds on {results.versions['device']}, which reads {bandwidth} a second", times)
     memory: Columns = {
         "KV bytes": lambda row: console.size(row.kv_bytes) if row.kv_bytes else "-",
         "predicted": lambda row: console.size(row.predicted) if row.predicted else "-",
@@ -150,50 +152,50 @@ def _show(found: Bench) -> None:
         "first token": lambda row: _peak(row.first_token),
         "decode": lambda row: _peak(row.decode),
     }
-    _print(found, f"KV cache, and peak memory beside {weights} of {found.settings['dtype']} weights", memory)
-    for line in _notes(found):
+    _print(results, f"KV cache, and peak memory beside {weights} of {results.settings['dtype']} weights", memory)
+    for line in _notes(results):
         console.stderr.print(line)
 
 
-def _print(found: Bench, title: str, columns: Columns) -> None:
+def _print(results: Bench, title: str, columns: Columns) -> None:
     """A table of the rows that were measured."""
     from kvsurgery.display import console
 
-    batches = len(found.settings["batches"]) > 1
-    lines, last = [], None
-    for row in found.rows:
+    batches = len(results.settings["batches"]) > 1
+    lines, last_group = [], None
+    for row in results.rows:
         if row.skipped:
             continue
-        place = (*[f"{row.batch}"] * batches, f"{row.tokens:,}")
-        said = [""] * len(place) if place == last else place
-        lines.append((*said, row.contender, *(cell(row) for cell in columns.values())))
-        last = place
+        group = (*[f"{row.batch}"] * batches, f"{row.tokens:,}")
+        group_cells = [""] * len(group) if group == last_group else group
+        lines.append((*group_cells, row.contender, *(cell(row) for cell in columns.values())))
+        last_group = group
     names = [*["batch"] * batches, "tokens", "contender", *columns]
     console.stdout.print(console.table(title, names, lines, left=2 + batches))
 
 
-def _notes(found: Bench) -> Iterator[str]:
+def _notes(results: Bench) -> Iterator[str]:
     """What was not measured, and how to measure more."""
-    for name, reason in found.left_out.items():
+    for name, reason in results.left_out.items():
         yield f"left out: {name}: {reason}"
-    for row in found.rows:
+    for row in results.rows:
         if row.skipped:
             yield f"not measured: {row.contender} at {row.batch} x {row.tokens:,} tokens: {row.skipped}"
-    if (count := found.settings["processes"]) > 1:
+    if (count := results.settings["processes"]) > 1:
         yield f"{count} processes share the models: times are of the first, memory is of the one that holds most"
-    rounds, chunk = found.settings["rounds"], found.settings["chunk"]
-    counted = "one round" if rounds == 1 else f"{rounds} rounds"
-    yield f"medians of {counted}, chunks of {chunk:,} tokens; --lengths, --batches and --rounds measure more"
+    rounds, chunk = results.settings["rounds"], results.settings["chunk"]
+    rounds_text = "one round" if rounds == 1 else f"{rounds} rounds"
+    yield f"medians of {rounds_text}, chunks of {chunk:,} tokens; --lengths, --batches and --rounds measure more"
 
 
-def _times_faster(found: Bench, row: Row) -> str:
+def _times_faster(results: Bench, row: Row) -> str:
     """How many steps this contender makes while the original makes one."""
     from kvsurgery.evaluate.results import ORIGINAL
 
     [original] = (
-        other.decode
-        for other in found.rows
-        if (other.contender, other.tokens, other.batch) == (ORIGINAL, row.tokens, row.batch)
+        candidate.decode
+        for candidate in results.rows
+        if (candidate.contender, candidate.tokens, candidate.batch) == (ORIGINAL, row.tokens, row.batch)
     )
     return f"{original.seconds / row.decode.seconds:.2f}" if original and row.decode else "-"
 

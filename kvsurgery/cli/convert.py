@@ -169,8 +169,8 @@ def convert(
     if result["left_out"]:
         console.stderr.print(f"not copied, and not restored by revert: {', '.join(result['left_out'])}")
     auto = auto_class(json.loads(prepared.files["config.json"]))
-    loads = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
-    console.stderr.print(f"Load it with: {loads}")
+    load_call = f"{auto}.from_pretrained({json.dumps(str(out))}, trust_remote_code=True)"
+    console.stderr.print(f"Load it with: {load_call}")
     console.stderr.print(f"Next: kvsurgery verify {shlex.quote(str(out))}")
 
 
@@ -180,11 +180,11 @@ def _note(options: dict[str, Any], prepared: PreparedConversion) -> None:
     from kvsurgery.display import console
 
     warn(prepared)
-    used = prepared.policy.recipe.in_use
+    used_fields = prepared.policy.recipe.in_use
     names = (name for of_rest in OF_REST.values() for name in of_rest)
-    idle = [flag(name) for name in names if options[name] is not None and name not in used]
-    if idle and prepared.fit is None:
-        console.stderr.print(f"no head of this conversion uses {', '.join(idle)}")
+    unused_flags = [flag(name) for name in names if options[name] is not None and name not in used_fields]
+    if unused_flags and prepared.fit is None:
+        console.stderr.print(f"no head of this conversion uses {', '.join(unused_flags)}")
 
 
 def _convert(

@@ -114,57 +114,60 @@ def fit(
     request = request_of(source, revision, recipe_of(options, fit=Demand(memory, context, batch, new_tokens, chunk)))
     prepared = request.prepare(weights=False)
     warn(prepared)
-    name, recipe, found = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
-    assert found is not None  # as the recipe has a demand
+    name, recipe, fit_result = prepared.checkpoint.name, prepared.policy.recipe, prepared.fit
+    assert fit_result is not None  # as the recipe has a demand
     if picture is not None:
-        _plot(found, name, picture)
+        _plot(fit_result, name, picture)
         console.stderr.print(f"wrote {picture}")
     write_recipe(recipe, save_recipe)
-    place = [*([source] if source else []), *(["--revision", revision] if revision else [])]
+    source_words = [*([source] if source else []), *(["--revision", revision] if revision else [])]
     profiles = [word for path in recipe.profiles for word in ("--profile", path)]
-    words = [*place, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
+    words = [*source_words, *profiles, *flags_of(recipe), "--out", f"{Path(name).name}-fit"]
     command = shlex.join(["kvsurgery", "convert", *words])
     facts = plan.plan_facts(prepared, request.profile)
     if as_json:
-        pareto = [plan.candidate_facts(candidate, found) for candidate in found.pareto]
+        pareto = [plan.candidate_facts(candidate, fit_result) for candidate in fit_result.pareto]
         click.echo(json.dumps({**facts, "pareto": pareto, "command": command}, indent=2))
         return
     plan.print_policy(facts)
-    _print_table(found)
+    _print_table(fit_result)
     console.stdout.print(command)
 
 
-def _print_table(found: Fit) -> None:
+def _print_table(fit_result: Fit) -> None:
     """Some of the candidates that nothing beats, the choice, and the best of other widths."""
     from kvsurgery.cli.plan import width
     from kvsurgery.display import console
 
-    best, next_best = found.pareto, found.alternatives[:ALTERNATIVES]
-    shown = {best[round(place * (len(best) - 1) / (ROWS - 1))] for place in range(ROWS)} | {found.choice, *next_best}
-    budgets = any(candidate.budget for candidate in shown)
+    best, next_best = fit_result.pareto, fit_result.alternatives[:ALTERNATIVES]
+    candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)} | {
+        fit_result.choice,
+        *next_best,
+    }
+    budgets = any(candidate.budget for candidate in candidates)
     rows = []
-    for candidate in sorted(shown, key=lambda candidate: candidate.total):
-        mark = "" if candidate.total <= found.demand.memory else "too large"
+    for candidate in sorted(candidates, key=lambda candidate: candidate.total):
+        mark = "" if candidate.total <= fit_result.demand.memory else "too large"
         mark = f"next best {next_best.index(candidate) + 1}" if candidate in next_best else mark
-        loss = f"{1 - candidate.loss:.2%}" if found.losses is None else f"{candidate.loss:.2g}"
+        loss = f"{1 - candidate.loss:.2%}" if fit_result.losses is None else f"{candidate.loss:.2g}"
         rows.append(
             (
-                "chosen" if candidate == found.choice else mark,
+                "chosen" if candidate == fit_result.choice else mark,
                 candidate.full_heads,
                 *[candidate.budget or ""] * budgets,
-                width(candidate, found),
+                width(candidate, fit_result),
                 console.size(candidate.kv_bytes),
                 console.size(candidate.total),
                 loss,
             )
         )
-    quality = "score kept" if found.losses is None else "divergence"
+    quality = "score kept" if fit_result.losses is None else "divergence"
     title = f"Some of the {len(best)} policies that none beats in memory and {quality}, and the best of other widths"
     columns = ["", "full heads", *["budget"] * budgets, "bits", "KV cache", "total", quality]
     console.stdout.print(console.table(title, columns, rows))
 
 
-def _plot(found: Fit, name: str, path: Path) -> None:
+def _plot(fit_result: Fit, name: str, path: Path) -> None:
     """Write a picture of what policies keep or lose in a memory, by bits, with what there is and what was chosen.
 
     Raises:
@@ -175,24 +178,24 @@ def _plot(found: Fit, name: str, path: Path) -> None:
     from kvsurgery.policy.fit import pareto
 
     def quality(candidate: Candidate) -> float:
-        [value] = loss_facts(candidate, found).values()
+        [value] = loss_facts(candidate, fit_result).values()
         return value
 
-    demand, gib = found.demand, 1 << 30
+    demand, gib = fit_result.demand, 1 << 30
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     by_bits: dict[int, list[Candidate]] = {}
-    for candidate in found.candidates:
-        by_bits.setdefault(width(candidate, found), []).append(candidate)
+    for candidate in fit_result.candidates:
+        by_bits.setdefault(width(candidate, fit_result), []).append(candidate)
     for bits, candidates in by_bits.items():
         best = pareto(candidates)
-        points = [one.total / gib for one in best], [quality(one) for one in best]
+        points = [point.total / gib for point in best], [quality(point) for point in best]
         axes.plot(*points, marker="." if len(best) == 1 else "", label=f"{bits} bits")
     axes.axvline(demand.memory / gib, color="black", linestyle="dashed", linewidth=1, label="memory")
-    axes.plot(found.choice.total / gib, quality(found.choice), "k*", markersize=12, label="chosen")
+    axes.plot(fit_result.choice.total / gib, quality(fit_result.choice), "k*", markersize=12, label="chosen")
     axes.set_title(f"{name}\n{demand.batch} x {demand.context:,} tokens", fontsize="medium", parse_math=False)
     axes.set_xlabel("weights, KV cache and workspace (GiB)")
-    if found.losses is None:
+    if fit_result.losses is None:
         axes.set_ylabel("score kept")
         axes.set_ylim(0, 1.03)
     else:

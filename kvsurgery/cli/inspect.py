@@ -68,9 +68,9 @@ def _rows(facts: Facts) -> Iterator[tuple[str, Any]]:
             states = f"states of {console.size(facts.states)} a sequence, not counted as KV cache"
             yield "linear", f"{linear} of {facts.dimensions.layers} layers have linear attention, with {states}"
         for window, layers in Counter(filter(None, facts.windows)).items():
-            own = f", with {facts.sliding.heads}" if facts.sliding else ""
-            kind, seen = ("chunked", "their chunk of ") if facts.chunked else ("sliding", "")
-            yield kind, f"{layers} of {facts.dimensions.layers} layers see {seen}{window} tokens{own}"
+            heads_note = f", with {facts.sliding.heads}" if facts.sliding else ""
+            kind, prefix = ("chunked", "their chunk of ") if facts.chunked else ("sliding", "")
+            yield kind, f"{layers} of {facts.dimensions.layers} layers see {prefix}{window} tokens{heads_note}"
         if facts.shared:
             yield "shared", f"{facts.shared} of {facts.dimensions.layers} layers share the KV cache of earlier ones"
     if facts.context:
@@ -108,31 +108,31 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
-        how = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
-        lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {how}"]
+        options = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
+        lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {options}"]
     else:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
-    found = surgery.counts
+    counts = surgery.counts
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
-    others = "".join(f", {found[kind]} {kind.name}" for kind in OTHERS if found[kind])
+    other_counts = "".join(f", {counts[kind]} {kind.name}" for kind in OTHERS if counts[kind])
     if quantized := surgery.quantization:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
-        first = f"the first {quantized['sink']} and " if quantized["sink"] else ""
-        kept = f"{first}the newest {quantized['residual']} tokens as they are"
-        lines.append(f"KV cache in {describe_bits(quantized)}, {kept}{windows}")
+        sink_text = f"the first {quantized['sink']} and " if quantized["sink"] else ""
+        unquantized = f"{sink_text}the newest {quantized['residual']} tokens as they are"
+        lines.append(f"KV cache in {describe_bits(quantized)}, {unquantized}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
-    lines.append(f"{found[FULL]} KV heads full{others}; full heads per layer: {per_layer}")
+    lines.append(f"{counts[FULL]} KV heads full{other_counts}; full heads per layer: {per_layer}")
     if surgery.hold:
         lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
     if refusal := surgery.vllm.get("refusal"):
         lines.append(refusal)
     else:
-        held, dense = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
+        kv_size, dense_size = (console.size(surgery.vllm[name]) for name in ("kv_bytes", "dense_bytes"))
         longest = surgery.kv_bytes[-1]["tokens"]
-        each = " in each process" if surgery.vllm["processes"] > 1 else ""
+        per_process = " in each process" if surgery.vllm["processes"] > 1 else ""
         lines.append(
-            f"vLLM holds {held} for {longest} tokens{each} in 16 bit, {dense} for the original: "
+            f"vLLM holds {kv_size} for {longest} tokens{per_process} in 16 bit, {dense_size} for the original: "
             f"{surgery.vllm['command']}"
         )
     console.stdout.print("\n".join(lines))

@@ -61,8 +61,8 @@ class Bits(click.Choice):
         super().__init__([str(count) for count in bits])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        chosen = super().convert(str(value), param, ctx)
-        return int(chosen) if chosen.isdigit() else chosen
+        choice = super().convert(str(value), param, ctx)
+        return int(choice) if choice.isdigit() else choice
 
 
 class Grouped(click.Command):
@@ -86,14 +86,14 @@ MEASUREMENT, TASKS, RUNNING = "Measurement", "Evaluation", "Running"
 GROUPS = (HEADS, CACHE, PROMPTS, DEVICES, MEASUREMENT, TASKS, RUNNING)
 
 
-def in_group(name: str, *adding: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def in_group(name: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A decorator like all of these together, whose options stand in one group of --help."""
 
     def decorate(command: Any) -> Any:
-        known = len(getattr(command, "__click_params__", ()))
-        for add in reversed(adding):
-            command = add(command)
-        for param in command.__click_params__[known:]:
+        start = len(getattr(command, "__click_params__", ()))
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        for param in command.__click_params__[start:]:
             param.group = name
         return command
 
@@ -102,5 +102,5 @@ def in_group(name: str, *adding: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def group_reduce_option(text: str) -> Callable[[Any], Any]:
     """The option `--group-reduce` of a command on profiles, with its help."""
-    how = click.Choice(["mean", "max"])
-    return click.option("--group-reduce", type=how, default="mean", show_default=True, help=text)
+    reductions = click.Choice(["mean", "max"])
+    return click.option("--group-reduce", type=reductions, default="mean", show_default=True, help=text)

@@ -25,7 +25,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
     """The plan as plain data."""
     checkpoint, policy, plan, files = prepared.checkpoint, prepared.policy, prepared.plan, prepared.files
     config, family = json.loads(files["config.json"]), Family.of(checkpoint.config)
-    moved = set(plan.moved)
+    moved_tensors = set(plan.moved)
     return {
         "source": checkpoint.name,
         "revision": checkpoint.revision,
@@ -58,7 +58,7 @@ def plan_facts(prepared: PreparedConversion, profile: HeadProfile | None) -> dic
             }
             for layer in policy.layers
         ],
-        "tensors": {"moved": len(moved), "copied": len(plan.moves) - len(moved)},
+        "tensors": {"moved": len(moved_tensors), "copied": len(plan.moves) - len(moved_tensors)},
         **({"fit": fit_facts(prepared.fit)} if prepared.fit else {}),
         "replicated": family.replicated,
         "ranks": rank_table(config, family.replicated),
@@ -78,7 +78,7 @@ def fit_facts(fit: Fit) -> dict[str, Any]:
         "workspace": fit.workspace,
         "total": fit.choice.total,
         **loss_facts(fit.choice, fit),
-        "alternatives": [candidate_facts(one, fit) for one in fit.alternatives],
+        "alternatives": [candidate_facts(candidate, fit) for candidate in fit.alternatives],
     }
 
 
@@ -102,14 +102,14 @@ def width(candidate: Candidate, fit: Fit) -> int:
 def print_plan(facts: Mapping[str, Any]) -> None:
     """Policy, heads of each layer, KV bytes, and what there is to do."""
     print_policy(facts)
-    found = kinds_of(layer["heads"] for layer in facts["layers"])
-    others = [kind for kind in OTHERS if found[kind]]
-    bits, windows, budgets = facts["policy"].get("kv_bits") == AUTO, WINDOW in found, BUDGETED in found
+    counts = kinds_of(layer["heads"] for layer in facts["layers"])
+    other_kinds = [kind for kind in OTHERS if counts[kind]]
+    bits, windows, budgets = facts["policy"].get("kv_bits") == AUTO, WINDOW in counts, BUDGETED in counts
     columns = [
         "layer",
         FULL.label,
         *["bits"] * bits,
-        *(kind.label for kind in others),
+        *(kind.label for kind in other_kinds),
         *[WINDOW.label] * windows,
         *["budgets"] * budgets,
     ]
@@ -118,7 +118,7 @@ def print_plan(facts: Mapping[str, Any]) -> None:
             index,
             layer["full"],
             *[layer["bits"] or ""] * bits,
-            *(_count(layer["heads"], kind) for kind in others),
+            *(_count(layer["heads"], kind) for kind in other_kinds),
             *[layer["window"] or ""] * windows,
             *[_span(layer["budgets"])] * budgets,
         )
@@ -147,12 +147,12 @@ def _span(budgets: list[int]) -> str:
 def print_policy(facts: Mapping[str, Any]) -> None:
     """Which model becomes what, after which profile."""
     policy, profile, heads = facts["policy"], facts["profile"], facts["kv_heads"]
-    apart = ("hash", "method", "rest", "reform")
-    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in apart)
-    every, others = heads["eligible"], [kind for kind in OTHERS if heads[kind.name]]
-    changed = ", ".join(f"{heads[kind.name]} of {every} KV heads {kind.verb}" for kind in others)
-    changed = changed or f"all {every} KV heads stay full"
-    lines = [f"{facts['source']}, {facts['family']}: {changed}" + (f" ({options})" if options else "")]
+    hidden_options = ("hash", "method", "rest", "reform")
+    options = ", ".join(f"{name} {value}" for name, value in policy.items() if name not in hidden_options)
+    eligible, other_kinds = heads["eligible"], [kind for kind in OTHERS if heads[kind.name]]
+    changes = ", ".join(f"{heads[kind.name]} of {eligible} KV heads {kind.verb}" for kind in other_kinds)
+    changes = changes or f"all {eligible} KV heads stay full"
+    lines = [f"{facts['source']}, {facts['family']}: {changes}" + (f" ({options})" if options else "")]
     if profile:
         lines.append(f"profile: {profile['method']}, measured on {profile['base_model']}")
     if change := facts["rounded"]:
@@ -185,20 +185,20 @@ def describe_reform(reform: Mapping[str, Any]) -> str:
 
 def print_fit(fit: Mapping[str, Any], processes: int) -> None:
     """How a memory is filled, that of each process."""
-    whole, weights, cache, workspace = (
+    total, weights, cache, workspace = (
         console.size(fit[name]) for name in ("total", "weights", "kv_bytes", "workspace")
     )
     whole_prompt = fit["chunk"] == fit["context"] - fit["new_tokens"]
     prefill = "the prompt at once" if whole_prompt else f"prefill_chunk_size={fit['chunk']}"
-    where = f" on each of {processes} devices" if processes > 1 else ""
+    devices_note = f" on each of {processes} devices" if processes > 1 else ""
     console.stdout.print(
-        f"{whole} of {console.size(fit['memory'])}{where} for {fit['batch']} x {fit['context']:,} tokens: "
+        f"{total} of {console.size(fit['memory'])}{devices_note} for {fit['batch']} x {fit['context']:,} tokens: "
         f"weights {weights}, KV cache {cache}, workspace {workspace} with {prefill}\n"
-        f"{_expected(fit)}\n"
+        f"{_expected_loss(fit)}\n"
     )
 
 
-def _expected(fit: Mapping[str, Any]) -> str:
+def _expected_loss(fit: Mapping[str, Any]) -> str:
     """What is expected to be lost, in a line."""
     if "divergence" in fit:
         return f"expected divergence of the next token: {fit['divergence']:.2g} nats, from the measured losses of heads"
@@ -210,17 +210,17 @@ def _expected(fit: Mapping[str, Any]) -> str:
 
 def print_result(result: Mapping[str, Any]) -> None:
     """What a conversion wrote, and how fast."""
-    out, seconds, written = result["out"], result["seconds"], result["bytes"] - result["resumed"]
+    out, seconds, new_bytes = result["out"], result["seconds"], result["bytes"] - result["resumed"]
     if result["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
     else:
-        before = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
-        fetched = ""
+        resumed = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        requests = ""
         if "fetched" in result:
-            fetched = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
-        rate = f"{written / seconds / 1e9:.2f} GB/s" if written > 1e9 else f"{written / seconds / 1e6:.1f} MB/s"
+            requests = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
+        rate = f"{new_bytes / seconds / 1e9:.2f} GB/s" if new_bytes > 1e9 else f"{new_bytes / seconds / 1e6:.1f} MB/s"
         line = (
-            f"wrote {out}: {console.size(result['bytes'])} of weights{before}{fetched}, in {seconds:.1f} s, {rate}, "
+            f"wrote {out}: {console.size(result['bytes'])} of weights{resumed}{requests}, in {seconds:.1f} s, {rate}, "
             f"peak memory {console.size(result['peak_memory'])}"
         )
     console.stdout.print(line)
@@ -244,7 +244,10 @@ def print_kv_bytes(facts: Mapping[str, Any]) -> None:
 
 
 def _print_ranks(facts: Mapping[str, Any], tokens: str) -> None:
-    rows = [(rank["processes"], *(console.size(of(rank["kv_bytes"])) for of in (min, max))) for rank in facts["ranks"]]
+    rows = [
+        (rank["processes"], *(console.size(extreme(rank["kv_bytes"])) for extreme in (min, max)))
+        for rank in facts["ranks"]
+    ]
     if not rows:
         return
     title = f"KV cache of a process, tensor parallelism, {tokens} tokens"

@@ -41,17 +41,17 @@ def push(folder: Path, repo_id: str, private: bool, create_pr: bool, report: Pat
     if not is_repo_name(repo_id):
         raise click.UsageError(f"{repo_id!r} is not a repository name; the Hub's names look like owner/name")
     Provenance.read(folder)
-    beside = {}
+    report_files = {}
     if report is not None:
         from kvsurgery.report import card_files
 
-        beside = card_files(folder, report)
+        report_files = card_files(folder, report)
     # hashing takes minutes; a missing token should not wait for it
     hub.check_login(repo_id)
     with console.byte_progress("verifying", weight_bytes(folder)) as advance:
-        found = verify(folder, progress=advance)
-    if found.unrecorded:
-        console.stderr.print(f"also uploading what the conversion did not write: {', '.join(found.unrecorded)}")
-    url = hub.push(folder, repo_id, private=private, create_pr=create_pr, beside=beside)
+        verification = verify(folder, progress=advance)
+    if verification.unrecorded:
+        console.stderr.print(f"also uploading what the conversion did not write: {', '.join(verification.unrecorded)}")
+    url = hub.push(folder, repo_id, private=private, create_pr=create_pr, extra_files=report_files)
     console.stderr.print("uploaded; the Hub's checksums are those of the local files")
     click.echo(url)

@@ -33,11 +33,11 @@ def sweep_options(command: Any) -> Any:
     return _fields(command, (*NOT_SWEPT, *FIELDS[DEVICES]), AXES)
 
 
-def _fields(command: Any, without: Container[str] = (), several: Container[str] = ()) -> Any:
+def _fields(command: Any, excluded: Container[str] = (), swept: Container[str] = ()) -> Any:
     """Add `--recipe` and the options of all fields but some, and of some with several values."""
     for group, names in FIELDS.items():
-        if kept := [_option(name, name in several) for name in names if name not in without]:
-            command = in_group(group, *kept)(command)
+        if options := [_option(name, name in swept) for name in names if name not in excluded]:
+            command = in_group(group, *options)(command)
     return recipe_file(command)
 
 
@@ -70,10 +70,10 @@ profile_option = click.option(
 )
 
 
-def _option(name: str, several: bool) -> Callable[[Any], Any]:
+def _option(name: str, is_list: bool) -> Callable[[Any], Any]:
     """The option of a recipe's field, which takes one value or several."""
     [kind, text] = next(names[name] for names in FIELDS.values() if name in names)
-    if several:
+    if is_list:
         kind, text = SWEPT_BITS if name == "kv_bits" else (kind, text)
         kind = Several(click.types.convert_type(kind))
     default = getattr(Recipe(), name, None)
@@ -81,9 +81,9 @@ def _option(name: str, several: bool) -> Callable[[Any], Any]:
         return click.option(f"{flag(name)}/{flag(f'no_{name}')}", default=None, help=text)
     if kind is bool:
         return click.option(flag(name), is_flag=True, flag_value=True, default=None, help=text)
-    shown = "" if default is None or "[default" in text else f"  [default: {default}]"
-    bare: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
-    return click.option(flag(name), type=kind, help=text + shown, **bare)
+    default_text = "" if default is None or "[default" in text else f"  [default: {default}]"
+    optional_value: dict[str, Any] = {"is_flag": False, "flag_value": BARE[name]} if name in BARE else {}
+    return click.option(flag(name), type=kind, help=text + default_text, **optional_value)
 
 
 LARGEST_RECIPE = 1 << 20  # bytes of a file that is read as one, before it is overwritten
@@ -227,9 +227,9 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     recipe = Recipe() if path is None else Recipe.load(path)
     values |= {name: options[name] for names in FIELDS.values() for name in names if options.get(name) is not None}
     method = values.pop("method", None)
-    implied = {"duo": "streaming", "headkv": "budgeted"}.get(method)
-    if implied and values.setdefault("rest", implied) != implied:
-        raise click.UsageError(f"--method {method} means --rest {implied}; leave one of them out")
+    implied_rest = {"duo": "streaming", "headkv": "budgeted"}.get(method)
+    if implied_rest and values.setdefault("rest", implied_rest) != implied_rest:
+        raise click.UsageError(f"--method {method} means --rest {implied_rest}; leave one of them out")
     if "tp_uneven" in values and "tp" not in values and recipe.tp == 1:
         raise click.UsageError("--tp-uneven goes with --tp; add that, or leave it out")
     sizes = {name: value for name in REFORM if (value := options.get(f"reform_{name}")) is not None}
@@ -243,24 +243,24 @@ def recipe_of(options: Mapping[str, Any], **values: Any) -> Recipe:
     except PolicyError as error:
         raise click.UsageError(in_flags(str(error))) from error
     if not recipe.profiles and recipe.budgets_from is None and recipe.kv_bits is None:
-        without = "" if recipe.fit else "; without one, --kv-bits quantizes the cache of every head"
-        raise click.UsageError(f"--profile is missing: the scores that heads are chosen by{without}")
+        alternative = "" if recipe.fit else "; without one, --kv-bits quantizes the cache of every head"
+        raise click.UsageError(f"--profile is missing: the scores that heads are chosen by{alternative}")
     return recipe
 
 
-def _demand(options: Mapping[str, Any], filed: Demand | None) -> dict[str, Demand]:
+def _demand(options: Mapping[str, Any], file_demand: Demand | None) -> dict[str, Demand]:
     """What --fit, --context and --batch of `convert` ask for, beside what the file does."""
     names = ("memory", "context", "batch")
-    given = {name: value for name in names if (value := options.get(f"fit_{name}")) is not None}
-    if not given:
+    typed_values = {name: value for name in names if (value := options.get(f"fit_{name}")) is not None}
+    if not typed_values:
         return {}
-    whole = {**(vars(filed) if filed else {}), **given}
-    if "memory" not in whole:
-        first = "--context" if "context" in given else "--batch"
-        raise click.UsageError(f"{first} goes with --fit; add that, or leave it out")
-    if "context" not in whole:
+    demand_fields = {**(vars(file_demand) if file_demand else {}), **typed_values}
+    if "memory" not in demand_fields:
+        option = "--context" if "context" in typed_values else "--batch"
+        raise click.UsageError(f"{option} goes with --fit; add that, or leave it out")
+    if "context" not in demand_fields:
         raise click.UsageError("--context is missing: tokens of a sequence, which --fit makes room for")
-    return {"fit": Demand(**whole)}
+    return {"fit": Demand(**demand_fields)}
 
 
 def check_recipe_file(path: Path) -> None:
@@ -292,11 +292,11 @@ def write_recipe(recipe: Recipe, path: Path | None) -> None:
 
 def flags_of(recipe: Recipe) -> list[str]:
     """The options that ask for a recipe that is complete, apart from its profiles and long prompts."""
-    usual = Recipe()
+    defaults = Recipe()
     return [
         word
         for name in recipe.in_use
-        if (value := getattr(recipe, name)) != getattr(usual, name)
+        if (value := getattr(recipe, name)) != getattr(defaults, name)
         for word in ([flag(f"no_{name}")] if value is False else [flag(name), *([] if value is True else [str(value)])])
     ]
 
@@ -308,7 +308,7 @@ def in_flags(message: str) -> str:
     names += ["tasks", "lengths", "depths", "needles", "text", "continuation", "squad", "hotpot", "repoeval", "mm_niah"]
     names += ["checkpoint", "resume", "steps", "minutes", "reg", "min_context", "max_context", "passkeys"]
     names += ["how", "base_model"]
-    known = {name: flag(name) for name in names}
-    known |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
-    known |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
-    return re.sub(r"`([a-z_.]+)`", lambda match: known.get(match[1], match[0]), message)
+    flags = {name: flag(name) for name in names}
+    flags |= {"reform": "--reform-*", "hidden": "--passkey-hidden", "asked": "--passkey-asked"}
+    flags |= {f"reform.{name}": flag(f"reform_{name}") for name in REFORM}
+    return re.sub(r"`([a-z_.]+)`", lambda match: flags.get(match[1], match[0]), message)

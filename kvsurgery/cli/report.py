@@ -42,8 +42,8 @@ def report(ctx: click.Context, folders: tuple[Path, ...], out: Path) -> None:
             raise click.UsageError("--out is for a comparison; the page of a single DIR is written there, leave it out")
         page, notices = write_report(folders[0]), ()
     else:
-        page, compared = write_comparison(folders, out)
-        notices = compared.notices
+        page, comparison = write_comparison(folders, out)
+        notices = comparison.notices
     for notice in notices:
         console.stderr.print(notice)
     console.stderr.print(f"wrote {page}")

@@ -61,12 +61,12 @@ def chosen_dtype(dtype: str, source: str | Path, device: str | None, revision: s
 
     if dtype != "auto" or usable_device(device) != "cpu" or not any(map(slow_on_cpu, INSTRUCTIONS)):
         return dtype
-    stored = stored_dtype(_config_folder(source, revision))
-    if not slow_on_cpu(stored):
+    file_dtype = stored_dtype(_config_folder(source, revision))
+    if not slow_on_cpu(file_dtype):
         return dtype
     if is_first():
         console.stderr.print(
-            f"measuring in float32: this CPU has no {stored} instructions; --dtype {stored} measures in the "
+            f"measuring in float32: this CPU has no {file_dtype} instructions; --dtype {file_dtype} measures in the "
             "checkpoint's dtype, slowly"
         )
     return "float32"

@@ -70,18 +70,18 @@ def setting_options(kinds: Kinds, group: str) -> Callable[[Any], Any]:
 def given_settings(ctx: click.Context, kind: type[Any]) -> dict[str, Any]:
     """The fields of a dataclass that were typed."""
     settings = settings_of(kind).items()
-    return {field: ctx.params[setting.option] for field, setting in settings if _given(ctx, setting.option)}
+    return {field: ctx.params[setting.option] for field, setting in settings if _is_typed(ctx, setting.option)}
 
 
-def foreign_options(ctx: click.Context, kinds: Kinds, chosen: Collection[str]) -> Iterator[tuple[str, str]]:
+def foreign_options(ctx: click.Context, kinds: Kinds, chosen_owners: Collection[str]) -> Iterator[tuple[str, str]]:
     """Options that were typed but belong to none of the chosen owners, each with its owners."""
     for option, entries in _entries(kinds).items():
         owners = [entry.owner for entry in entries]
-        if _given(ctx, option) and not {*owners} & {*chosen}:
+        if _is_typed(ctx, option) and not {*owners} & {*chosen_owners}:
             yield flag(option), ", ".join(owners)
 
 
-def _given(ctx: click.Context, option: str) -> bool:
+def _is_typed(ctx: click.Context, option: str) -> bool:
     return ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
@@ -99,31 +99,31 @@ def _option(name: str, entries: list[_Entry]) -> Callable[[Any], Any]:
     """The option. Where help or defaults differ by owner, each begins with its owners."""
     texts = _owners((entry.setting.help, entry) for entry in entries)
     [text, *others] = texts
-    text = _each(texts) if others else f"{text[0].upper()}{text[1:]}"
+    text = _with_owners(texts) if others else f"{text[0].upper()}{text[1:]}"
     defaults = _owners((entry.default, entry) for entry in entries)
-    [shown, *others] = defaults
+    [default_text, *others] = defaults
     if others:
-        shown = f"({_each({default.strip('()'): owners for default, owners in defaults.items()})})"
+        default_text = f"({_with_owners({default.strip('()'): owners for default, owners in defaults.items()})})"
     kind, [value, *more] = entries[0].type, {entry.value for entry in entries}
-    typed = not more and isinstance(value, str | int) and not isinstance(value, bool)
+    has_plain_default = not more and isinstance(value, str | int) and not isinstance(value, bool)
     return click.option(
         flag(name),
         name,
         type=kind,
         is_flag=kind is click.BOOL,
-        default=str(value) if typed else None,
-        help=in_flags(f"{text}.{shown and f'  [default: {shown}]'}"),
+        default=str(value) if has_plain_default else None,
+        help=in_flags(f"{text}.{default_text and f'  [default: {default_text}]'}"),
     )
 
 
-def _owners(said: Iterable[tuple[str, _Entry]]) -> dict[str, list[str]]:
+def _owners(pairs: Iterable[tuple[str, _Entry]]) -> dict[str, list[str]]:
     """The owners of each text."""
     result: dict[str, list[str]] = {}
-    for text, entry in said:
+    for text, entry in pairs:
         result.setdefault(text, []).append(entry.owner)
     return result
 
 
-def _each(texts: Mapping[str, list[str]]) -> str:
+def _with_owners(texts: Mapping[str, list[str]]) -> str:
     """All texts, each after its owners."""
     return "; ".join(f"{', '.join(owners)}: {text}" for text, owners in texts.items())

@@ -76,11 +76,11 @@ def sweep(
     tasks = tasks_of(ctx)
     quiet_transformers()
     grid = Grid(Path(request.place), request.profile, request.recipe, axes, budgets=request.budgets)
-    folder, known = request.fetched(lambda headers: replace(grid, source=headers).settings())
+    folder, identity = request.fetched(lambda headers: replace(grid, source=headers).settings())
     run = run_options(ctx, folder)
     with console.step_progress("sweeping") as advance:
-        result = sweep(
-            replace(grid, source=folder, **known),
+        raw_results = sweep(
+            replace(grid, source=folder, **identity),
             tasks,
             out,
             run,
@@ -91,13 +91,13 @@ def sweep(
         )
     if not is_first():
         return
-    found = _with_options(result)
-    quality(found).save(out)
+    results = _with_options(raw_results)
+    quality(results).save(out)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(json.dumps(results.to_json(), indent=2))
     else:
-        _show(found)
-    for line in _notes(found):
+        _show(results)
+    for line in _notes(results):
         console.stderr.print(line)
     console.stderr.print(f"wrote {out / 'sweep.png'}, sweep.json and sweep.csv")
 
@@ -108,19 +108,19 @@ def _recipe(axes: dict[str, Any], options: dict[str, Any]) -> Recipe:
 
     if options["method"] == "reform":
         raise click.UsageError("--method reform keeps every head full, so there is nothing to vary; leave it out")
-    shared = {name: value for name, value in options.items() if name not in AXES}
+    shared_options = {name: value for name, value in options.items() if name not in AXES}
     # each setting has its own bits; how a cache is quantized goes with any of them
     bits = [count for count in axes.get("kv_bits", ()) if count != UNQUANTIZED]
-    return recipe_of(shared, **({"kv_bits": bits[0]} if bits else {}))
+    return recipe_of(shared_options, **({"kv_bits": bits[0]} if bits else {}))
 
 
-def _with_options(found: Sweep) -> Sweep:
+def _with_options(results: Sweep) -> Sweep:
     """The sweep with options in place of fields, where it says why settings are left out."""
-    points = (replace(point, skipped=in_flags(point.skipped)) if point.skipped else point for point in found.points)
-    return replace(found, points=tuple(points))
+    points = (replace(point, skipped=in_flags(point.skipped)) if point.skipped else point for point in results.points)
+    return replace(results, points=tuple(points))
 
 
-def _show(found: Sweep) -> None:
+def _show(results: Sweep) -> None:
     """A row for each setting, the original's first."""
     from kvsurgery.cli.evaluate import cells
     from kvsurgery.display import console
@@ -128,40 +128,44 @@ def _show(found: Sweep) -> None:
     from kvsurgery.evaluate.sweep_results import named, varied
     from kvsurgery.report.findings import titles
 
-    compared, varying = len(found.original) <= MOST_COMPARED, varied(found.axes)
+    has_differences, varying = len(results.original) <= MOST_COMPARED, varied(results.axes)
     columns = [*(name.replace("_", " ") for name in varying), "KV bytes", "of original"]
-    whole = [ORIGINAL, *[""] * (len(varying) - 1), console.size(found.dense_bytes), "100.0%"]
-    for title, result in zip(titles(found.original).values(), found.original, strict=True):
-        columns += [title, *["difference [95%]"] * compared]
-        whole += [*cells(result, [ORIGINAL]), *[""] * compared]
-    rows = [whole]
-    for point in found.points:
+    original_row = [ORIGINAL, *[""] * (len(varying) - 1), console.size(results.dense_bytes), "100.0%"]
+    for title, result in zip(titles(results.original).values(), results.original, strict=True):
+        columns += [title, *["difference [95%]"] * has_differences]
+        original_row += [*cells(result, [ORIGINAL]), *[""] * has_differences]
+    rows = [original_row]
+    for point in results.points:
         row = [point.options[name] for name in varying]
         if point.kv_bytes is None:  # it is skipped
             rows.append([*row, *["-"] * (len(columns) - len(row))])
             continue
-        row += [console.size(point.kv_bytes), f"{point.kv_bytes / found.dense_bytes:.1%}"]
+        row += [console.size(point.kv_bytes), f"{point.kv_bytes / results.dense_bytes:.1%}"]
         for result in point.tasks:
             _, score, difference = cells(result, [ORIGINAL, CONVERTED])
-            row += [score, *[difference] * compared]
+            row += [score, *[difference] * has_differences]
         rows.append(row)
-    shared = named({name: values[0] for name, values in found.axes.items() if name not in varying})
-    title = f"Quality against the KV cache of one sequence of {found.tokens:,} tokens{shared and ', with '}{shared}"
+    constants = named({name: values[0] for name, values in results.axes.items() if name not in varying})
+    title = (
+        f"Quality against the KV cache of one sequence of {results.tokens:,} tokens{constants and ', with '}{constants}"
+    )
     console.stdout.print(console.table(title, columns, rows, left=0))
 
 
-def _notes(found: Sweep) -> Iterator[str]:
+def _notes(results: Sweep) -> Iterator[str]:
     """What was left out, and what was evaluated once for several settings."""
     from kvsurgery.evaluate.sweep_results import named
 
-    reasons = Counter(point.skipped for point in found.points if point.skipped)
+    reasons = Counter(point.skipped for point in results.points if point.skipped)
     for reason, count in reasons.items():
-        [some, *_] = (point for point in found.points if point.skipped == reason)
-        yield f"left out: {named(some.options)}{f', and {count - 1} more' if count > 1 else ''}: {reason}"
-    policies = [point.policy for point in found.points if point.policy]
-    if same := len(policies) - len(set(policies)):
-        yield f"{same} of {len(policies)} settings give the policy of another, and were not evaluated again"
+        [example, *_] = (point for point in results.points if point.skipped == reason)
+        yield f"left out: {named(example.options)}{f', and {count - 1} more' if count > 1 else ''}: {reason}"
+    policies = [point.policy for point in results.points if point.policy]
+    if duplicates := len(policies) - len(set(policies)):
+        yield f"{duplicates} of {len(policies)} settings give the policy of another, and were not evaluated again"
     # what every model skips, which the original's results tell, and what only some do
-    left = {(result.task, reason) for point in found.points for result in point.tasks for reason in result.skipped}
-    for task, reason in sorted(left):
+    left_out = {
+        (result.task, reason) for point in results.points for result in point.tasks for reason in result.skipped
+    }
+    for task, reason in sorted(left_out):
         yield f"{task}: samples left out, {reason}"

@@ -60,12 +60,12 @@ def tasks_of(ctx: click.Context) -> dict[str, Task]:
         UsageError: an option belongs to tasks that are not asked for.
         KVSurgeryError: a setting is out of range, or an input cannot be read.
     """
-    chosen, classes = ctx.params["tasks"], task_classes()
-    for option, owners in foreign_options(ctx, classes, chosen):
+    task_names, classes = ctx.params["tasks"], task_classes()
+    for option, owners in foreign_options(ctx, classes, task_names):
         raise click.UsageError(
             f"{option} is an option of {owners}, which --tasks does not name: add it, or leave the option out"
         )
-    tasks = {name: classes[name](**given_settings(ctx, classes[name])) for name in chosen}
+    tasks = {name: classes[name](**given_settings(ctx, classes[name])) for name in task_names}
     for task in tasks.values():
         task.check()
     return tasks

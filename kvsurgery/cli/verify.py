@@ -58,7 +58,7 @@ def verify(
     try:
         with console.byte_progress("verifying", weight_bytes(*folders)) as advance:
             report = verify(folder, original, jobs=jobs or JOBS, progress=advance)
-        compared = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
+        comparison = _compare_logits(folder, chosen_dtype(dtype, folder, "cpu")) if logits else None
     except Mismatch as error:
         if as_json:
             click.echo(json.dumps({"mismatch": str(error)}, indent=2))
@@ -74,20 +74,20 @@ def verify(
             "unrecorded": report.unrecorded,
             "compared_with_source": source is not None,
             "seconds": report.seconds,
-            "logits": compared,
+            "logits": comparison,
             "hashes": report.hashes,
         }
         click.echo(json.dumps(facts, indent=2))
         return
-    against = "their hashes" if source is None else "their hashes and the source"
+    reference = "their hashes" if source is None else "their hashes and the source"
     console.stdout.print(
         f"OK: {folder} was converted from {report.provenance.source}; {report.tensors} tensors and {report.files} "
-        f"files match {against}"
+        f"files match {reference}"
     )
-    if compared:
+    if comparison:
         console.stdout.print(
             f"The logits of the emitted model with all heads full differ from the stock model's by "
-            f"{compared['difference']:.1e} of the largest, within {compared['bound']:g} for {compared['dtype']}"
+            f"{comparison['difference']:.1e} of the largest, within {comparison['bound']:g} for {comparison['dtype']}"
         )
     if hashes:
         click.echo("\n".join(f"{digest}  {name}" for name, digest in report.hashes.items()))

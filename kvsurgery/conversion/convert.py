@@ -70,15 +70,15 @@ def convert(
         OutputError: `out` cannot be used or written, or holds something else.
         CheckpointError: the source cannot be read, or changed meanwhile.
     """
-    begin, out = time.monotonic(), Path(out)
+    start, out = time.monotonic(), Path(out)
     weights = {shard.name for shard in checkpoint.shards} | ({INDEX} if checkpoint.index is not None else set())
     sides = side_files(checkpoint.folder, weights, files)
     provenance = _provenance(checkpoint, plan, files, sides)
     report = Report(out, checkpoint.size, len(plan.moves), len(plan.moved), sides.left_out, 0.0)
     if _already_done(out, checkpoint, provenance):
-        return replace(report, already_done=True, seconds=time.monotonic() - begin)
+        return replace(report, already_done=True, seconds=time.monotonic() - start)
 
-    copied: dict[str, str | None] = {}
+    copied_hashes: dict[str, str | None] = {}
     size = checkpoint.size + sum(len(content) for content in [*files.values(), *sides.originals.values()])
     size += sum((checkpoint.folder / name).stat().st_size for name in sides.copied)
     with Output.open(out, checkpoint.folder, size, _fingerprint(checkpoint, provenance)) as output:
@@ -86,14 +86,14 @@ def convert(
             if name != CONFIG:
                 output.write(name, content)
         for name in sides.copied:
-            copied[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
+            copied_hashes[name] = file_hash(name, output.copy(name, checkpoint.folder / name))
         tensors = _move(output, checkpoint, plan, jobs, progress)
         if checkpoint.index is not None:
             output.write(INDEX, checkpoint.index)
-            copied[INDEX] = blake3(checkpoint.index).hexdigest()
-        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied).serialize())
+            copied_hashes[INDEX] = blake3(checkpoint.index).hexdigest()
+        output.write(PROVENANCE, replace(provenance, tensors=tensors, copied=copied_hashes).serialize())
         output.write(CONFIG, files[CONFIG])
-    return replace(report, resumed=output.resumed, seconds=time.monotonic() - begin)
+    return replace(report, resumed=output.resumed, seconds=time.monotonic() - start)
 
 
 def _move(
@@ -104,7 +104,7 @@ def _move(
     Returns:
         By tensor name, the BLAKE3 of the source's bytes.
     """
-    at_once = min(jobs, len(checkpoint.shards)) if any(shard.slow for shard in checkpoint.shards) else 1
+    concurrent_shards = min(jobs, len(checkpoint.shards)) if any(shard.slow for shard in checkpoint.shards) else 1
     failures: list[BaseException] = []
 
     def fail(reason: BaseException) -> None:
@@ -122,9 +122,9 @@ def _move(
         if failures:
             raise failures[0]
         try:
-            before = shard.state
-            hashes = output.shard(shard, plan.moves, jobs=jobs // at_once, progress=advance)
-            if shard.state != before:
+            state_before = shard.state
+            hashes = output.shard(shard, plan.moves, jobs=jobs // concurrent_shards, progress=advance)
+            if shard.state != state_before:
                 raise CheckpointError(f"{shard.path} changed while it was read; convert again")
         except BaseException as failure:
             fail(failure)
@@ -132,7 +132,7 @@ def _move(
         return hashes
 
     tensors: dict[str, str] = {}
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(concurrent_shards) as pool:
         try:
             for hashes in pool.map(move, checkpoint.shards):
                 tensors |= hashes
@@ -171,12 +171,15 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
         return False
     if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
         return False
-    found = Provenance.read(out)
-    if replace(found, tensors={}, copied=dict.fromkeys(found.copied)).serialize() != provenance.serialize():
+    existing_provenance = Provenance.read(out)
+    if (
+        replace(existing_provenance, tensors={}, copied=dict.fromkeys(existing_provenance.copied)).serialize()
+        != provenance.serialize()
+    ):
         raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
-    finished = (out / PROVENANCE).stat().st_mtime_ns
+    finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:
-        if shard.changed_after(finished):
+        if shard.changed_after(finish_time):
             raise OutputError(
                 f"{shard.path} is newer than its conversion in {out}; see whether it still is the same with "
                 f"`kvsurgery verify {out} --source {checkpoint.folder}`, or choose another folder"

@@ -44,8 +44,8 @@ def open_converted(folder: Path) -> Converted:
         shards, index = read_weights(folder)
     except KVSurgeryError as error:
         raise Mismatch(str(error)) from error
-    if changed := changed_headers(shards, provenance.headers):
-        raise Mismatch(f"{folder / changed[0]} is not the file that the conversion wrote; {SAVED_AGAIN}")
+    if changed_files := changed_headers(shards, provenance.headers):
+        raise Mismatch(f"{folder / changed_files[0]} is not the file that the conversion wrote; {SAVED_AGAIN}")
     try:
         config = json.loads(provenance.originals[CONFIG])
         original = Checkpoint(folder, provenance.source, provenance.revision, config, shards, index)

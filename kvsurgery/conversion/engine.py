@@ -72,7 +72,7 @@ def move_bytes(
         OSError: the target cannot be written.
     """
     digests = dict(target.finished) if target else {}
-    written = target.descriptor if target else None
+    descriptor = target.descriptor if target else None
     failures: list[BaseException] = []
     pending = iter(_neighbors(shard, digests))
 
@@ -94,7 +94,7 @@ def move_bytes(
 
     def move(tensor: Tensor, read: Read, buffers: np.ndarray) -> None:
         hasher = blake3()
-        for count in _windows(tensor, moves[tensor.name], read, written, inverse, buffers, hasher):
+        for count in _windows(tensor, moves[tensor.name], read, descriptor, inverse, buffers, hasher):
             if failures:
                 raise failures[0]
             if progress is not None:
@@ -105,9 +105,9 @@ def move_bytes(
         if target is not None and target.record is not None:
             target.record(tensor.name, digests[tensor.name])
 
-    if written is not None:
-        os.ftruncate(written, shard.size)
-        _write(written, memoryview(shard.header), 0)
+    if descriptor is not None:
+        os.ftruncate(descriptor, shard.size)
+        _write(descriptor, memoryview(shard.header), 0)
     if progress is not None:
         progress(len(shard.header) + sum(tensor.size for tensor in shard.tensors if tensor.name in digests))
     with ThreadPoolExecutor(MAX_JOBS) as pool:
@@ -149,18 +149,20 @@ def _windows(
         step -= WINDOW % columns.row
     for start in range(0, tensor.size, step):
         length = min(step, tensor.size - start)
-        straight, scattered = [(start, 0, length)], list(_scatter(move, start, length))
-        origin, destination = (scattered, straight) if inverse else (straight, scattered)
-        window, spare = buffers[0][:length], buffers[1][:length]
-        for place, offset, count in origin:
+        original_pieces, converted_pieces = [(start, 0, length)], list(_scatter(move, start, length))
+        source_pieces, target_pieces = (
+            (converted_pieces, original_pieces) if inverse else (original_pieces, converted_pieces)
+        )
+        window, scratch = buffers[0][:length], buffers[1][:length]
+        for place, offset, count in source_pieces:
             read(window[offset : offset + count].data, tensor.start + place)
         if columns is not None and inverse:
-            window = _shuffle(window, spare, columns.block, np.argsort(columns.order))
+            window = _shuffle(window, scratch, columns.block, np.argsort(columns.order))
         hasher.update(window.data)
         if target is not None:
             if columns is not None and not inverse:
-                window = _shuffle(window, spare, columns.block, np.asarray(columns.order))
-            for place, offset, count in destination:
+                window = _shuffle(window, scratch, columns.block, np.asarray(columns.order))
+            for place, offset, count in target_pieces:
                 _write(target, window[offset : offset + count].data, tensor.start + place)
         yield length
 
@@ -182,9 +184,9 @@ def _shuffle(rows: np.ndarray, out: np.ndarray, block: int, order: np.ndarray) -
 
 
 def _write(target: int, data: memoryview, place: int) -> None:
-    begin, length = place, len(data)
+    start, length = place, len(data)
     while data:
         count = os.pwrite(target, data, place)
         data, place = data[count:], place + count
     if length >= FLUSH and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(target, begin, length, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(target, start, length, os.POSIX_FADV_DONTNEED)

@@ -185,7 +185,7 @@ def inspect_checkpoint(folder: Path, name: str, revision: str | None = None) -> 
         size=checkpoint.size if checkpoint else 0,
         tied=checkpoint.tied if checkpoint else False,
         problem=problem,
-        resembles=resemblance(checkpoint) if checkpoint and _unknown(config) else None,
+        resembles=resemblance(checkpoint) if checkpoint and _could_get_patch(config) else None,
         surgery=surgery,
     )
 
@@ -202,17 +202,17 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _unknown(config: Mapping[str, Any]) -> bool:
+def _could_get_patch(config: Mapping[str, Any]) -> bool:
     """Whether a family has no patch but could get one: with a latent for all heads (MLA) there are none to convert."""
     return config.get("model_type") not in supported() and not text_config(config).get("kv_lora_rank")
 
 
 def _attention(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, ModelLayers, int]:
     """Attention dimensions, layers, and bytes of a sequence's states, as far as the family is known."""
-    stock = _stock(config)
+    stock_config = _stock_config(config)
     try:
-        family = Family.of(stock)
-        return family.dimensions(stock), family.layers(stock), family.state_bytes(stock)
+        family = Family.of(stock_config)
+        return family.dimensions(stock_config), family.layers(stock_config), family.state_bytes(stock_config)
     except UnsupportedModel:
         return None, ModelLayers(()), 0
 
@@ -220,12 +220,12 @@ def _attention(config: Mapping[str, Any]) -> tuple[ModelDimensions | None, Model
 def _replicated(config: Mapping[str, Any]) -> bool:
     """Whether every process of tensor parallelism has all heads, as far as the family is known."""
     try:
-        return Family.of(_stock(config)).replicated
+        return Family.of(_stock_config(config)).replicated
     except UnsupportedModel:
         return False
 
 
-def _stock(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _stock_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config without the keys that hide its family."""
     return {key: value for key, value in config.items() if key not in NOT_STOCK}
 
@@ -251,12 +251,12 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     replicated = _replicated(config)
-    heads, of_kind = tuple(map(head_list, layout.attended)), counts(layout)
+    heads, head_counts = tuple(map(head_list, layout.attended)), counts(layout)
     surgery = Surgery(
         full_heads=tuple(None if layer.native or not layer.heads else layer.full for layer in layout.layers),
         heads=heads,
-        streaming=of_kind[STREAMING],
-        budgeted=of_kind[BUDGETED],
+        streaming=head_counts[STREAMING],
+        budgeted=head_counts[BUDGETED],
         quantization=quantization_section(layout),
         reform=asdict(reform) if reform else None,
         kv_dtype=loaded_dtype(config),
@@ -268,33 +268,33 @@ def _surgery(folder: Path, name: str, config: Mapping[str, Any]) -> Surgery:
     )
     if not (folder / PROVENANCE).exists():
         return surgery
-    origin = Provenance.read(folder)
+    provenance = Provenance.read(folder)
     try:
         heads = tuple(
             tuple(kind for _, kind in sorted(zip(order, kinds, strict=True), key=itemgetter(0)))
-            for order, kinds in zip(origin.permutation, heads, strict=True)
+            for order, kinds in zip(provenance.permutation, heads, strict=True)
         )
     except ValueError as error:
         raise CheckpointError(f"{folder}: {PROVENANCE} and config.json are not of the same layers and heads") from error
     return replace(
         surgery,
         heads=heads,
-        base_model=origin.source,
-        base_revision=origin.revision,
-        options=origin.options,
-        tool=origin.tool,
+        base_model=provenance.source,
+        base_revision=provenance.revision,
+        options=provenance.options,
+        tool=provenance.tool,
         revertible=True,
     )
 
 
 def _serving(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        expected = forecast(config)
+        prediction = forecast(config)
     except ValueError as error:
         return {"refusal": str(error)}
     return {
-        "command": expected.command(name),
-        "processes": expected.processes,
-        "kv_bytes": expected.kv_bytes,
-        "dense_bytes": expected.dense_bytes,
+        "command": prediction.command(name),
+        "processes": prediction.processes,
+        "kv_bytes": prediction.kv_bytes,
+        "dense_bytes": prediction.dense_bytes,
     }

@@ -47,11 +47,14 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.get_text_config().vocab_size, (1, PROMPT + STEPS), generator=generator)
     # eager: stock SDPA leaves the soft cap of some families out
-    stock = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    stock_model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     parts = [PROMPT] + [1] * STEPS
-    linear = LINEAR in (getattr(config.get_text_config(), "layer_types", None) or ())
-    loaded, expected = stock.dtype, _logits(stock, tokens, parts if linear else [PROMPT + STEPS])
-    del stock
+    has_linear_layers = LINEAR in (getattr(config.get_text_config(), "layer_types", None) or ())
+    loaded_dtype, stock_logits = (
+        stock_model.dtype,
+        _logits(stock_model, tokens, parts if has_linear_layers else [PROMPT + STEPS]),
+    )
+    del stock_model
     gc.collect()
     for name in QUANTIZATION.values():
         config.kv_surgery.pop(name, None)
@@ -61,10 +64,10 @@ def compare_logits(folder: str | Path, dtype: str = "auto") -> LogitsReport:
         else {"blocks": [[sum(block), 0] for block in layer["blocks"]], "sink": 0, "recent": 1}
         for layer in config.kv_surgery["layers"]
     ]
-    emitted = auto.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=True)
-    found = _logits(emitted, tokens, parts)
-    difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
-    report = LogitsReport(difference, BOUNDS[loaded], str(loaded).removeprefix("torch."))
+    emitted_model = auto.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=True)
+    emitted_logits = _logits(emitted_model, tokens, parts)
+    difference = ((emitted_logits - stock_logits).abs().max() / stock_logits.abs().max().clamp(min=1)).item()
+    report = LogitsReport(difference, BOUNDS[loaded_dtype], str(loaded_dtype).removeprefix("torch."))
     # written so that a NaN fails too
     if not difference <= report.bound:
         raise Mismatch(

@@ -94,17 +94,17 @@ class Output:
         Threads may call it at the same time for different shards.
         """
         path = self.folder / shard.name
-        finished = dict(self._journal.finished.get(shard.name, {}))
+        finished_hashes = dict(self._journal.finished.get(shard.name, {}))
         names = [tensor.name for tensor in shard.tensors]
-        if finished.keys() == set(names) and _size(path) == shard.size:
+        if finished_hashes.keys() == set(names) and _size(path) == shard.size:
             self._resume(shard.size)
             if progress is not None:
                 progress(shard.size)
-            return {name: finished[name] for name in names}
-        if finished and not (shard.slow and _size(_part(path)) == shard.size):
+            return {name: finished_hashes[name] for name in names}
+        if finished_hashes and not (shard.slow and _size(_part(path)) == shard.size):
             self._journal.record(shard.name, {})
-            finished = {}
-        self._resume(sum(tensor.size for tensor in shard.tensors if tensor.name in finished))
+            finished_hashes = {}
+        self._resume(sum(tensor.size for tensor in shard.tensors if tensor.name in finished_hashes))
         with self._file(shard.name, keep=shard.slow) as file:
 
             def record(name: str, digest: str) -> None:
@@ -114,7 +114,7 @@ class Output:
             hashes = move_bytes(
                 shard,
                 moves,
-                Target(file.fileno(), finished, record if shard.slow else None),
+                Target(file.fileno(), finished_hashes, record if shard.slow else None),
                 inverse=inverse,
                 expected=expected,
                 jobs=jobs,
@@ -180,8 +180,8 @@ class Output:
 
 
 def _check_place(folder: Path, source: Path) -> None:
-    place, origin = folder.resolve(), source.resolve()
-    if place == origin or origin in place.parents:
+    resolved_folder, resolved_source = folder.resolve(), source.resolve()
+    if resolved_folder == resolved_source or resolved_source in resolved_folder.parents:
         raise OutputError(f"{folder} is the source or lies in it; choose a folder of its own")
     if folder.is_dir():
         names = set(os.listdir(folder))
@@ -192,20 +192,20 @@ def _check_place(folder: Path, source: Path) -> None:
 
 def check_space(folder: Path, size: int) -> None:
     """Raise OutputError where a folder, which need not be there yet, has no room for this many bytes."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free_bytes = shutil.disk_usage(_nearest_existing(folder)).free
     if folder.is_dir():
         # what an interrupted run left is kept or overwritten; .part files have holes, so count blocks
         size -= sum(512 * entry.stat().st_blocks for entry in os.scandir(folder))
-    if size > free:
-        raise OutputError(f"{folder} needs {readable(size)}, but only {readable(free)} are free there")
+    if size > free_bytes:
+        raise OutputError(f"{folder} needs {readable(size)}, but only {readable(free_bytes)} are free there")
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    place = folder.resolve()
-    while not place.exists():
-        place = place.parent
-    return place
+    ancestor = folder.resolve()
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    return ancestor
 
 
 def _part(path: Path) -> Path:

@@ -108,18 +108,20 @@ def plan_moves(checkpoint: Checkpoint, family: Family, orders: Sequence[Sequence
     parts: set[tuple[int | None, str]] = set()
     for tensor in checkpoint.tensors:
         role = family.role(tensor.name)
-        beyond = family.is_beyond(role.layer, checkpoint.config)
+        beyond_last = family.is_beyond(role.layer, checkpoint.config)
         if (role.layer, role.part) in parts:
             raise CheckpointError(f"{tensor.name!r} is in the checkpoint twice, with and without 'model.'")
         parts.add((role.layer, role.part))
-        if role.layer is None or role.axis is None or beyond:
+        if role.layer is None or role.axis is None or beyond_last:
             moves[tensor.name] = unmoved(tensor)
         elif not heads[role.layer]:
             raise CheckpointError(f"{tensor.name!r} is in layer {role.layer}, which has linear attention")
         else:
-            own = models[role.layer]
-            _check_shape(tensor, role, own, hidden)
-            moves[tensor.name] = _permute(tensor, role.axis, role.shape[role.axis], own, tuple(orders[role.layer]))
+            dimensions = models[role.layer]
+            _check_shape(tensor, role, dimensions, hidden)
+            moves[tensor.name] = _permute(
+                tensor, role.axis, role.shape[role.axis], dimensions, tuple(orders[role.layer])
+            )
     for layer in range(model.layers):
         for part in family.permute:
             if heads[layer] and (layer, part) not in parts and family.has_part(part, layer, checkpoint.config):
@@ -146,11 +148,13 @@ def _check_shape(tensor: Tensor, role: Role, model: ModelDimensions, hidden: int
         "query_heads": model.query_heads,
         "gated_queries": 2 * model.query_heads * model.head_dim,
     }
-    expected = tuple(
+    expected_shape = tuple(
         lengths.get(symbol) or sum(_heads(letter, model) for letter in symbol) * model.head_dim for symbol in role.shape
     )
-    if tensor.shape != expected:
-        raise CheckpointError(f"{tensor.name!r} has shape {list(tensor.shape)}, config.json implies {list(expected)}")
+    if tensor.shape != expected_shape:
+        raise CheckpointError(
+            f"{tensor.name!r} has shape {list(tensor.shape)}, config.json implies {list(expected_shape)}"
+        )
 
 
 def _heads(letter: str, model: ModelDimensions) -> int:
@@ -186,11 +190,11 @@ def unmoved(tensor: Tensor) -> Move:
 
 def _coalesce(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Join runs that are neighbors in both source and destination."""
-    joined = [runs[0]]
+    merged = [runs[0]]
     for run in runs[1:]:
-        last = joined[-1]
-        if (last.source + last.length, last.destination + last.length) == (run.source, run.destination):
-            joined[-1] = Run(last.source, last.destination, last.length + run.length)
+        previous = merged[-1]
+        if (previous.source + previous.length, previous.destination + previous.length) == (run.source, run.destination):
+            merged[-1] = Run(previous.source, previous.destination, previous.length + run.length)
         else:
-            joined.append(run)
-    return tuple(joined)
+            merged.append(run)
+    return tuple(merged)

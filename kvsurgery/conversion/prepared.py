@@ -69,11 +69,11 @@ class PreparedConversion:
         if reform is not None and family.no_reform:
             raise UnsupportedModel(family.no_reform)
         dimensions = family.dimensions(checkpoint.config)
-        for measured in (profile, reform, budgets):
-            if measured is not None and dimensions != measured.model:
-                found = f"{measured.base_model} ({measured.model})"
-                raise ProfileError(f"the profile is of {found}, but {checkpoint.name} has {dimensions}")
-        model, fitted, losses = family.layers(checkpoint.config), None, None
+        for measured_profile in (profile, reform, budgets):
+            if measured_profile is not None and dimensions != measured_profile.model:
+                profiled_model = f"{measured_profile.base_model} ({measured_profile.model})"
+                raise ProfileError(f"the profile is of {profiled_model}, but {checkpoint.name} has {dimensions}")
+        model, fit_result, losses = family.layers(checkpoint.config), None, None
         if recipe.kv_measured is not None:
             losses = load_losses(recipe.kv_measured)
             if (dimensions, model.windows) != (losses.model, losses.windows):
@@ -85,8 +85,8 @@ class PreparedConversion:
             if profile is None:
                 raise ProfileError("`fit` chooses heads by their scores; give a head profile")
             footprint = Footprint.of(checkpoint, family, recipe.tp)
-            fitted = fit(profile, model, footprint, recipe, budgets, losses)
-            recipe = fitted.choice.recipe(recipe)
+            fit_result = fit(profile, model, footprint, recipe, budgets, losses)
+            recipe = fit_result.choice.recipe(recipe)
         if losses is not None and recipe.kv_bits != AUTO:
             recipe = measured_recipe(recipe, losses)
         if profile is None:
@@ -96,6 +96,6 @@ class PreparedConversion:
         if reform is not None:
             positions = checkpoint.text_config.get("max_position_embeddings")
             policy = with_reform(policy, reform, positions, user_marker(folder), recipe.reform)
-        recorded = profile or reform
-        plan = plan_surgery(checkpoint, policy, recorded.hash if recorded else None)
-        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded), fitted)
+        recorded_profile = profile or reform
+        plan = plan_surgery(checkpoint, policy, recorded_profile.hash if recorded_profile else None)
+        return cls(checkpoint, policy, plan, emitted_files(checkpoint, policy, recorded_profile), fit_result)

@@ -52,24 +52,24 @@ class Request:
             ProfileError: a profile cannot be read, there are two of a kind, or none, and nothing is asked for.
             CheckpointError: there is neither a source nor a profile that names one.
         """
-        loaded = [*profiles]
-        if not loaded:
-            loaded = [load_scores(path) for path in recipe.profiles]
-            recipe = replace(recipe, profiles=tuple(map(pinned, recipe.profiles, loaded)))
+        loaded_profiles = [*profiles]
+        if not loaded_profiles:
+            loaded_profiles = [load_scores(path) for path in recipe.profiles]
+            recipe = replace(recipe, profiles=tuple(map(pinned, recipe.profiles, loaded_profiles)))
         budgets = None
         if recipe.budgets_from is not None:
             budgets = load_scores(recipe.budgets_from)
             recipe = replace(recipe, budgets_from=pinned(recipe.budgets_from, budgets))
-        if budgets is not None and all(profile.scores is None for profile in loaded):
-            loaded.append(budgets)
-        profile, reform = _parted(loaded)
-        measured = profile or reform
-        if measured is None and recipe.kv_bits is None:
+        if budgets is not None and all(profile.scores is None for profile in loaded_profiles):
+            loaded_profiles.append(budgets)
+        profile, reform = _split_by_kind(loaded_profiles)
+        measured_profile = profile or reform
+        if measured_profile is None and recipe.kv_bits is None:
             raise ProfileError("no head profile is given; without one, `kv_bits` quantizes the cache of every head")
         if source is None:
-            if measured is None:
+            if measured_profile is None:
                 raise CheckpointError("no checkpoint is named, and no head profile to say which")
-            source, revision = measured.base_model, revision or measured.base_revision
+            source, revision = measured_profile.base_model, revision or measured_profile.base_revision
         return cls(str(source), revision, recipe, profile, reform, budgets)
 
     @property
@@ -130,9 +130,9 @@ class Request:
 
         with ExitStack() as stack:
             with no_such_folder(self.place):
-                remote = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
-                prepared = self.plan(remote.folder, remote.commit)
-            yield replace(prepared, checkpoint=remote.fill(prepared.checkpoint)), remote
+                streamed_checkpoint = stack.enter_context(hub.stream_checkpoint(self.place, self.revision, self.plan))
+                prepared = self.plan(streamed_checkpoint.folder, streamed_checkpoint.commit)
+            yield replace(prepared, checkpoint=streamed_checkpoint.fill(prepared.checkpoint)), streamed_checkpoint
 
 
 @contextmanager
@@ -149,12 +149,12 @@ def no_such_folder(place: str) -> Generator[None]:
         raise HubError(f"{error}{hint}") from error
 
 
-def _parted(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:
+def _split_by_kind(profiles: Iterable[HeadProfile]) -> tuple[HeadProfile | None, HeadProfile | None]:
     """The profile of scores and that of embedding heads, if there are such."""
-    scored: list[HeadProfile] = []
-    reform: list[HeadProfile] = []
+    score_profiles: list[HeadProfile] = []
+    reform_profiles: list[HeadProfile] = []
     for profile in profiles:
-        (reform if profile.scores is None else scored).append(profile)
-    if len(scored) > 1 or len(reform) > 1:
+        (reform_profiles if profile.scores is None else score_profiles).append(profile)
+    if len(score_profiles) > 1 or len(reform_profiles) > 1:
         raise ProfileError("two head profiles of the same kind; `kvsurgery profile merge` makes one of them")
-    return next(iter(scored), None), next(iter(reform), None)
+    return next(iter(score_profiles), None), next(iter(reform_profiles), None)

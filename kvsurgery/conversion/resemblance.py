@@ -39,12 +39,12 @@ class _Comparison:
     @property
     def sentence(self) -> str:
         """The comparison in a sentence."""
-        found = f"its layers resemble {self.family.name} most"
+        opening = f"its layers resemble {self.family.name} most"
         if not (self.unknown or self.missing):
-            return f"{found}: all {self.common} tensors have the same names"
+            return f"{opening}: all {self.common} tensors have the same names"
         parts = (("has", self.unknown), ("lacks", self.missing))
         differences = " and ".join(f"{word} {_list(names)}" for word, names in parts if names)
-        return f"{found}, with {self.common} tensors of the same names; it {differences}"
+        return f"{opening}, with {self.common} tensors of the same names; it {differences}"
 
 
 def resemblance(checkpoint: Checkpoint) -> str | None:
@@ -54,26 +54,26 @@ def resemblance(checkpoint: Checkpoint) -> str | None:
     """
     layers = [tensor.name for tensor in checkpoint.tensors if LAYER.match(tensor.name)]
     names = sorted({NUMBER.sub(".*.", LAYER.sub("", name)) for name in layers})
-    compared = [_compare(load_family(name), names) for name in supported()]
-    most = max(found.likeness for found in compared)
-    best = [found for found in compared if found.likeness == most and found.common]
-    best.sort(key=lambda found: (-found.heads, found.family.name != "llama"))
+    comparisons = [_compare(load_family(name), names) for name in supported()]
+    best_likeness = max(comparison.likeness for comparison in comparisons)
+    best = [comparison for comparison in comparisons if comparison.likeness == best_likeness and comparison.common]
+    best.sort(key=lambda comparison: (-comparison.heads, comparison.family.name != "llama"))
     if not best or best[0].unknown or best[0].missing:
         return best[0].sentence if best else None
-    errors = [_misfit(checkpoint, found.family) for found in best]
+    errors = [_misfit(checkpoint, comparison.family) for comparison in best]
     if None in errors:
         return f"{best[errors.index(None)].sentence} and shapes"
     return f"{best[0].sentence}, but {errors[0]}"
 
 
 def _compare(family: Family, names: list[str]) -> _Comparison:
-    unknown = tuple(name for name in names if not _has(family, name))
+    unknown = tuple(name for name in names if not _has_tensor(family, name))
     heads = sum(name in family.permute or name in family.optional for name in names)
     missing = tuple(name for name in family.permute if name not in names)
     return _Comparison(family, len(names) - len(unknown), heads, unknown, missing)
 
 
-def _has(family: Family, name: str) -> bool:
+def _has_tensor(family: Family, name: str) -> bool:
     try:
         family.role(f"model.layers.0.{name.replace('*', '0')}")
     except UnsupportedModel:
@@ -91,5 +91,5 @@ def _misfit(checkpoint: Checkpoint, family: Family) -> str | None:
 
 
 def _list(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:LISTED])
-    return f"{shown} and {len(names) - LISTED} more" if len(names) > LISTED else shown
+    listing = ", ".join(names[:LISTED])
+    return f"{listing} and {len(names) - LISTED} more" if len(names) > LISTED else listing

@@ -53,10 +53,10 @@ def revert(
         Mismatch: its bytes are not those that the conversion wrote; then nothing is left in `out`.
         OutputError: `out` cannot be used or written.
     """
-    begin, folder, out = time.monotonic(), Path(folder), Path(out)
+    start, folder, out = time.monotonic(), Path(folder), Path(out)
     converted = open_converted(folder)
     provenance = converted.provenance
-    copied = [name for name in provenance.copied if name != INDEX]
+    copied_files = [name for name in provenance.copied if name != INDEX]
     for name in provenance.copied:
         if not (folder / name).is_file():
             raise Mismatch(f"{folder / name} is missing, and the original had it")
@@ -65,11 +65,11 @@ def revert(
         out, provenance.source, converted.size, len(converted.moves), files, provenance.left_out, seconds=0.0
     )
     if _already_done(converted, out, jobs):
-        return replace(report, already_done=True, seconds=time.monotonic() - begin)
+        return replace(report, already_done=True, seconds=time.monotonic() - start)
     size = converted.size + sum(len(content) for content in provenance.originals.values())
     size += sum((folder / name).stat().st_size for name in provenance.copied)
     with Output.open(out, folder, size, _fingerprint(converted)) as output:
-        for name in copied:
+        for name in copied_files:
             _copy(output, converted, name)
         for name, content in provenance.originals.items():
             if name != CONFIG:
@@ -81,7 +81,7 @@ def revert(
         if INDEX in provenance.copied:
             _copy(output, converted, INDEX)
         output.write(CONFIG, provenance.originals[CONFIG])
-    return replace(report, seconds=time.monotonic() - begin)
+    return replace(report, seconds=time.monotonic() - start)
 
 
 def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
@@ -96,8 +96,8 @@ def _already_done(converted: Converted, out: Path, jobs: int) -> bool:
 
 
 def _copy(output: Output, converted: Converted, name: str) -> None:
-    recorded = converted.provenance.copied[name]
-    if output.copy(name, converted.folder / name) != recorded and recorded is not None:
+    recorded_hash = converted.provenance.copied[name]
+    if output.copy(name, converted.folder / name) != recorded_hash and recorded_hash is not None:
         raise Mismatch(f"{converted.folder / name} was changed after the conversion; the original cannot be given back")
 
 

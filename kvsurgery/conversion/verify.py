@@ -57,34 +57,34 @@ def verify(
         CheckpointError: `folder` is not a converted checkpoint, or `source` no checkpoint.
         Mismatch: the first file or tensor that is not what was recorded.
     """
-    begin, folder = time.monotonic(), Path(folder)
+    start, folder = time.monotonic(), Path(folder)
     provenance = Provenance.read(folder)
-    recorded = {**provenance.emitted, **provenance.copied}
-    for name, digest in recorded.items():
+    recorded_hashes = {**provenance.emitted, **provenance.copied}
+    for name, digest in recorded_hashes.items():
         _check_file(folder, name, digest, "was changed after the conversion")
     converted = open_converted(folder)
     _check_tensors(converted, jobs, progress)
     if source is not None:
         check_source(converted, Checkpoint.open(source), jobs, progress)
-    known = {PROVENANCE, *recorded, *provenance.headers}
+    recorded_names = {PROVENANCE, *recorded_hashes, *provenance.headers}
     return VerifyReport(
         provenance,
         converted.size,
         len(converted.moves),
-        sum(digest is not None for digest in recorded.values()),
-        tuple(name for name in walk(folder) if name not in known and not name.startswith(".")),
+        sum(digest is not None for digest in recorded_hashes.values()),
+        tuple(name for name in walk(folder) if name not in recorded_names and not name.startswith(".")),
         code_hashes({name: (folder / name).read_bytes() for name in provenance.emitted if name.endswith(".py")}),
-        time.monotonic() - begin,
+        time.monotonic() - start,
     )
 
 
 def _check_tensors(converted: Converted, jobs: int, progress: Callable[[int], None] | None) -> None:
-    expected = converted.provenance.tensors
-    missing = expected.keys() - converted.moves.keys()
-    if missing:
-        raise Mismatch(f"{converted.folder} has no tensor {min(missing)}, which was recorded")
+    recorded_hashes = converted.provenance.tensors
+    missing_names = recorded_hashes.keys() - converted.moves.keys()
+    if missing_names:
+        raise Mismatch(f"{converted.folder} has no tensor {min(missing_names)}, which was recorded")
     for shard in converted.shards:
-        move_bytes(shard, converted.moves, inverse=True, expected=expected, jobs=jobs, progress=progress)
+        move_bytes(shard, converted.moves, inverse=True, expected=recorded_hashes, jobs=jobs, progress=progress)
 
 
 def check_source(
@@ -100,8 +100,8 @@ def check_source(
         _check_file(source.folder, name, digest, "is not what was converted")
     for name, content in provenance.originals.items():
         _check_file(source.folder, name, file_hash(name, blake3(content).hexdigest()), "is not what was converted")
-    if changed := changed_headers(source.shards, provenance.headers):
-        raise Mismatch(f"{source.folder / changed[0]} is not what was converted")
+    if changed_files := changed_headers(source.shards, provenance.headers):
+        raise Mismatch(f"{source.folder / changed_files[0]} is not what was converted")
     for shard in source.shards:
         moves = {tensor.name: unmoved(tensor) for tensor in shard.tensors}
         move_bytes(shard, moves, expected=provenance.tensors, jobs=jobs, progress=progress)

@@ -42,8 +42,8 @@ def colored() -> bool:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> Table:
     """A table whose first `left` columns are text and the rest numbers, aligned right; as wide as it has to be."""
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for place, column in enumerate(columns):
-        result.add_column(column, justify="left" if place < left else "right", no_wrap=True)
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index < left else "right", no_wrap=True)
     for row in rows:
         result.add_row(*(str(cell) for cell in row))
     result.width = Measurement.get(stdout, stdout.options.update(width=WIDEST), result).maximum
@@ -52,7 +52,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
 
 @contextmanager
 def byte_progress(
-    what: str, total: int, clock: Callable[[], float] = time.monotonic
+    label: str, total: int, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Callable[[int], None]]:
     """Progress on stderr, with rate and time left: a bar, or lines where stderr is not a terminal. It appears with the
     first byte: a refusal stands alone.
@@ -62,7 +62,7 @@ def byte_progress(
     """
     if not draws_bars():
         done, lock = 0, threading.Lock()
-        with _lines(ProgressLines(what, size, _say, clock, announce=False)) as lines:
+        with _lines(ProgressLines(label, size, _say, clock, announce=False)) as lines:
 
             def count_up(count: int) -> None:
                 nonlocal done
@@ -72,7 +72,7 @@ def byte_progress(
 
             yield count_up
         return
-    with _bar(what, total, DownloadColumn(binary_units=True), TransferSpeedColumn()) as (bar, task):
+    with _bar(label, total, DownloadColumn(binary_units=True), TransferSpeedColumn()) as (bar, task):
 
         def advance(count: int) -> None:
             bar.start()
@@ -82,7 +82,7 @@ def byte_progress(
 
 
 @contextmanager
-def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Generator[Progress]:
+def step_progress(label: str, clock: Callable[[], float] = time.monotonic) -> Generator[Progress]:
     """Show the progress of counted steps, each with a note.
 
     Long work has an estimate of the whole after its first step.
@@ -91,20 +91,20 @@ def step_progress(what: str, clock: Callable[[], float] = time.monotonic) -> Gen
         What to call with steps done, of how many, and the note.
     """
     if not draws_bars():
-        with _lines(ProgressLines(what, str, _say, clock, announce=True)) as lines:
+        with _lines(ProgressLines(label, str, _say, clock, announce=True)) as lines:
             yield lines.update
         return
     pace, announced = Pace(clock), False
-    with _bar(what, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
+    with _bar(label, None, MofNCompleteColumn(), TextColumn("{task.fields[note]}")) as (bar, task):
 
-        def advance(done: int, of: int | None, note: str = "") -> None:
+        def advance(done: int, total: int | None, note: str = "") -> None:
             nonlocal announced
             bar.start()
-            bar.update(task, completed=done, total=of, note=note)
-            if not announced and (estimate := pace.estimate(done, of)):
+            bar.update(task, completed=done, total=total, note=note)
+            if not announced and (estimate := pace.estimate(done, total)):
                 announced = True
                 if text := whole_time(estimate[0]):
-                    _say(f"{what}: {text}")
+                    _say(f"{label}: {text}")
 
         yield advance
 
@@ -127,7 +127,7 @@ def _lines(lines: ProgressLines) -> Generator[ProgressLines]:
 
 
 @contextmanager
-def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Bars, TaskID]]:
+def _bar(label: str, total: int | None, *columns: ProgressColumn) -> Generator[tuple[Bars, TaskID]]:
     bar = Bars(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,7 +136,7 @@ def _bar(what: str, total: int | None, *columns: ProgressColumn) -> Generator[tu
         TimeRemainingColumn(),
         console=stderr,
     )
-    task = bar.add_task(what, total=total, note="")
+    task = bar.add_task(label, total=total, note="")
     try:
         yield bar, task
     finally:

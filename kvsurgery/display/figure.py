@@ -34,8 +34,8 @@ def check_picture(path: Path) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     check_file(path)
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
+    picture_formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in picture_formats:
         raise OutputError(f"cannot write {path}: {path.suffix} is not a picture format; end it in .png, .svg or .pdf")
 
 
@@ -63,9 +63,9 @@ def inline_svg(figure: Figure, name: str, alt: str, colors: Mapping[str, str]) -
     import matplotlib
 
     file = io.BytesIO()
-    plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", transparent=True, metadata=plain)
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(file.getvalue())

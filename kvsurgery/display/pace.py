@@ -35,15 +35,15 @@ class Pace:
             self.start = self.start if done == 1 else now
         if done <= self.base:
             return None
-        each = (now - self.start) / (done - self.base)
-        return each * (total - self.base), each * (total - done)
+        seconds_per_step = (now - self.start) / (done - self.base)
+        return seconds_per_step * (total - self.base), seconds_per_step * (total - done)
 
 
 class ProgressLines:
     """Progress as plain lines, one every half minute; work that is done sooner has one line, at its end.
 
     Args:
-        what: is being done.
+        label: what is being done.
         count: a count as people read it.
         say: prints a line.
         clock: seconds from some moment on.
@@ -52,15 +52,15 @@ class ProgressLines:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         count: Callable[[int], str],
         say: Callable[[str], None],
         clock: Callable[[], float],
         announce: bool,
     ):
-        self.what, self.count, self.say, self.announce = what, count, say, announce
+        self.label, self.count, self.say, self.announce = label, count, say, announce
         self.pace = Pace(clock)
-        self.said = self.pace.start
+        self.last_line_time = self.pace.start
         self.last: tuple[int, int | None, str] | None = None
         self.lock = threading.Lock()
 
@@ -73,10 +73,10 @@ class ProgressLines:
                 return
             if self.announce and estimate and (text := whole_time(estimate[0])):
                 self.say(f"{self._line(*self.last)}, {text}")
-                self.said = now
-            elif now - self.said >= EVERY:
+                self.last_line_time = now
+            elif now - self.last_line_time >= EVERY:
                 self.say(f"{self._line(*self.last)}{f', {duration(estimate[1])} left' if estimate else ''}")
-                self.said = now
+                self.last_line_time = now
             self.announce = self.announce and not estimate
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class ProgressLines:
 
     def _line(self, done: int, total: int | None, note: str) -> str:
         counts = self.count(done) if total is None else f"{self.count(done)}/{self.count(total)}"
-        return f"{self.what} {counts}{note and ', '}{note}"
+        return f"{self.label} {counts}{note and ', '}{note}"
 
 
 def whole_time(seconds: float) -> str:

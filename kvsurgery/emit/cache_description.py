@@ -13,12 +13,12 @@ def describe_bits(quantization: Mapping[str, Any]) -> str:
     """Widths and scheme of a quantized cache, in words, from its entry in a config."""
     groups = [f"groups of {quantization['group_size']}"] if quantization["group_size"] else []
     steps = ("rotate", "values", "values rotated"), ("rotate", "both", "keys and values rotated")
-    done = [
-        words + where
+    transforms = [
+        words + at_widths
         for name, value, words in (*steps, ("clip", True, "ranges clipped"))
-        if (where := _where(quantization, name, value)) is not None
+        if (at_widths := _at_widths(quantization, name, value)) is not None
     ]
-    return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *done])})"
+    return f"{describe_widths(quantization['bits'])} ({', '.join([quantization['scheme'], *groups, *transforms])})"
 
 
 def describe_widths(bits: int | Sequence[int | None]) -> str:
@@ -27,31 +27,33 @@ def describe_widths(bits: int | Sequence[int | None]) -> str:
         return f"{bits} bits"
     counts = Counter(bits)
     [(first, layers), *others] = [(width, counts[width]) for width in _widest_first(bits)]
-    plain = [f"unquantized in {counts[None]}"] if None in counts else []
+    unquantized = [f"unquantized in {counts[None]}"] if None in counts else []
     words = [f"{first} bits in {layers} layer{'s' * (layers > 1)}", *(f"{width} in {count}" for width, count in others)]
-    return ", ".join(words + plain)
+    return ", ".join(words + unquantized)
 
 
 def _widest_first(bits: Iterable[int | None]) -> list[int]:
     return sorted({width for width in bits if width is not None}, reverse=True)
 
 
-def _where(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
+def _at_widths(quantization: Mapping[str, Any], name: str, value: Any) -> str | None:
     """At which widths a field has a value: empty for all of them, None for none."""
     bits, values = quantization["bits"], quantization[name]
     if isinstance(bits, int) or not isinstance(values, Sequence) or isinstance(values, str):
         return "" if values == value else None
-    there = _widest_first(width for width, each in zip(bits, values, strict=True) if each == value)
-    if there in ([], _widest_first(bits)):
-        return "" if there else None
-    return f" at {' and '.join(filter(None, (', '.join(map(str, there[:-1])), str(there[-1]))))} bits"
+    widths = _widest_first(width for width, layer_value in zip(bits, values, strict=True) if layer_value == value)
+    if widths in ([], _widest_first(bits)):
+        return "" if widths else None
+    return f" at {' and '.join(filter(None, (', '.join(map(str, widths[:-1])), str(widths[-1]))))} bits"
 
 
 def describe_hold(window: int, hold: int, select: str, scheme: str | None) -> str:
     """How much budgeted heads keep whose budgets hold, and by what they select, in words; `scheme` is that of a cache
     that is quantized."""
-    chosen = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(select, "")
+    selection_note = {ACCUMULATED: " by accumulated attention", VALUE_NORM: " by attention and value norm"}.get(
+        select, ""
+    )
     return (
-        f"budgeted heads select again every {hold} tokens{chosen}, and never keep more than their budget and "
+        f"budgeted heads select again every {hold} tokens{selection_note}, and never keep more than their budget and "
         f"{window + hold} tokens{', and are not quantized' if scheme == 'kivi' else ''}"
     )

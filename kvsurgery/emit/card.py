@@ -33,7 +33,7 @@ UNCHECKED = "Divergence of the next token from the original model: not measured.
 def loaded_dtype(config: Mapping[str, Any]) -> str:
     """The dtype in which a checkpoint is loaded with `dtype="auto"`, as far as its config says: "float32", "16 bit"."""
     # transformers 5 writes `dtype`
-    names = [setting(of, name) for of in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
+    names = [setting(section, name) for section in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
     return next((name for name in names if isinstance(name, str) and name in ITEMSIZES), "16 bit")
 
 
@@ -59,8 +59,8 @@ def rank_table(config: Mapping[str, Any], replicated: bool) -> list[dict[str, An
     parts = {count: [layout] * count if replicated else layout.parts(count) for count in layout.processes[1:]}
     longest = lengths_of(config)[-1]
     return [
-        {"processes": count, "kv_bytes": [part.kv_bytes(1, longest, itemsize=itemsize) for part in own]}
-        for count, own in parts.items()
+        {"processes": count, "kv_bytes": [part.kv_bytes(1, longest, itemsize=itemsize) for part in layouts]}
+        for count, layouts in parts.items()
     ]
 
 
@@ -115,7 +115,7 @@ def model_card(
         quantization=quantization_section(policy.layout),
         ranks=rank_table(config, replicated),
         replicated=replicated,
-        served=_served(config),
+        served=_forecast_or_refusal(config),
         sharing_layers=sum(layer.source is not None for layer in policy.layers),
         unquantized=[kind.heads for kind in unquantized(policy.layout)],
         version=__version__,
@@ -124,13 +124,13 @@ def model_card(
 
 def with_section(card: str, section: str, marks: tuple[str, str] = REPORT) -> str:
     """A card that ends in what a report says, or has it where an earlier report's section was."""
-    marked = f"{marks[0]}\n{section}\n{marks[1]}"
-    before, begin, rest = card.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    return f"{before}{marked}{after}" if begin and end else f"{card.rstrip()}\n\n{marked}\n".lstrip()
+    marked_section = f"{marks[0]}\n{section}\n{marks[1]}"
+    before, begin, tail = card.partition(marks[0])
+    _, end, after = tail.partition(marks[1])
+    return f"{before}{marked_section}{after}" if begin and end else f"{card.rstrip()}\n\n{marked_section}\n".lstrip()
 
 
-def _served(config: Mapping[str, Any]) -> Forecast | str:
+def _forecast_or_refusal(config: Mapping[str, Any]) -> Forecast | str:
     """What vLLM holds, or why it cannot serve a converted config."""
     try:
         return forecast(config)
@@ -142,17 +142,21 @@ def _front_matter(base_model: str | None, original: str) -> str:
     """The card's metadata as YAML, with those keys of the original card that stay true."""
     import yaml
 
-    found = re.match(r"---\r?\n(.*?)\r?\n---", original, re.DOTALL)
+    match = re.match(r"---\r?\n(.*?)\r?\n---", original, re.DOTALL)
     try:
         # this loader leaves scalars as strings: the language `no` is not false
-        before = yaml.load(found[1], yaml.BaseLoader) if found else None
+        original_metadata = yaml.load(match[1], yaml.BaseLoader) if match else None
     except (yaml.YAMLError, RecursionError):
-        before = None
-    kept = {key: value for key, value in before.items() if key in KEPT_KEYS} if isinstance(before, dict) else {}
-    front = {
+        original_metadata = None
+    kept_metadata = (
+        {key: value for key, value in original_metadata.items() if key in KEPT_KEYS}
+        if isinstance(original_metadata, dict)
+        else {}
+    )
+    metadata = {
         "library_name": "transformers",
         "base_model": base_model,
         "tags": ["kvsurgery", "long-context", "kv-cache"],
-        **kept,
+        **kept_metadata,
     }
-    return yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False, allow_unicode=True)

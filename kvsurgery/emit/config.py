@@ -42,9 +42,9 @@ def converted_config(config: Mapping[str, Any], policy: Policy) -> dict[str, Any
     text["num_attention_heads"] = model.query_heads
     text["num_key_value_heads"] = sliding.kv_heads
     if family.full_attention:
-        own = {"head_dim": model.head_dim, "num_key_value_heads": model.kv_heads}
-        full = [layer for layer, window in enumerate(family.windows(config)) if window is None]
-        text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): own for layer in full}}
+        full_shape = {"head_dim": model.head_dim, "num_key_value_heads": model.kv_heads}
+        full_layers = [layer for layer, window in enumerate(family.windows(config)) if window is None]
+        text |= {"head_dim": sliding.head_dim, "per_layer_config": {str(layer): full_shape for layer in full_layers}}
     if family.has_linear_layers:
         text["layer_types"] = [LINEAR if window == 0 else FULL_ATTENTION for window in family.windows(config)]
     result["auto_map"] = {auto: f"{family.module}.{name}" for auto, name in family.classes.items()}
@@ -86,9 +86,9 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
     """
     parameters = _mapping(config.get("rope_parameters") or {})
     if parameters:
-        whole = _mapping(parameters.get(FULL_ATTENTION, parameters))
-        scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        result = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
+        full_rope = _mapping(parameters.get(FULL_ATTENTION, parameters))
+        scaling = {key: value for key, value in full_rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        result = {key: full_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in full_rope}
         result["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
         if SLIDING_ATTENTION in parameters and not by_type:
             result["rope_local_base_freq"] = _mapping(parameters[SLIDING_ATTENTION]).get("rope_theta", 10_000.0)
@@ -97,14 +97,14 @@ def both_rope_spellings(config: Mapping[str, Any], by_type: bool = False) -> dic
         return {}
     scaling = dict(_mapping(config.get("rope_scaling") or {}))
     kind = scaling.pop("type", "default")
-    whole = {"rope_type": kind, **scaling, "rope_theta": config["rope_theta"]}
+    full_rope = {"rope_type": kind, **scaling, "rope_theta": config["rope_theta"]}
     if "partial_rotary_factor" in config:
-        whole["partial_rotary_factor"] = config["partial_rotary_factor"]
+        full_rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     if "rope_local_base_freq" not in config and not by_type:
-        return {"rope_parameters": whole}
+        return {"rope_parameters": full_rope}
     theta = config["rope_theta"] if by_type else config["rope_local_base_freq"]
-    local = {"rope_type": "default", "rope_theta": theta}
-    return {"rope_parameters": {FULL_ATTENTION: whole, SLIDING_ATTENTION: local}}
+    sliding_rope = {"rope_type": "default", "rope_theta": theta}
+    return {"rope_parameters": {FULL_ATTENTION: full_rope, SLIDING_ATTENTION: sliding_rope}}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

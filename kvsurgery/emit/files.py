@@ -19,14 +19,14 @@ def emitted_files(checkpoint: Checkpoint, policy: Policy, profile: HeadProfile |
     """
     config, family = converted_config(checkpoint.config, policy), Family.of(checkpoint.config)
     readme, generation = checkpoint.folder / "README.md", checkpoint.folder / "generation_config.json"
-    original = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    original_card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     files = code_files(family, Needs.of(policy))
-    card = model_card(checkpoint.name, config, profile, policy, files, original, family.replicated)
+    card = model_card(checkpoint.name, config, profile, policy, files, original_card, family.replicated)
     files["README.md"] = card.encode(errors="replace")
     if generation.is_file():
-        before = generation.read_bytes()
-        after = converted_generation_config(before)
-        if after != before:
-            files["generation_config.json"] = after
+        original_generation = generation.read_bytes()
+        converted_generation = converted_generation_config(original_generation)
+        if converted_generation != original_generation:
+            files["generation_config.json"] = converted_generation
     files["config.json"] = to_json(config)
     return files

@@ -43,7 +43,7 @@ class RemoteCheckpoint:
     shards: Mapping[str, RemoteFile] = field(default_factory=dict)
 
     @property
-    def wanted(self) -> list[str]:
+    def needed_files(self) -> list[str]:
         """The files that conversion uses."""
         shards = {path.name for path in self.folder.glob("*.safetensors")}
         return [name for name in self.files if name in shards or name == INDEX or _is_side_file(name)]
@@ -77,9 +77,11 @@ def headers(repo_id: str, revision: str | None = None) -> Generator[RemoteCheckp
     if constants.HF_HUB_OFFLINE:
         with explained(repo_id, revision):
             # without the patterns, a snapshot that `fetch_checkpoint` made counts as incomplete
-            ignored = [*LEFT_OUT, *(f"{name}/*" for name in LEFT_OUT_FOLDERS)]
-            cached = snapshot_download(repo_id, revision=revision, local_files_only=True, ignore_patterns=ignored)
-        folder = Path(cached)
+            ignore_patterns = [*LEFT_OUT, *(f"{name}/*" for name in LEFT_OUT_FOLDERS)]
+            snapshot = snapshot_download(
+                repo_id, revision=revision, local_files_only=True, ignore_patterns=ignore_patterns
+            )
+        folder = Path(snapshot)
         yield RemoteCheckpoint(folder, folder.name, tuple(path.name for path in folder.iterdir()))
         return
     _, commit = fetch_config(repo_id, revision)
@@ -116,12 +118,12 @@ def fetch_checkpoint(
             check(remote.folder)
         if constants.HF_HUB_OFFLINE:
             return remote.folder, remote.commit
-        wanted = remote.wanted
+        needed_files = remote.needed_files
     with explained(repo_id, revision):
-        folder = Path(snapshot_download(repo_id, revision=remote.commit, allow_patterns=[*map(escape, wanted)]))
+        folder = Path(snapshot_download(repo_id, revision=remote.commit, allow_patterns=[*map(escape, needed_files)]))
     # huggingface_hub 0.x returns what the cache holds when the Hub is gone in between
-    if missing := [name for name in wanted if not (folder / name).exists()]:
-        raise HubError(f"{repo_id}: {missing[0]} did not arrive; check the network and run again")
+    if missing_files := [name for name in needed_files if not (folder / name).exists()]:
+        raise HubError(f"{repo_id}: {missing_files[0]} did not arrive; check the network and run again")
     return folder, remote.commit
 
 
@@ -133,10 +135,10 @@ def _fetch_headers(repo_id: str, commit: str, files: Sequence[str], folder: Path
         if name.endswith((".bin", ".pt", ".pth")) and Path(name).name == name:
             (folder / name).touch()
     try:
-        indexed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        indexed_names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        indexed = set()  # `Checkpoint.open` says what is wrong with an index
-    names = [name for name in files if (name in indexed or name == SINGLE) and Path(name).name == name]
+        indexed_names = set()  # `Checkpoint.open` says what is wrong with an index
+    names = [name for name in files if (name in indexed_names or name == SINGLE) and Path(name).name == name]
     shards = {name: RemoteFile(repo_id, commit, name) for name in names}
     with ThreadPoolExecutor(max_workers=8) as pool:
         list(pool.map(lambda shard: _fetch_header(shard, folder / shard.name), shards.values()))

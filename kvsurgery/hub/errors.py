@@ -44,9 +44,9 @@ def _explain(error: BaseException, repo_id: str, revision: str | None, name: str
     def raised(*types: type) -> bool:
         return any(isinstance(link, types) for link in chain)
 
-    answer = next((link for link in chain if getattr(link, "response", None) is not None), None)
-    status = answer and answer.response.status_code
-    reason = _line(getattr(answer, "server_message", None) or answer or error)
+    http_error = next((link for link in chain if getattr(link, "response", None) is not None), None)
+    status = http_error and http_error.response.status_code
+    reason = _line(getattr(http_error, "server_message", None) or http_error or error)
     if raised(HFValidationError):
         return f"{repo_id!r} is not a repository name; the Hub's names look like owner/name"
     if raised(GatedRepoError):
@@ -86,6 +86,6 @@ def in_transport(error: BaseException) -> bool:
     return type(error).__module__.startswith(("requests", "urllib3", "http"))
 
 
-def _line(said: object) -> str:
-    """What was said, in one line of bearable length."""
-    return " ".join(str(said).split())[:300] or type(said).__name__
+def _line(message: object) -> str:
+    """A message, in one line of bearable length."""
+    return " ".join(str(message).split())[:300] or type(message).__name__

@@ -22,12 +22,12 @@ class FetchedFile:
     source: HubFile
 
 
-def fetch_file(file: HubFile, most: int, *, inside: str | None = None, beside: str | None = None) -> FetchedFile:
+def fetch_file(file: HubFile, max_bytes: int, *, inside: str | None = None, beside: str | None = None) -> FetchedFile:
     """Download one file into the Hub's cache. Asked for by branch or tag, it is found again offline.
 
     Args:
         file: which; its path may be a folder if `inside` is given.
-        most: bytes that it may have.
+        max_bytes: bytes that it may have.
         inside: name of the file in that folder.
         beside: name of a second file of the same folder, which is downloaded too where there is one.
 
@@ -36,23 +36,26 @@ def fetch_file(file: HubFile, most: int, *, inside: str | None = None, beside: s
     """
     with explained(file.repo_id, file.revision, file.path):
         try:
-            found = _fetch(file, most)
+            fetched_file = _fetch(file, max_bytes)
         except EntryNotFoundError:
             if inside is None:
                 raise
-            found = _fetch(replace(file, path=f"{file.path}/{inside}"), most)
+            fetched_file = _fetch(replace(file, path=f"{file.path}/{inside}"), max_bytes)
         if beside is not None:
             with suppress(EntryNotFoundError):
-                _fetch(replace(found.source, path=str(PurePosixPath(found.source.path).with_name(beside))), most)
-    return found
+                _fetch(
+                    replace(fetched_file.source, path=str(PurePosixPath(fetched_file.source.path).with_name(beside))),
+                    max_bytes,
+                )
+    return fetched_file
 
 
-def _fetch(file: HubFile, most: int) -> FetchedFile:
+def _fetch(file: HubFile, max_bytes: int) -> FetchedFile:
     if not constants.HF_HUB_OFFLINE:
         # fails at once, where a download retries for 23 s
         url = hf_hub_url(file.repo_id, file.path, revision=file.revision)
         size = get_hf_file_metadata(url).size or 0
-        if size > most:
+        if size > max_bytes:
             raise HubError(f"{file.repo_id}: {file.path} has {size:,} bytes; this is not a file of head scores")
     path = Path(hf_hub_download(file.repo_id, file.path, revision=file.revision))
     # snapshots/COMMIT/PATH

@@ -68,7 +68,7 @@ class RemoteFile:
                 self.size = 0
             except Exception as error:
                 failures += 1
-                if failures > RETRIES or not _passes(error) or self.stopped.wait(wait(error, failures)):
+                if failures > RETRIES or not _is_transient(error) or self.stopped.wait(wait(error, failures)):
                     raise
 
     def _last(self, end: int) -> int:
@@ -95,9 +95,9 @@ class RemoteFile:
                 yield iter(lambda: read(64 << 10), b"")
 
     def _check(self, response: Any, start: int, end: int) -> None:
-        answers = [*response.history, response]
+        responses = [*response.history, response]
         status = response.status_code
-        hosts = {urlsplit(str(answer.url)).netloc for answer in answers}
+        hosts = {urlsplit(str(answer.url)).netloc for answer in responses}
         if status in (400, 401, 403) and len(hosts) > 1:
             raise _Broken(f"the storage of {self.name} answers {status}")
         if status == 416 and self.size is None:
@@ -107,16 +107,21 @@ class RemoteFile:
         hf_raise_for_status(response)
         if status != 206:
             raise HubError(f"{constants.ENDPOINT} ignores Range requests, so {self.name} cannot be read in parts")
-        said = response.headers.get("Content-Range", "")
-        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said)
-        size = int(sent[3]) if sent else -1
-        etag = _first(answers, "X-Linked-Etag") or _first(answers, "ETag")
+        content_range = response.headers.get("Content-Range", "")
+        sent_range = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
+        size = int(sent_range[3]) if sent_range else -1
+        etag = _first_header(responses, "X-Linked-Etag") or _first_header(responses, "ETag")
         if self.size is None:
             self.size, self.etag = size, etag
-        if (size, etag) != (self.size, self.etag) or _first(answers, "X-Repo-Commit") not in (None, self.commit):
+        if (size, etag) != (self.size, self.etag) or _first_header(responses, "X-Repo-Commit") not in (
+            None,
+            self.commit,
+        ):
             raise HubError(f"{self.repo_id}: {self.name} changed while it was read; convert again")
-        if sent is None or (int(sent[1]), int(sent[2])) != (start, min(end, size) - 1):
-            raise HubError(f"{constants.ENDPOINT} sends {said!r} of {self.name}, not bytes {start} to {end - 1}")
+        if sent_range is None or (int(sent_range[1]), int(sent_range[2])) != (start, min(end, size) - 1):
+            raise HubError(
+                f"{constants.ENDPOINT} sends {content_range!r} of {self.name}, not bytes {start} to {end - 1}"
+            )
 
     def _count(self, fetched: int = 0, requests: int = 0) -> None:
         with self._lock:
@@ -132,12 +137,14 @@ class _Empty(Exception):
     """An empty file has no range at all."""
 
 
-def _first(answers: list[Any], header: str) -> str | None:
-    """A header of the first of the answers that has it; storage behind a redirect knows neither commit nor checksum."""
-    return next((answer.headers[header].removeprefix("W/") for answer in answers if header in answer.headers), None)
+def _first_header(responses: list[Any], header: str) -> str | None:
+    """A header of the first response that has it; storage behind a redirect knows neither commit nor checksum."""
+    return next(
+        (response.headers[header].removeprefix("W/") for response in responses if header in response.headers), None
+    )
 
 
-def _passes(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Whether asking again may help."""
     response = getattr(error, "response", None)
     if response is not None:
@@ -147,9 +154,9 @@ def _passes(error: Exception) -> bool:
 
 def wait(error: Exception, failures: int) -> int:
     """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
-    response, asked = getattr(error, "response", None), None
+    response, retry_after = getattr(error, "response", None), None
     if response is not None:
-        asked = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
+        retry_after = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
         if response.status_code == 429:
-            asked = asked or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
-    return min(int(asked[1]) if asked else 2 ** (failures - 1), LONGEST_WAIT)
+            retry_after = retry_after or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
+    return min(int(retry_after[1]) if retry_after else 2 ** (failures - 1), LONGEST_WAIT)

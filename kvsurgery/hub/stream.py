@@ -48,17 +48,17 @@ class RemoteShard(Shard):
         """
         left, position = memoryview(b""), start
 
-        def read(into: memoryview, place: int) -> None:
+        def read(buffer: memoryview, offset: int) -> None:
             nonlocal left, position
-            if place != position:
-                raise ValueError(f"{self.name} is read in order, and {place} is not {position}")
-            while into:
+            if offset != position:
+                raise ValueError(f"{self.name} is read in order, and {offset} is not {position}")
+            while buffer:
                 if not left:
                     with explained(self.file.repo_id, self.file.commit):
                         left = memoryview(next(chunks))
-                count = min(len(into), len(left))
-                into[:count] = left[:count]
-                into, left, position = into[count:], left[count:], position + count
+                count = min(len(buffer), len(left))
+                buffer[:count] = left[:count]
+                buffer, left, position = buffer[count:], left[count:], position + count
 
         with closing(self.file.chunks(start, end)) as chunks:
             yield read
@@ -124,14 +124,14 @@ def stream_checkpoint(repo_id: str, revision: str | None, check: Callable[[Path]
 
 def _complete(repo_id: str, remote: RemoteCheckpoint) -> None:
     """Complete a folder of headers to that of `fetch_checkpoint`, except for the weights."""
-    wanted, folder = remote.wanted, remote.folder.resolve()
+    needed_files, folder = remote.needed_files, remote.folder.resolve()
     for path in folder.iterdir():
-        if path.name not in wanted:
+        if path.name not in needed_files:
             path.unlink()
-    for name in wanted:
-        place = folder / name
-        if not place.resolve().is_relative_to(folder):
+    for name in needed_files:
+        target = folder / name
+        if not target.resolve().is_relative_to(folder):
             raise HubError(f"{repo_id} has a file {name!r}, which does not belong in a model's folder")
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(hf_hub_download(repo_id, name, revision=remote.commit))
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(hf_hub_download(repo_id, name, revision=remote.commit))

@@ -35,7 +35,7 @@ def push(
     *,
     private: bool = False,
     create_pr: bool = False,
-    beside: Mapping[str, Path | bytes] | None = None,
+    extra_files: Mapping[str, Path | bytes] | None = None,
 ) -> str:
     """Upload a folder as one commit, so that no reader ever sees half of it, and compare the Hub's checksums.
 
@@ -47,7 +47,7 @@ def push(
         repo_id: created if it does not exist.
         private: create it private; an existing public one is refused.
         create_pr: open a pull request and leave main as it is.
-        beside: more files by their names in the repository; they replace files of the folder with the same names.
+        extra_files: more files by their names in the repository; they replace files of the folder with the same names.
 
     Returns:
         The URL of the repository, or of the pull request.
@@ -63,22 +63,22 @@ def push(
         info = api.model_info(repo_id)
         if private and not info.private:
             raise HubError(f"{repo_id} exists and is public; make it private at {url}/settings, or push it publicly")
-        files = {name: folder / name for name in pushed_files(folder)} | dict(beside or {})
+        files = {name: folder / name for name in pushed_files(folder)} | dict(extra_files or {})
         additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-        there = {sibling.rfilename for sibling in info.siblings or ()}
-        stale = {name for name in there if matches(name, WEIGHTS)} - files.keys()
-        deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale)]
+        remote_names = {sibling.rfilename for sibling in info.siblings or ()}
+        stale_names = {name for name in remote_names if matches(name, WEIGHTS)} - files.keys()
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in sorted(stale_names)]
         # create_commit makes one commit; upload_folder of huggingface_hub 2 makes several
         commit = api.create_commit(
             repo_id, [*deletions, *additions], commit_message="Upload converted model", create_pr=create_pr
         )
-        remote = {
+        remote_files = {
             entry.path: entry
             for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit.oid)
             if isinstance(entry, RepoFile)
         }
     for addition in additions:
-        if not _same_content(addition, remote.get(addition.path_in_repo)):
+        if not _same_content(addition, remote_files.get(addition.path_in_repo)):
             raise Mismatch(
                 f"{repo_id}: {addition.path_in_repo} on the Hub is not the local file; delete it there and push again"
             )
@@ -91,12 +91,12 @@ def pushed_files(folder: Path) -> list[str]:
     return [name for name in files if not matches(name, NEVER_PUSHED)]
 
 
-def _same_content(addition: CommitOperationAdd, remote: RepoFile | None) -> bool:
+def _same_content(addition: CommitOperationAdd, remote_file: RepoFile | None) -> bool:
     """Whether the Hub's file is the local one: by SHA-256 where it lies in LFS, by git's object id elsewhere."""
     size = addition.upload_info.size
-    if remote is None or remote.size != size:
+    if remote_file is None or remote_file.size != size:
         return False
-    if remote.lfs is not None:
-        return remote.lfs.sha256 == addition.upload_info.sha256.hex()
+    if remote_file.lfs is not None:
+        return remote_file.lfs.sha256 == addition.upload_info.sha256.hex()
     with addition.as_file() as file:
-        return remote.blob_id == hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest()
+        return remote_file.blob_id == hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest()

@@ -34,11 +34,11 @@ def check_folder(folder: Path) -> None:
     Raises:
         OutputError: it is no folder, lies in none, or there is no permission.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    if not there.is_dir():
-        raise OutputError(f"cannot write {folder}: {there} is not a folder; choose another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write {folder}: no permission in {there}")
+    existing_path = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not existing_path.is_dir():
+        raise OutputError(f"cannot write {folder}: {existing_path} is not a folder; choose another")
+    if not os.access(existing_path, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {folder}: no permission in {existing_path}")
 
 
 def check_readable(path: str | Path) -> None:
@@ -55,8 +55,8 @@ def check_readable(path: str | Path) -> None:
 
 
 @contextmanager
-def reading_text(path: str | Path, what: str = "") -> Generator[None]:
-    """Inside, a file is read that a user gave, such as `what`: "needles".
+def reading_text(path: str | Path, label: str = "") -> Generator[None]:
+    """Inside, a file is read that a user gave, such as `label`: "needles".
 
     Raises:
         TextError: it cannot be read, or is not UTF-8.
@@ -66,7 +66,7 @@ def reading_text(path: str | Path, what: str = "") -> Generator[None]:
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is no UTF-8 text: {error.reason}") from error
     except OSError as error:
-        raise TextError(f"cannot read {what and what + ' '}{path}: {error.strerror}") from error
+        raise TextError(f"cannot read {label and label + ' '}{path}: {error.strerror}") from error
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -78,18 +78,18 @@ def write_whole(path: Path, content: str) -> None:
     write_bytes_whole(path, content.encode(), "")
 
 
-def write_bytes_whole(path: Path, content: bytes, what: str) -> None:
+def write_bytes_whole(path: Path, content: bytes, label: str) -> None:
     """The same with bytes; where it fails, nothing is left behind.
 
     Raises:
-        OutputError: `what` cannot be written.
+        OutputError: `label` cannot be written.
     """
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
-        raise OutputError(f"cannot write {what and what + ' '}{path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {label and label + ' '}{path}: {error.strerror}") from error
     finally:
         with suppress(OSError):
             part.unlink()
@@ -126,10 +126,10 @@ def document(path: Path, kind: tuple[str, int], command: str) -> Generator[dict[
         raise KVSurgeryError(f"{path} is not what this version of `{command}` writes: {error}") from error
 
 
-def differences(one: Any, other: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def differences(left: Any, right: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Keys that lead to what differs between two documents, and both values, as far down as both are objects."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys([*one, *other]):
-            yield from differences(one.get(key), other.get(key), (*keys, key))
-    elif one != other:
-        yield keys, one, other
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in dict.fromkeys([*left, *right]):
+            yield from differences(left.get(key), right.get(key), (*keys, key))
+    elif left != right:
+        yield keys, left, right

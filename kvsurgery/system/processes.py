@@ -58,7 +58,7 @@ class Processes:
             return list(records)
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, list(records))
-        return [record for own in gathered for record in own]
+        return [record for process_records in gathered for record in process_records]
 
     def agree(self, value: Any) -> Any:
         """The first process's value, in every process."""
@@ -142,17 +142,17 @@ def started_processes(device: str | None = None) -> Generator[Processes]:
     if world == 1:
         yield Processes(device=device)
         return
-    own = not dist.is_initialized()  # else the caller's group is taken
+    owns_group = not dist.is_initialized()  # else the caller's group is taken
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
-    if own and device == "cpu":
+    if owns_group and device == "cpu":
         dist.init_process_group("gloo", timeout=PATIENCE)
-    elif own:
+    elif owns_group:
         dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device(device))
     try:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield Processes(dist.get_rank(), world, local, local_world, device)
     finally:
-        if own:
+        if owns_group:
             dist.destroy_process_group()

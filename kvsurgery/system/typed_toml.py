@@ -29,12 +29,12 @@ def read_table(kind: type[Table], table: Mapping[str, Any], prefix: str = "") ->
     types, values = _types(kind), {}
     for key, value in table.items():
         if key not in types:
-            close = difflib.get_close_matches(key, types, 1)
-            hint = f"did you mean `{prefix}{close[0]}`?" if close else f"known are {', '.join(types)}"
+            matches = difflib.get_close_matches(key, types, 1)
+            hint = f"did you mean `{prefix}{matches[0]}`?" if matches else f"known are {', '.join(types)}"
             raise PolicyError(f"unknown key `{prefix}{key}`; {hint}")
-        [inner] = [part for part in types[key] if is_dataclass(part)] or [None]
-        if inner and isinstance(value, dict):
-            value = read_table(inner, value, f"{key}.")
+        [table_class] = [part for part in types[key] if is_dataclass(part)] or [None]
+        if table_class and isinstance(value, dict):
+            value = read_table(table_class, value, f"{key}.")
         values[key] = tuple(value) if isinstance(value, list) else value
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
@@ -53,12 +53,12 @@ def check_types(instance: Any, prefix: str = "") -> None:
     """Raise PolicyError where a field's value is not of its type."""
     for name, kinds in _types(type(instance)).items():
         value = getattr(instance, name)
-        if not any(_is(value, kind) for kind in kinds):
-            wanted = " or ".join(_described(kind) for kind in kinds if kind is not NoneType)
-            raise PolicyError(f"`{prefix}{name}` is {wanted}, got {value!r}")
+        if not any(_has_type(value, kind) for kind in kinds):
+            expected_types = " or ".join(_description(kind) for kind in kinds if kind is not NoneType)
+            raise PolicyError(f"`{prefix}{name}` is {expected_types}, got {value!r}")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is tuple:
@@ -68,13 +68,13 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _described(kind: Any) -> str:
+def _description(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     if get_origin(kind) is tuple:
         return "a list of file names"
-    named = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return named.get(kind, "a table")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(kind, "a table")
 
 
 def to_toml(value: Any) -> str:

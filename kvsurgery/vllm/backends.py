@@ -7,14 +7,14 @@ from vllm.model_executor.layers.attention.chunked_local_attention import create_
 from vllm.platforms import current_platform
 
 
-def full_backend(stock: Attention) -> type:
+def full_backend(attention: Attention) -> type:
     """The backend of a stock attention, as one that takes caches whose outermost axis is the block."""
     if not current_platform.is_cpu():
-        return stock.attn_backend
+        return attention.attn_backend
     from kvsurgery.vllm.cpu import FullBackend
 
-    if isinstance(stock, ChunkedLocalAttention):
-        return create_chunked_local_attention_backend(FullBackend, stock.attention_chunk_size)
+    if isinstance(attention, ChunkedLocalAttention):
+        return create_chunked_local_attention_backend(FullBackend, attention.attention_chunk_size)
     return FullBackend
 
 

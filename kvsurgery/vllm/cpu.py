@@ -131,12 +131,12 @@ def plan(starts: tuple[int, ...], lengths: tuple[int, ...], mask: Mask) -> tuple
         starts: first new token of each request in the batch, and the end.
         lengths: tokens of each request, new ones included.
     """
-    alike: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    members_by_count: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for row, (length, (start, end)) in enumerate(zip(lengths, pairwise(starts), strict=True)):
         for first in range(start, end, QUERIES):
-            alike[min(QUERIES, end - first)].append((row, first, length - (end - first)))
+            members_by_count[min(QUERIES, end - first)].append((row, first, length - (end - first)))
     pieces = []
-    for new, members in alike.items():
+    for new, members in members_by_count.items():
         step = max(1, GATHERED // (mask.sink + mask.recent + new))
         pieces += [_piece(members[start : start + step], new, mask) for start in range(0, len(members), step)]
     return tuple(pieces)
@@ -222,12 +222,12 @@ class StreamingImpl(CPUAttentionBackendImpl):
         heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
         for piece, keys in attn_metadata.pieces:
             requests, new = len(piece.rows), piece.new
-            held = rows.index_select(0, keys.rows(kv_cache)).view(requests, heads, -1, 2 * size)
+            kv_states = rows.index_select(0, keys.rows(kv_cache)).view(requests, heads, -1, 2 * size)
             states = query[piece.tokens]
             if new > 1:  # the queries of a group one after the other, since they share keys
                 states = states.view(requests, new, heads, group, size).permute(0, 2, 3, 1, 4)
             states = states.reshape(requests, heads, -1, size)
-            attended = self._attend(states, held[..., :size], held[..., size:], piece.bias)
+            attended = self._attend(states, kv_states[..., :size], kv_states[..., size:], piece.bias)
             if new > 1:
                 attended = attended.view(requests, heads, group, new, size).permute(0, 3, 1, 2, 4)
             output[piece.tokens] = attended.reshape(-1, heads * group, size)

@@ -37,15 +37,16 @@ class Forecast:
     @classmethod
     def of(cls, part: KVLayout, tokens: int, processes: int = 1, block: int = BLOCK, itemsize: int = 2) -> Forecast:
         """For the heads of one process, in blocks of `block` tokens, with elements of `itemsize` bytes."""
-        token = 2 * itemsize
-        whole = -(-tokens // block) * block
+        kv_itemsize = 2 * itemsize
+        padded_tokens = -(-tokens // block) * block
         return cls(
             tokens,
             processes,
             Groups(part).sequence_bytes(tokens, block, itemsize),
-            part.dense_bytes(1, whole, itemsize=itemsize),
-            sum(layer.full * (layer.head_dim or part.head_dim) for layer in part.layers) * token,
-            sum(layer.heads * (layer.head_dim or part.head_dim) for layer in part.layers if not layer.native) * token,
+            part.dense_bytes(1, padded_tokens, itemsize=itemsize),
+            sum(layer.full * (layer.head_dim or part.head_dim) for layer in part.layers) * kv_itemsize,
+            sum(layer.heads * (layer.head_dim or part.head_dim) for layer in part.layers if not layer.native)
+            * kv_itemsize,
         )
 
     def command(self, folder: str) -> str:
@@ -66,8 +67,8 @@ def forecast(config: Any) -> Forecast:
     for processes in reversed(layout.processes):
         first, *others = layout.parts(processes)
         if all(other == first for other in others):
-            expected = Forecast.of(first, lengths_of(config)[-1], processes)
-            return replace(expected, text_only=has_bidirectional_images(config))
+            prediction = Forecast.of(first, lengths_of(config)[-1], processes)
+            return replace(prediction, text_only=has_bidirectional_images(config))
     raise AssertionError("one process holds all heads")
 
 

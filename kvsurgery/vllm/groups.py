@@ -62,13 +62,14 @@ class Plan:
             groups = [-(-bucket.repeats // repeats) if bucket.balanced else 1 for bucket in buckets]
         else:
             # sliding windows are split to fit a block that others need, as if all layers were as wide as the first
-            needed = max(sum(bucket.counts if bucket.sliding else bucket.widths) for bucket in buckets)
+            block_width = max(sum(bucket.counts if bucket.sliding else bucket.widths) for bucket in buckets)
             groups = [
-                -(-len(bucket.widths) // (needed // bucket.widths[0])) if bucket.sliding else 1 for bucket in buckets
+                -(-len(bucket.widths) // (block_width // bucket.widths[0])) if bucket.sliding else 1
+                for bucket in buckets
             ]
         width = max(
-            sum(-(-layers // number) * width for width, layers in bucket.counts.items())
-            for bucket, number in zip(buckets, groups, strict=True)
+            sum(-(-layers // group_count) * width for width, layers in bucket.counts.items())
+            for bucket, group_count in zip(buckets, groups, strict=True)
         )
         return cls(width, tuple(groups))
 
@@ -80,9 +81,9 @@ class Plan:
         return cls(size * buckets[0].widths[0], tuple(-(-length // size) for length in lengths))
 
 
-def _common_size(lengths: Sequence[int], least: int) -> int:
-    """The size of groups, at least `least`, that pads these lengths least; of several, the largest."""
-    return min(range(least, max(lengths) + 1), key=lambda size: (sum(-length % size for length in lengths), -size))
+def _common_size(lengths: Sequence[int], minimum: int) -> int:
+    """The size of groups, at least `minimum`, that pads these lengths least; of several, the largest."""
+    return min(range(minimum, max(lengths) + 1), key=lambda size: (sum(-length % size for length in lengths), -size))
 
 
 def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
@@ -97,29 +98,29 @@ def _bins(widths: Sequence[int], limit: int, patterns: bool) -> list[int]:
     """
     bins: list[tuple[int, ...]] = []
 
-    def fits(held: tuple[int, ...], width: int) -> bool:
-        grown = (*held, width)
-        small = sum(grown) <= limit and len(grown) * grown[0] <= limit
-        return small and (patterns or not Bucket(grown, sliding=True).mixed_pattern)
+    def fits(bin_widths: tuple[int, ...], width: int) -> bool:
+        grown_bin = (*bin_widths, width)
+        within_limit = sum(grown_bin) <= limit and len(grown_bin) * grown_bin[0] <= limit
+        return within_limit and (patterns or not Bucket(grown_bin, sliding=True).mixed_pattern)
 
-    chosen = []
+    indices = []
     for width in widths:
         if not width:
-            chosen.append(0)
+            indices.append(0)
             continue
-        index = next((index for index, held in enumerate(bins) if fits(held, width)), len(bins))
+        index = next((index for index, bin_widths in enumerate(bins) if fits(bin_widths, width)), len(bins))
         bins[index : index + 1] = [(*bins[index], width) if index < len(bins) else (width,)]
-        chosen.append(index)
-    return chosen
+        indices.append(index)
+    return indices
 
 
 def _by_bin(widths: Sequence[int], bins: Sequence[int], sliding: bool) -> list[Bucket]:
     """The layers of each bin, without those of width 0."""
-    held: dict[int, list[int]] = {}
+    widths_by_bin: dict[int, list[int]] = {}
     for width, index in zip(widths, bins, strict=True):
         if width:
-            held.setdefault(index, []).append(width)
-    return [Bucket(tuple(layers), sliding) for layers in held.values()]
+            widths_by_bin.setdefault(index, []).append(width)
+    return [Bucket(tuple(layers), sliding) for layers in widths_by_bin.values()]
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,8 @@ class Groups:
         vLLM puts windows of one length in one group, and of that group the manager may be the stock one, which frees
         sinks; so no window is as long as one of the model's own. Those of Cohere 2 have one token more in vLLM.
         """
-        own = {layer.recent for layer in self.layout.layers if layer.native}
-        return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & own)
+        native_windows = {layer.recent for layer in self.layout.layers if layer.native}
+        return next(tokens for tokens in count(layer.recent) if not {tokens, tokens - 1} & native_windows)
 
     def blocks(self, tokens: int, size: int, in_flight: int = 1) -> int:
         """Blocks of `size` tokens that a sequence of `tokens` holds while `in_flight` of them are computed."""

@@ -24,9 +24,9 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks between the sinks and the window."""
-        last = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
-        if last > self.sink_blocks:
-            self._remove_blocks_in_range(request_id, self.sink_blocks, last)
+        end_block = min(self._skipped_blocks(processed_computed_tokens), len(self.req_to_blocks[request_id]))
+        if end_block > self.sink_blocks:
+            self._remove_blocks_in_range(request_id, self.sink_blocks, end_block)
 
     def get_num_blocks_to_allocate(
         self,
@@ -77,7 +77,7 @@ class SinkWindowManager(SlidingWindowManager):
         **options: Any,
     ) -> tuple[tuple[list[Any], ...], int]:
         """The longest cached prefix: a window and all sinks, or else the sinks before the first that is missing."""
-        found, length = super().find_longest_cache_hit(
+        hit_blocks, length = super().find_longest_cache_hit(
             block_hashes=block_hashes,
             max_length=max_length,
             kv_cache_group_ids=kv_cache_group_ids,
@@ -95,15 +95,15 @@ class SinkWindowManager(SlidingWindowManager):
             alignment_tokens=alignment_tokens,
         )
         for index in range(min(cdiv(kv_cache_spec.sink, size), length // size)):
-            cached = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
-            if cached is None:
+            cached_blocks = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
+            if cached_blocks is None:
                 length = index * size // alignment_tokens * alignment_tokens
                 break
-            for blocks, block in zip(found, cached, strict=True):
+            for blocks, block in zip(hit_blocks, cached_blocks, strict=True):
                 blocks[index] = block
-        for blocks in found:
+        for blocks in hit_blocks:
             del blocks[length // size :]
-        return found, length
+        return hit_blocks, length
 
     @classmethod
     def reachable_block_mask(

@@ -13,11 +13,13 @@ def __getattr__(architecture: str) -> type:
         raise AttributeError(f"no model class for {architecture}")
     module, name = stock[architecture]
     base = getattr(importlib.import_module(module), name)
-    globals()[architecture] = found = _dense(base, architecture) if architecture in DENSE else _served(base)
-    return found
+    globals()[architecture] = model_class = (
+        _dense_class(base, architecture) if architecture in DENSE else _served_class(base)
+    )
+    return model_class
 
 
-def _served(base: type) -> type:
+def _served_class(base: type) -> type:
     """A subclass of a stock model class that splits the attention of converted checkpoints."""
 
     class Served(base):  # ty: ignore[unsupported-base]  # which is known at run time
@@ -35,7 +37,7 @@ def _served(base: type) -> type:
     return _named_as(base, Served)
 
 
-def _dense(base: type, architecture: str) -> type:
+def _dense_class(base: type, architecture: str) -> type:
     """A subclass of a stock model class that says of converted checkpoints that their cache is the original's."""
 
     class Dense(base):  # ty: ignore[unsupported-base]  # which is known at run time

@@ -31,17 +31,17 @@ class StreamingAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache of these heads; that of full heads where vLLM may not free blocks."""
-        full = super().get_kv_cache_spec(vllm_config)
+        full_spec = super().get_kv_cache_spec(vllm_config)
         if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-            return full
+            return full_spec
         return SinkWindowSpec(
-            block_size=full.block_size,
-            num_kv_heads=full.num_kv_heads,
-            head_size=full.head_size,
-            head_size_v=full.head_size_v,
-            dtype=full.dtype,
-            kv_quant_mode=full.kv_quant_mode,
-            state_content_bytes=full.state_content_bytes,
+            block_size=full_spec.block_size,
+            num_kv_heads=full_spec.num_kv_heads,
+            head_size=full_spec.head_size,
+            head_size_v=full_spec.head_size_v,
+            dtype=full_spec.dtype,
+            kv_quant_mode=full_spec.kv_quant_mode,
+            state_content_bytes=full_spec.state_content_bytes,
             sliding_window=self.window,
             sink=self.sink,
             bin=self.bin,
@@ -78,9 +78,9 @@ class SplitAttention(nn.Module):
             [tokens, query_heads * head_dim]
         """
         if self.full is None or self.streaming is None:
-            only = self.full or self.streaming
-            assert only is not None  # a layer has heads
-            return only(query, key, value)
+            attention = self.full or self.streaming
+            assert attention is not None  # a layer has heads
+            return attention(query, key, value)
         full, streaming = zip(*(self._parts(states) for states in (query, key, value)), strict=True)
         attended = torch.cat((self.full(*full), self.streaming(*streaming)), -1)
         return self._by_head(attended, self.original_order) if self.scattered else attended
@@ -106,10 +106,12 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
         for name, child in parent.named_children()
         if type(child) in (Attention, ChunkedLocalAttention)
     ]
-    for parent, name, stock in attentions:
-        index = extract_layer_index(stock.layer_name)
+    for parent, name, attention in attentions:
+        index = extract_layer_index(attention.layer_name)
         layer = layout.attended[index]
-        window = stock.attention_chunk_size if isinstance(stock, ChunkedLocalAttention) else stock.sliding_window
+        window = (
+            attention.attention_chunk_size if isinstance(attention, ChunkedLocalAttention) else attention.sliding_window
+        )
         # vLLM lets those of Cohere 2 see a token more
         if window not in ((layer.recent, layer.recent + 1) if layer.native else (None,)):
             raise ValueError(
@@ -117,31 +119,31 @@ def split_attention(model: nn.Module, layout: KVLayout, vllm_config: Any) -> Non
                 "config.json; use transformers with trust_remote_code=True"
             )
         if layer.native:
-            stock.attn_backend = full_backend(stock)
-            if isinstance(stock, ChunkedLocalAttention):
-                _give_bin(stock, groups.native[index])
+            attention.attn_backend = full_backend(attention)
+            if isinstance(attention, ChunkedLocalAttention):
+                _give_bin(attention, groups.native[index])
             continue
         cache = {"window": groups.window(layer), "bin": groups.streaming[index]}
-        setattr(parent, name, _split(stock, layer, cache, vllm_config))
-    split = [module for module in model.modules() if isinstance(module, SplitAttention)]
-    if split:
-        _announce(split, layout, vllm_config)
+        setattr(parent, name, _split(attention, layer, cache, vllm_config))
+    split_modules = [module for module in model.modules() if isinstance(module, SplitAttention)]
+    if split_modules:
+        _announce(split_modules, layout, vllm_config)
 
 
-def _give_bin(chunked: ChunkedLocalAttention, bin: int) -> None:
+def _give_bin(attention: ChunkedLocalAttention, bin: int) -> None:
     """Let vLLM put chunks of the model's own only into a cache group with those of the same bin."""
-    stock_spec = chunked.get_kv_cache_spec
+    stock_spec = attention.get_kv_cache_spec
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
         spec = stock_spec(vllm_config)
         return spec if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager else ChunkSpec.of(spec, bin)
 
-    chunked.get_kv_cache_spec = get_kv_cache_spec
+    attention.get_kv_cache_spec = get_kv_cache_spec
 
 
-def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
+def _announce(split_modules: list[SplitAttention], layout: KVLayout, vllm_config: Any) -> None:
     """Log the heads of this process and the memory that they take, beside that of the original model."""
-    attention: Attention = next(split[0].children())
+    attention: Attention = next(split_modules[0].children())
     dtype = attention.kv_cache_torch_dtype
     size = vllm_config.cache_config.block_size or BLOCK
     limit = vllm_config.model_config.max_model_len
@@ -149,8 +151,8 @@ def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -
     logger.info(
         "kvsurgery: %d full and %d streaming KV heads in this process; KV cache of a token %.1f KiB (dense %.1f), of "
         "%s tokens %.2f GiB (dense %.2f); such sequences in a GiB: %.1f (dense %.1f)",
-        sum(module.cut for module in split),
-        sum(module.heads - module.cut for module in split),
+        sum(module.cut for module in split_modules),
+        sum(module.heads - module.cut for module in split_modules),
         longest.token_bytes / 2**10,
         longest.dense_token_bytes / 2**10,
         f"{limit:,}",
@@ -169,26 +171,26 @@ def _announce(split: list[SplitAttention], layout: KVLayout, vllm_config: Any) -
         )
 
 
-def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_config: Any) -> SplitAttention:
+def _split(attention: Attention, layer: LayerLayout, cache: dict[str, int], vllm_config: Any) -> SplitAttention:
     """Two attentions in the place of a stock one, with its settings."""
-    group = stock.num_heads // stock.num_kv_heads
+    group = attention.num_heads // attention.num_kv_heads
     settings = {
-        "head_size": stock.head_size,
-        "scale": stock.impl.scale,
+        "head_size": attention.head_size,
+        "scale": attention.impl.scale,
         "cache_config": vllm_config.cache_config,
-        "quant_config": stock.quant_config,
-        "logits_soft_cap": stock.impl.logits_soft_cap or None,
+        "quant_config": attention.quant_config,
+        "logits_soft_cap": attention.impl.logits_soft_cap or None,
     }
-    full_sinks, streaming_sinks = learned_sinks(stock, layer)
-    source = stock.kv_sharing_target_layer_name
-    del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+    full_sinks, streaming_sinks = learned_sinks(attention, layer)
+    source = attention.kv_sharing_target_layer_name
+    del vllm_config.compilation_config.static_forward_context[attention.layer_name]
     full = streaming = None
     if layer.full:
         full = Attention(
             num_heads=layer.full * group,
             num_kv_heads=layer.full,
-            prefix=f"{stock.layer_name}.full",
-            attn_backend=full_backend(stock),
+            prefix=f"{attention.layer_name}.full",
+            attn_backend=full_backend(attention),
             kv_sharing_target_layer_name=source and f"{source}.full",
             **full_sinks,
             **settings,
@@ -197,7 +199,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
         streaming = StreamingAttention(
             num_heads=layer.streaming * group,
             num_kv_heads=layer.streaming,
-            prefix=f"{stock.layer_name}.streaming",
+            prefix=f"{attention.layer_name}.streaming",
             attn_backend=streaming_backend(),
             kv_sharing_target_layer_name=source and f"{source}.streaming",
             sink=layer.sink,
@@ -209,7 +211,7 @@ def _split(stock: Attention, layer: LayerLayout, cache: dict[str, int], vllm_con
     return SplitAttention(full, streaming, layer)
 
 
-def learned_sinks(stock: Attention, layer: LayerLayout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def learned_sinks(attention: Attention, layer: LayerLayout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The learned sinks of full and of streaming heads, as the option of their attentions; none where it has none.
 
     They are parts of the parameter that the weights are loaded into later.
@@ -217,7 +219,7 @@ def learned_sinks(stock: Attention, layer: LayerLayout) -> tuple[dict[str, torch
     Raises:
         ValueError: full heads lie in several places, so that their sinks are no part of it.
     """
-    sinks = getattr(stock.impl, "sinks", None)
+    sinks = getattr(attention.impl, "sinks", None)
     if sinks is None:
         return {}, {}
     if layer.scattered:
@@ -226,5 +228,5 @@ def learned_sinks(stock: Attention, layer: LayerLayout) -> tuple[dict[str, torch
             f"kvsurgery: one process cannot serve learned sinks of heads that are laid out for {count}; use "
             f"--tensor-parallel-size {count}"
         )
-    cut = layer.full * (stock.num_heads // stock.num_kv_heads)
+    cut = layer.full * (attention.num_heads // attention.num_kv_heads)
     return {"sinks": sinks.data[:cut]}, {"sinks": sinks.data[cut:]}

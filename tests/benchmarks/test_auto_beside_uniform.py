@@ -26,6 +26,6 @@ def test_the_documented_table_is_the_committed_result() -> None:
 @pytest.mark.parametrize("budget", layer_bits.BUDGETS)
 def test_the_compared_widths_are_those_that_are_chosen(budget: float) -> None:
     path = ROOT / "examples" / "smollm2" / "losses.safetensors"
-    chosen = layer_bits.chosen(CacheLosses.load(path), str(path), budget)
-    assert chosen == FOUND["bits"][f"auto {budget}"]
-    assert sum(chosen) <= sum(FOUND["bits"][f"{budget} bits"])
+    auto_bits = layer_bits.auto_bits(CacheLosses.load(path), str(path), budget)
+    assert auto_bits == FOUND["bits"][f"auto {budget}"]
+    assert sum(auto_bits) <= sum(FOUND["bits"][f"{budget} bits"])

@@ -52,4 +52,7 @@ def test_a_run_goes_on_from_its_file(
 
 def test_the_model_does_not_count(beyond_folder: Path) -> None:
     model, rows = beyond_cost.stock(beyond_folder), torch.zeros(10, 4)
-    assert beyond_cost.held({"model": model, "weight": model.lm_head.weight, "rows": [rows, rows[2:]]}, model) == 160
+    assert (
+        beyond_cost.tensor_bytes({"model": model, "weight": model.lm_head.weight, "rows": [rows, rows[2:]]}, model)
+        == 160
+    )

@@ -26,7 +26,7 @@ def test_a_calibrated_rotation_separates_what_varies_together() -> None:
     torch.manual_seed(0)
     mixing = torch.linalg.qr(torch.randn(16, 16)).Q
     states = torch.randn(4000, 16) * torch.linspace(8, 0.1, 16) @ mixing.T
-    matrix = calibrated_rotations.turn(states.mT @ states)
+    matrix = calibrated_rotations.calibrated_rotation(states.mT @ states)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(16), atol=1e-5, rtol=0)
     turned = states @ matrix.mT @ calibrated_rotations.rotation(16, torch.float32, torch.device("cpu"))
     spread = turned.std(0)
@@ -38,7 +38,7 @@ def test_a_calibrated_rotation_separates_what_varies_together() -> None:
 def test_what_lies_in_no_whole_tile_is_exact(keys: bool) -> None:
     torch.manual_seed(0)
     states, how = torch.randn(1, 2, 900, 16), Quantization(2, rotate="none", clip=True)
-    back = calibrated_rotations.stored(states, torch.eye(16).expand(2, 16, 16), how, keys)
+    back = calibrated_rotations.restored_states(states, torch.eye(16).expand(2, 16, 16), how, keys)
     stop = how.sink + 128 * how.tiles(900 - how.sink)
     assert how.sink < stop < 900
     assert torch.equal(back[:, :, : how.sink], states[:, :, : how.sink])

@@ -55,7 +55,7 @@ def command(words: PreTrainedTokenizerFast, model: PreTrainedModel, tmp_path_fac
 def test_who_keeps_everything_is_the_original(model: PreTrainedModel, kind: type[H2O]) -> None:
     tokens = torch.from_numpy(np.random.default_rng(0).integers(5, 300, (1, 40)))
     whole = model(tokens).logits
-    for session in (Session(model, tokens[:, :25], 15), kind(model, tokens[:, :25], 15, most=40)):
+    for session in (Session(model, tokens[:, :25], 15), kind(model, tokens[:, :25], 15, max_tokens=40)):
         with torch.no_grad():
             logits = torch.cat([session.last, session.read(tokens[:, 25:])], 1)
         torch.testing.assert_close(logits, whole[:, 24:], atol=1e-5, rtol=0)
@@ -65,7 +65,7 @@ def test_h2o_keeps_the_recent_and_what_got_most_attention_so_far(model: PreTrain
     """Of 20 tokens and 4 more, one at a time, each head of a layer keeps 8: 4 recent and 4 others."""
     tokens = torch.from_numpy(np.random.default_rng(1).integers(5, 300, (1, 24)))
     with torch.no_grad():
-        session = H2O(model, tokens[:, :20], 4, most=8)
+        session = H2O(model, tokens[:, :20], 4, max_tokens=8)
         weights = model(tokens[:, :20], output_attentions=True).attentions[0][0]
         heads = session.cache.layers[0].keys.shape[1]
         received = weights.unflatten(0, (heads, -1)).sum((1, 2))
@@ -82,7 +82,7 @@ def test_h2o_keeps_the_recent_and_what_got_most_attention_so_far(model: PreTrain
 def test_tova_drops_what_the_last_query_asked_for_least(model: PreTrainedModel) -> None:
     tokens = torch.from_numpy(np.random.default_rng(2).integers(5, 300, (1, 20)))
     with torch.no_grad():
-        session = TOVA(model, tokens, 4, most=8)
+        session = TOVA(model, tokens, 4, max_tokens=8)
         output = model(tokens, output_attentions=True)
     kept = output.attentions[1][0, :, -1].mean(0).topk(8).indices.sort().values
     every = output.past_key_values.layers[1].values[0, :, kept]

@@ -76,7 +76,7 @@ def test_an_answer_is_right_where_greedy_decoding_says_it(
         right = number != 1
         questions.append(trials.Question([*ask, *(said if right else [said[0], said[1] ^ 1])], 2))
         told.append(right)
-    assert trials.answered(model, replace(prompt, questions=tuple(questions))) == told
+    assert trials.correct_answers(model, replace(prompt, questions=tuple(questions))) == told
 
 
 def test_likelihoods_are_those_of_one_forward(haystack: Haystack, model: PreTrainedModel) -> None:
@@ -308,7 +308,7 @@ def test_what_the_docs_say_of_random_heads() -> None:
 
 def test_what_the_docs_say_of_scores_beside_each_other() -> None:
     found = results("which-heads")
-    far = paired.outside(found, 16, 64)
+    far = paired.outside_window(found, 16, 64)
 
     def pair(share: int, one: str, other: str) -> tuple[Interval, Interval]:
         """Recall outside of the window and divergence, of one choice less the other."""

@@ -59,7 +59,9 @@ def test_the_original_is_what_others_are_compared_with(found: dict) -> None:
     original = found["results"]["original"]
     assert original["kl"] == pytest.approx([0, 0], abs=1e-6)
     assert original["kv_bytes"] == [LENGTH * found["token"]] * 2
-    assert original["right"] == [int(each) for text in found["texts"] for each in trials.answered(found["model"], text)]
+    assert original["right"] == [
+        int(each) for text in found["texts"] for each in trials.correct_answers(found["model"], text)
+    ]
     for text, nats in zip(found["texts"], original["nats"], strict=True):
         tokens = torch.from_numpy(np.concatenate([text.text, text.following]))
         assert len(text.text) == LENGTH

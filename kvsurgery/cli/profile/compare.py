@@ -38,22 +38,22 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
     if plot is not None:
         check_picture(plot)
     profiles = load_scores(a), load_scores(b)
-    found = comparison.compare(*profiles, group_reduce)
+    result = comparison.compare(*profiles, group_reduce)
     if profiles[0].base_model != profiles[1].base_model:
         names = " and ".join(profile.base_model for profile in profiles)
         console.stderr.print(f"the profiles name different models of equal dimensions, {names}")
     if plot is not None:
-        picture.plot_comparison(found, plot)
+        picture.plot_comparison(result, plot)
         console.stderr.print(f"wrote {plot}")
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        click.echo(json.dumps(result.to_json()))
         return
     out = console.stdout
-    for which, profile in zip("AB", profiles, strict=True):
-        out.print(f"{which}: {description.describe(profile)}")
-    out.print(heatmap.draw_comparison(found, out.width, console.colored()))
-    out.print(f"\n{description.describe_comparison(found)}")
-    reduced = f", query heads reduced by {group_reduce}" if found.group_reduce else ""
+    for label, profile in zip("AB", profiles, strict=True):
+        out.print(f"{label}: {description.describe(profile)}")
+    out.print(heatmap.draw_comparison(result, out.width, console.colored()))
+    out.print(f"\n{description.describe_comparison(result)}")
+    reduction = f", query heads reduced by {group_reduce}" if result.group_reduce else ""
     rows = [
         (
             overlap.sparsity,
@@ -63,7 +63,7 @@ def compare(a: str, b: str, group_reduce: Literal["mean", "max"], as_json: bool,
             f"{overlap.chance:.1%}",
             f"{overlap.jaccard:.3f}",
         )
-        for overlap in found.overlaps
+        for overlap in result.overlaps
     ]
     columns = ("sparsity", "full in each", "full in both", "overlap", "by chance", "Jaccard")
-    out.print(console.table(f"\nKV heads that stay full{reduced}", columns, rows))
+    out.print(console.table(f"\nKV heads that stay full{reduction}", columns, rows))

@@ -83,7 +83,7 @@ def compute(
     torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method duo --batch 8 -o duo.safetensors
     torchrun --nproc-per-node 8 -m kvsurgery profile compute ./llama3-70b --method headkv-r2 --tp 8 -o r2.safetensors
     """
-    chosen = _chosen(ctx, method, seed)
+    configured_method = _configured_method(ctx, method, seed)
 
     from kvsurgery.display import console
     from kvsurgery.errors import Interrupted
@@ -92,25 +92,25 @@ def compute(
     from kvsurgery.system.processes import started_processes
 
     quiet_transformers()
-    chosen.check_output(out)
-    chosen.check()
+    configured_method.check_output(out)
+    configured_method.check()
     with started_processes(device) as processes:
         mesh = Mesh(processes, tp, sp)
-        _check_sharing(chosen, mesh)
+        _check_sharing(configured_method, mesh)
         dtype = chosen_dtype(dtype, source, device, revision)
-        measured = mesh.load(source, revision, dtype=dtype, sharded=chosen.shared == "weights")
+        model = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
         try:
             with console.step_progress(f"measuring {method}") as advance:
-                told = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
-                made = chosen.measure(measured, mesh, told if processes.rank == 0 else Reporter())
+                reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
+                measurement = configured_method.measure(model, mesh, reporter if processes.rank == 0 else Reporter())
         except KeyboardInterrupt:
-            hint = f"--resume goes on from {chosen.kept}" if chosen.kept else "nothing is kept"
+            hint = f"--resume goes on from {configured_method.kept}" if configured_method.kept else "nothing is kept"
             raise Interrupted(hint) from None
         if processes.rank == 0:
-            _save(made, out)
+            _save(measurement, out)
 
 
-def _chosen(ctx: click.Context, name: str, seed: int) -> Method:
+def _configured_method(ctx: click.Context, name: str, seed: int) -> Method:
     """The method, with the settings that were typed.
 
     Raises:
@@ -133,7 +133,7 @@ def _check_sharing(method: Method, mesh: Mesh) -> None:
         raise click.UsageError(f"processes that measure {method.name} share the passages; leave --tp out")
 
 
-def _save(made: Measurement, out: Path) -> None:
+def _save(measurement: Measurement, out: Path) -> None:
     """Write what was measured, describe it, and plot a training."""
     from kvsurgery.cli.profile.saving import save, save_losses
     from kvsurgery.display import console
@@ -141,12 +141,12 @@ def _save(made: Measurement, out: Path) -> None:
     from kvsurgery.profile.head_profile import HeadProfile
     from kvsurgery.profile.plots import plot_training
 
-    if isinstance(made.result, HeadProfile):
-        for line in outcome(made.result) if made.history is not None else ():
+    if isinstance(measurement.result, HeadProfile):
+        for line in outcome(measurement.result) if measurement.history is not None else ():
             console.stderr.print(line)
-        save(made.result, out)
+        save(measurement.result, out)
     else:
-        save_losses(made.result, out)
-    if made.history is not None and made.curve is not None:
-        plot_training(made.history, made.curve)
-        console.stderr.print(f"wrote {made.curve}")
+        save_losses(measurement.result, out)
+    if measurement.history is not None and measurement.curve is not None:
+        plot_training(measurement.history, measurement.curve)
+        console.stderr.print(f"wrote {measurement.curve}")

@@ -48,12 +48,12 @@ def _import_options(command: Any) -> Any:
 
 
 def _save(
-    read: Callable[[Sequence[Path], ProfiledModel], HeadProfile],
+    importer: Callable[[Sequence[Path], ProfiledModel], HeadProfile],
     sources: Sequence[str],
     options: dict[str, Any],
     **names: str,
 ) -> None:
-    """Read files as `read` does for the model that the options name, and write a profile.
+    """Read files as `importer` does for the model that the options name, and write a profile.
 
     Args:
         sources: paths, or files of the Hub.
@@ -70,10 +70,10 @@ def _save(
     model = ProfiledModel.read(options["source"], options["revision"])
     files, origins = [], []
     for source in sources:
-        path, remote = local_file(source, **names)
+        path, hub_file = local_file(source, **names)
         files.append(path)
-        origins += [asdict(remote)] if remote else []
-    profile = read(files, replace(model, name=options["base_model"] or model.name))
+        origins += [asdict(hub_file)] if hub_file else []
+    profile = importer(files, replace(model, name=options["base_model"] or model.name))
     if origins:
         profile = replace(profile, provenance={**profile.provenance, "hub": origins})
     save(profile, options["out"])

@@ -19,8 +19,8 @@ def save(profile: HeadProfile, out: Path) -> None:
     profile.save(out)
     console.stdout.print(f"wrote {out}\n{describe(profile)}")
     method = SCORE_METHODS.get(profile.method)
-    needed = method is not None and method.rest == "budgeted" and method.kind != "budget"
-    budget = " --budget 120" if needed else ""
+    needs_budget = method is not None and method.rest == "budgeted" and method.kind != "budget"
+    budget = " --budget 120" if needs_budget else ""
     console.stderr.print(f"Next: kvsurgery convert --profile {out}{budget} --out DIR")
 
 
@@ -47,6 +47,9 @@ def print_losses(losses: CacheLosses) -> None:
             rows.append((bits, setting.rotate, clip, f"{setting.loss:.2g}", mark))
     title = f"Divergence of the next token with every head quantized, {losses.context:,} tokens of {losses.text}"
     console.stdout.print(console.table(title, ["bits", "rotated", "clipped", "nats", ""], rows, left=2))
-    rows = [(one.name, f"{one.expected:.2g}", f"{one.measured:.2g}") for one in losses.combinations]
+    rows = [
+        (combination.name, f"{combination.expected:.2g}", f"{combination.measured:.2g}")
+        for combination in losses.combinations
+    ]
     title = "Several heads at once: the sum of their own divergences, and the measured one"
     console.stdout.print(console.table(title, ["heads", "sum", "measured"], rows, left=1))

@@ -52,19 +52,19 @@ def show(path: str, source: str | None, as_json: bool, plot: Path | None) -> Non
     if isinstance(file, CacheLosses):
         _show_losses(file, as_json)
         return
-    loaded = file if source is None else _with_windows(file, source)
+    profile = file if source is None else _with_windows(file, source)
     if plot is not None:
-        picture.plot(loaded, plot)
+        picture.plot(profile, plot)
         console.stderr.print(f"wrote {plot}")
     if as_json:
-        click.echo(json.dumps({**description.facts(loaded), "hash": file.hash}))
+        click.echo(json.dumps({**description.facts(profile), "hash": file.hash}))
         return
     out = console.stdout
-    out.print(description.describe(loaded))
-    if loaded.scores is not None:
-        out.print(heatmap.draw(loaded, out.width, console.colored()))
+    out.print(description.describe(profile))
+    if profile.scores is not None:
+        out.print(heatmap.draw(profile, out.width, console.colored()))
     else:
-        _print_embedding_heads(loaded)
+        _print_embedding_heads(profile)
 
 
 def _show_losses(losses: CacheLosses, as_json: bool) -> None:
@@ -74,7 +74,9 @@ def _show_losses(losses: CacheLosses, as_json: bool) -> None:
     from kvsurgery.cli.profile.saving import print_losses
 
     if as_json:
-        click.echo(json.dumps({**losses.facts, "heads": {name: each.tolist() for name, each in losses.heads.items()}}))
+        click.echo(
+            json.dumps({**losses.facts, "heads": {name: values.tolist() for name, values in losses.heads.items()}})
+        )
     else:
         print_losses(losses)
 
@@ -107,8 +109,8 @@ def _print_embedding_heads(profile: HeadProfile) -> None:
     def rows(heads: Iterable[EmbeddingHead]) -> list[tuple[object, ...]]:
         return [row(head.state, head.layer, head.head) for head in heads]
 
-    known = ", with their mean normalized ranks (0 is best)" if mnr else ""
-    console.stdout.print(console.table(f"\nembedding heads{known}", columns, rows(profile.embedding_heads)))
+    note = ", with their mean normalized ranks (0 is best)" if mnr else ""
+    console.stdout.print(console.table(f"\nembedding heads{note}", columns, rows(profile.embedding_heads)))
     if profile.ranking is None:
         return
     for task, ranks in mnr.items():

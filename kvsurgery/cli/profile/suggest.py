@@ -42,20 +42,20 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     with _folder(source, revision) as folder:
         model = ModelIdentity.read(folder, source)
         costs = _costs(folder)
-    found = suggestions(model)
+    candidates = suggestions(model)
     if as_json:
         facts = {
             "model": source,
             "family": model.family,
             "made_from": sorted(model.ancestors),
-            "profiles": [one.to_json(source) for one in found],
+            "profiles": [suggestion.to_json(source) for suggestion in candidates],
             "measuring_estimate": [cost.to_json() for cost in costs],
         }
         click.echo(json.dumps(facts, indent=2))
         return
     made_from = f"; made from {', '.join(sorted(model.ancestors))}" if model.ancestors else ""
     console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}")
-    _print(model, found, everything)
+    _print(model, candidates, everything)
     _print_costs(costs)
 
 
@@ -84,29 +84,29 @@ def _costs(folder: Path) -> list[Cost]:
     return costs(Checkpoint.open(folder))
 
 
-def _print(model: ModelIdentity, found: list[Suggestion], everything: bool) -> None:
+def _print(model: ModelIdentity, suggestions: list[Suggestion], everything: bool) -> None:
     """The profiles that fit with their commands, then why others do not."""
     from kvsurgery.display import console
     from kvsurgery.profile.suggestion import FITS
 
     say = console.stdout.print
     for fit, title in FITS.items():
-        those = [one for one in found if one.fit == fit]
+        matching = [suggestion for suggestion in suggestions if suggestion.fit == fit]
         if fit == "no" and not everything:
-            say(f"\n{len(those)} published profiles are of other families or dimensions; --all lists them")
-        elif those:
+            say(f"\n{len(matching)} published profiles are of other families or dimensions; --all lists them")
+        elif matching:
             say(f"\n{title}:")
-            for one in those:
-                _print_one(one, model, say)
-    if all(one.fit == "no" for one in found):
+            for suggestion in matching:
+                _print_suggestion(suggestion, model, say)
+    if all(suggestion.fit == "no" for suggestion in suggestions):
         say("\nNo published profile fits; measure one.")
 
 
-def _print_one(one: Suggestion, model: ModelIdentity, say: Callable[..., None]) -> None:
+def _print_suggestion(suggestion: Suggestion, model: ModelIdentity, say: Callable[..., None]) -> None:
     """A profile, why it fits or does not, and how it is imported."""
-    note = f" ({one.published.note})" if one.published.note else ""
-    say(f"  {one.published.format}: {one.reason}{note}")
-    for command in one.published.commands(model.name) if one.fit != "no" else ():
+    note = f" ({suggestion.published.note})" if suggestion.published.note else ""
+    say(f"  {suggestion.published.format}: {suggestion.reason}{note}")
+    for command in suggestion.published.commands(model.name) if suggestion.fit != "no" else ():
         say(f"    {command}")
 
 
