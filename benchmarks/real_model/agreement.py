@@ -1,6 +1,6 @@
 """How far head profiles of one model agree: a rank correlation, and how many of the full heads two of them share.
 
-    python benchmarks/real_model/agreement.py gates.safetensors er.safetensors attention.safetensors
+python benchmarks/real_model/agreement.py gates.safetensors er.safetensors attention.safetensors
 """
 
 from __future__ import annotations
