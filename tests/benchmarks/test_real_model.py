@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "real_model"))
 
+import agreement
 import heads_report
 import paired
 import selections
@@ -349,8 +350,8 @@ def test_the_default_window_keeps_what_the_docs_say() -> None:
         f"attention keeps {kept['attention']} ({more['attention']}), measured losses {kept['measured loss']} "
         f"({more['measured loss']}), and ER {kept['er']} ({more['er']})."
     ) in page()
-    half = f"half of the heads chosen by gates recall {kept['gates']} of the facts that the original recalls"
-    assert f"{half}, and perplexity rises by {more['gates']}" in page("README.md")
+    half = f"half of the heads, chosen by DuoAttention's gates, recall {kept['gates']} of the facts that the original"
+    assert f"{half} recalls, and perplexity rises by {more['gates']}" in page("README.md")
     assert f"one recalls {random.draws[0]:.0%} of the facts and another {random.draws[-1]:.0%}" in page()
     minutes = "gates of 20 minutes"
     assert f"keeps {kept[minutes]} of the facts, and perplexity rises by {more[minutes]}." in page()
@@ -380,20 +381,13 @@ def test_gates_of_20_minutes_are_what_their_readme_says() -> None:
 
 def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     folder = ROOT / "examples" / "smollm2"
-    names = {"ER": "er", "gates of 20 minutes": "minutes"}
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (folder / "README.md").read_text().partition("| | attention |")[2].splitlines()
-    ]
-    columns = ["attention", *lines[0]]
-    said = {}
-    for row, *cells in lines[2:6]:
-        said |= {(row, column): cell for column, cell in zip(columns, cells, strict=True) if cell}
-    found = {}
-    for pair in said:
-        first, second = (load_scores(folder / f"{names.get(name, name)}.safetensors") for name in pair)
-        compared = compare(first, second)
-        [half] = (overlap for overlap in compared.overlaps if overlap.sparsity == 0.5)
-        found[pair] = f"{compared.spearman:.2f}, {half.shared}"
-    assert len(said) == 10
-    assert said == found
+    text = (folder / "README.md").read_text()
+    names = [cell.strip() for cell in text.partition("| | minutes |")[2].splitlines()[0].strip("|").split("|")]
+    profiles = {name: load_scores(folder / f"{name}.safetensors") for name in ("gates", "minutes", *names)}
+    assert profiles.keys() == {path.stem for path in folder.glob("*.safetensors")}
+    table = agreement.table(profiles)
+    assert "\n".join(table) in text
+    assert table[3].startswith("| minutes |  | 0.98, 45 |")  # of two seeds
+    assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in " ".join(text.split())
+    assert f"Of ER's 100 needles the model answered {profiles['er'].provenance['successes']}, and of R's " in text
+    assert f"and of R's {profiles['r'].provenance['successes']};" in text
