@@ -67,7 +67,7 @@ def test_the_documented_losses_of_calibrated_rotations() -> None:
     kl = dict(calibrated_rotations.rows(found))
     page = " ".join((ROOT / "docs" / "quantized-caches.md").read_text().split())
     kivi = f"from {kl['kivi, Hadamard']} to {kl['kivi, calibrated']} with kivi"
-    assert f"{kivi} (to {kl['kivi, values calibrated']} with only values calibrated)" in page
+    assert f"{kivi} ({kl['kivi, values calibrated']} if only values are calibrated)" in page
     assert f"from {kl['per-token, Hadamard']} to {kl['per-token, calibrated']} with per-token scales" in page
 
 

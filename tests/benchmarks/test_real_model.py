@@ -388,6 +388,9 @@ def test_how_far_profiles_agree_is_what_their_readme_says() -> None:
     table = agreement.table(profiles)
     assert "\n".join(table) in text
     assert table[3].startswith("| minutes |  | 0.98, 45 |")  # of two seeds
+    agreed = {name: compare(profiles["lm"], profiles[name]).spearman for name in profiles if name != "lm"}
+    lowest, second, *_, highest = sorted(agreed, key=lambda name: agreed[name])
+    assert (lowest, second, highest) == ("r", "attention", "losses")
     assert f"are 0 for {np.count_nonzero(profiles['r'].scores == 0)} of the 270 query heads" in " ".join(text.split())
     assert f"Of ER's 100 needles the model answered {profiles['er'].provenance['successes']}, and of R's " in text
     assert f"and of R's {profiles['r'].provenance['successes']};" in text

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvsurgery.errors import ProfileError
 from kvsurgery.measure.pace import (
-    ENOUGH_PASSKEYS,
     LEAST_CONTEXT,
     LEAST_STEPS,
     MOST_STEPS,
+    PASSKEYS,
     WANTED_STEPS,
     Lengths,
     TrainingPlan,
@@ -60,7 +60,7 @@ def test_the_longer_the_time_the_longer_the_prompts():
     found = [paced(minutes, lambda tokens: tokens / 60, 32_000) for minutes in (21, 100, 400, 2000, 20_000)]
     assert [each.max_context for each in found] == [768, 1000, 4000, 32_000, 32_000]
     assert [each.min_context for each in found] == [384, 500, 1000, 1000, 1000]
-    assert [each.passkeys for each in found] == [3, 5, 10, 10, ENOUGH_PASSKEYS]
+    assert [each.passkeys for each in found] == [3, 5, 10, 10, PASSKEYS]
     assert found[-1].steps == MOST_STEPS
     assert found[0] == TrainingPlan(131, 384, 768, 3)
 
