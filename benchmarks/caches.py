@@ -70,19 +70,19 @@ def contenders(
     stock: PreTrainedModel, emitted: PreTrainedModel
 ) -> dict[str, tuple[PreTrainedModel, Callable[[], Any]]]:
     """Models with what makes an empty cache, by name: the original first, then ours, fp8, and those of transformers."""
-    caches: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
+    contenders_by_name: dict[str, tuple[PreTrainedModel, Callable[[], Any]]] = {
         ORIGINAL: (stock, partial(DynamicCache, config=stock.config))
     }
     cache = type(emitted(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
     for name, quantization in settings().items():
-        caches[name] = emitted, partial(cache, emitted.config, quantization=quantization)
-    caches["fp8, as vLLM has it"] = stock, partial(Cache, layer_class_to_replicate=Fp8Layer)
+        contenders_by_name[name] = emitted, partial(cache, emitted.config, quantization=quantization)
+    contenders_by_name["fp8, as vLLM has it"] = stock, partial(Cache, layer_class_to_replicate=Fp8Layer)
     for backend, (keys, values) in BACKENDS.items():
         for bits in (4, 2):
             options = {"nbits": bits, "axis_key": keys, "axis_value": values}
             make = partial(QuantizedCache, backend, stock.config, **options)
-            caches[f"QuantizedCache, {backend}, {bits} bits"] = stock, make
-    return caches
+            contenders_by_name[f"QuantizedCache, {backend}, {bits} bits"] = stock, make
+    return contenders_by_name
 
 
 def converted(source: Path, folder: Path, dtype: torch.dtype) -> PreTrainedModel:

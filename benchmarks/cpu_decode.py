@@ -46,8 +46,8 @@ class Variant(NamedTuple):
             token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
             return batch * (length + steps) * token_bytes
         layout = KVLayout.from_config(config)
-        if quantized_settings := quantization(self.bits):
-            layout = layout.quantized(quantized_settings)
+        if quantization_settings := quantization(self.bits):
+            layout = layout.quantized(quantization_settings)
         return layout.kv_bytes(batch, length, steps, itemsize=itemsize)
 
 

@@ -50,11 +50,11 @@ def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[Path], length: int, 
     if around is None:
         raise SystemExit("the tokenizer has no chat template; give an instruct model")
     prefix, suffix = token_ids(tokenizer, around[0] + REQUEST), token_ids(tokenizer, around[1])
-    text_length, rows = length - len(prefix) - len(suffix), []
+    piece_length, rows = length - len(prefix) - len(suffix), []
     for text in texts:
-        tokens = Haystack.read(str(text), tokenizer, text_length).tokens.tolist()
-        starts = torch.linspace(0, len(tokens) - text_length, pieces + 2).long().tolist()[1:-1]
-        rows += [[*prefix, *tokens[start : start + text_length], *suffix] for start in starts]
+        tokens = Haystack.read(str(text), tokenizer, piece_length).tokens.tolist()
+        starts = torch.linspace(0, len(tokens) - piece_length, pieces + 2).long().tolist()[1:-1]
+        rows += [[*prefix, *tokens[start : start + piece_length], *suffix] for start in starts]
     return torch.tensor(rows)
 
 

@@ -208,7 +208,7 @@ def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
     query, keys, values, *settings = chunk(past, tokens, streaming)
     baselines, repeats = {}, 5
     out = prefill(query, keys, values, *settings)
-    duration = milliseconds(lambda: prefill(query, keys, values, *settings), repeats)
+    elapsed_ms = milliseconds(lambda: prefill(query, keys, values, *settings), repeats)
     if streaming:
         error = check_streaming(1000 if past else 0)
     else:
@@ -231,8 +231,8 @@ def prefill_row(past: int, tokens: int, streaming: bool) -> dict:
         "kind": "streaming" if streaming else "full",
         "past": past,
         "tokens": tokens,
-        "ms": duration,
-        "TFLOP/s": operations / duration / 1e9,
+        "ms": elapsed_ms,
+        "TFLOP/s": operations / elapsed_ms / 1e9,
         **baselines,
         "error": error,
     }

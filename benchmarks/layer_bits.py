@@ -76,13 +76,13 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     losses, sizes = CacheLosses.load(arguments.losses), TrialSizes(passages=arguments.passages, scored=64)
-    model = MeasuredModel.load(arguments.model, dtype="float32")
+    measured = MeasuredModel.load(arguments.model, dtype="float32")
     caches = [
         Quantization(bits, rotate=best.rotate, clip=best.clip)
         for bits in losses.settings
         for best in (losses.best(bits),)
     ]
-    cache_index = {quantization.bits: number for number, quantization in enumerate(caches, 1)}
+    index_by_bits = {quantization.bits: number for number, quantization in enumerate(caches, 1)}
     bits = {}
     for budget, widths in BUDGETS.items():
         bits[f"auto {budget}"] = auto_bits(losses, arguments.losses, budget)
@@ -90,13 +90,13 @@ def main() -> None:
     report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
     report |= {"bits": bits, "measured_on": losses.text, "read": Path(arguments.text).name, **vars(sizes)}
     rows = [
-        torch.tensor([[cache_index[width]] * losses.model.kv_heads for width in layer_widths])
+        torch.tensor([[index_by_bits[width]] * losses.model.kv_heads for width in layer_widths])
         for layer_widths in bits.values()
     ]
-    text = Haystack.read(arguments.text, model.text, sizes.passages * sizes.length)
-    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(model.text))):
+    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         if str(number) not in report["losses"]:
-            trial = CacheTrial(model.model, model.layers, passage[None], sizes.context, caches)
+            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             divergences = trial.divergence(torch.stack(rows)).tolist()
             report["losses"][str(number)] = dict(zip(bits, divergences, strict=True))
             record_versions(report, f"passage {number}")

@@ -126,7 +126,7 @@ def main() -> None:
     caches.append(Window(losses.sink, losses.recent))
 
     sizes = TrialSizes(passages=arguments.passages)
-    model = MeasuredModel.load(arguments.model, dtype="float32")
+    measured = MeasuredModel.load(arguments.model, dtype="float32")
     report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"losses": {}}
     report |= {
         "budgets": budgets,
@@ -136,11 +136,11 @@ def main() -> None:
         "read": Path(arguments.text).name,
         **vars(sizes),
     }
-    text = Haystack.read(arguments.text, model.text, sizes.passages * sizes.length)
-    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(model.text))):
+    text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
+    for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
         compared = report["losses"].setdefault(str(number), {})
         if missing_policies := [name for name in policies if name not in compared]:
-            trial = CacheTrial(model.model, model.layers, passage[None], sizes.context, caches)
+            trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             rows = rows_of([policies[name] for name in missing_policies], profile, caches)
             compared |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
             record_versions(report, f"passage {number}")

@@ -110,11 +110,11 @@ def ranked_heads(count: int, length: int) -> list[tuple[int, str, int]]:
 
 def methods(ranked: list[tuple[int, str, int]], draws: int) -> list[Method]:
     """All that are compared, by budget alike; H2O also with no more than REFORM keeps while it reads."""
-    rng, later_layers = np.random.default_rng(SEED), [head for head in ranked if head[0]]
+    rng, later_heads = np.random.default_rng(SEED), [head for head in ranked if head[0]]
     random = {f"{RANDOM} {draw + 1}": rng.permutation(len(ranked))[:4] for draw in range(draws)}
     heads = {
         OURS: ranked[:4],
-        ABOVE: later_layers[:4],
+        ABOVE: later_heads[:4],
         WORST: ranked[-4:],
         **{name: [ranked[index] for index in places] for name, places in random.items()},
     }

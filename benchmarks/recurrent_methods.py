@@ -183,8 +183,8 @@ class Gathered:
 
     def read(self, model: PreTrainedModel, text: torch.Tensor, new: int) -> Reading:
         encoder = Encoder(model.model, KVLayout.from_config(model.config), self.settings)
-        whole_chunks = text.shape[1] // self.settings.chunk * self.settings.chunk
-        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole_chunks]))
+        whole_length = text.shape[1] // self.settings.chunk * self.settings.chunk
+        return Embedded(model, encoder, text, new, encoder.read(input_ids=text[:, :whole_length]))
 
 
 class Reader(ChunkEncoder):
@@ -313,17 +313,17 @@ class BlockLayer(EncodingLayer):
 
     def places(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Earlier tokens that are seen, by what a chunk asks on average [kv_heads, head_dim], and by all keys."""
-        encoder, first_tokens = self.encoder, self.encoder.reform.keep
+        encoder, keep = self.encoder, self.encoder.reform.keep
         size, blocks = encoder.size, encoder.blocks
         for block in range(self.leading.shape[1], blocks):
-            start = first_tokens + block * size
-            best_tokens = start + self.asked[start : start + size].topk(encoder.leaders).indices
-            self.leading = torch.cat([self.leading, keys[0, :, best_tokens].sum(1, keepdim=True)], 1)
+            start = keep + block * size
+            leader_places = start + self.asked[start : start + size].topk(encoder.leaders).indices
+            self.leading = torch.cat([self.leading, keys[0, :, leader_places].sum(1, keepdim=True)], 1)
         is_chosen = torch.zeros(encoder.seen, dtype=torch.bool)
-        is_chosen[:first_tokens] = is_chosen[first_tokens + blocks * size :] = True
+        is_chosen[:keep] = is_chosen[keep + blocks * size :] = True
         score = (self.leading * query[:, None]).sum((0, 2))
         for block in score.topk(min(blocks, encoder.chosen)).indices.tolist():
-            is_chosen[first_tokens + block * size :][:size] = True
+            is_chosen[keep + block * size :][:size] = True
         return is_chosen.nonzero()[:, 0]
 
 

@@ -83,14 +83,16 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(14, 4.5)
     grid = figure.subplots(1, len(PANELS))
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
-        for label in series:
+        for series_name in series:
             points = [
                 (row["kv_bytes"] / 2**10, row[name])
                 for contender, row in rows
-                if contender.series == label and {name, "kv_bytes"} <= row.keys()
+                if contender.series == series_name and {name, "kv_bytes"} <= row.keys()
             ]
-            style = {"linewidth": 2.2, "marker": "o"} if label in converted else {"linestyle": "--", "marker": "x"}
-            axes.plot(*zip(*sorted(points), strict=True), label=label, color=colors[label], **style)
+            style = (
+                {"linewidth": 2.2, "marker": "o"} if series_name in converted else {"linestyle": "--", "marker": "x"}
+            )
+            axes.plot(*zip(*sorted(points), strict=True), label=series_name, color=colors[series_name], **style)
         if name in report["contenders"].get(STOCK.name, {}):
             axes.axhline(report["contenders"][STOCK.name][name], color="0.6", linestyle=":", label="stock")
         axes.set_xscale("log", base=2)

@@ -115,8 +115,8 @@ def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dic
             entries.append(enter(contender, model, folder, texts["scores"], shares))
         except ImportError as error:
             left_out[contender.name] = str(error).strip().splitlines()[0]
-    short_prompt, long_prompt = (texts[part].shape[1] - AFTER for part in ("short", "long"))
-    for part, prompt in (("short", short_prompt), ("long", long_prompt)):
+    short_length, long_length = (texts[part].shape[1] - AFTER for part in ("short", "long"))
+    for part, prompt in (("short", short_length), ("long", long_length)):
         for entry in entries:
             if entry.contender.kind in ("stock", "converted"):
                 size = held_bytes(entry.read(texts[part][:1, :prompt], 0)[0])
@@ -124,8 +124,8 @@ def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dic
                     prompt, size
                 )  # the stock model is first
     parts = {
-        "bytes": partial(count, text=texts["short"][:1], prompt=short_prompt, full_bytes=full_bytes[short_prompt]),
-        "perplexity": partial(perplexity, texts=texts["story"], counted_mask=texts["counted"], prompt=short_prompt),
+        "bytes": partial(count, text=texts["short"][:1], prompt=short_length, full_bytes=full_bytes[short_length]),
+        "perplexity": partial(perplexity, texts=texts["story"], counted_mask=texts["counted"], prompt=short_length),
         "recall": partial(recall, texts=texts["short"], name="recall"),
         "long recall": partial(recall, texts=texts["long"], name="long_recall"),
     }
@@ -138,7 +138,7 @@ def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dic
     for _ in range(rounds):
         for entry in entries:
             if "time" not in entry.refused:
-                attempt(entry, "time", partial(clock, text=texts["timed"], prompt=long_prompt))
+                attempt(entry, "time", partial(clock, text=texts["timed"], prompt=long_length))
     return {
         "python": platform.python_version(),
         "cpus": os.cpu_count(),

@@ -41,9 +41,9 @@ NEW = 32  # tokens that are generated
 
 def tensor_bytes(thing: Any, model: PreTrainedModel) -> int:
     """Bytes of all tensors in an object but those of the model."""
-    model_ids = {id(module) for module in model.modules()}
-    model_ids |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    return held_bytes(thing, model_ids)
+    counted_ids = {id(module) for module in model.modules()}
+    counted_ids |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    return held_bytes(thing, counted_ids)
 
 
 @torch.inference_mode()

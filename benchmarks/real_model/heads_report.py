@@ -125,13 +125,13 @@ def plot(report: Mapping[str, Any], size: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _line(axis: Axes, heads: str, value: str, rows: Sequence[Row]) -> None:
+def _line(axis: Axes, heads: str, value: str, choice_rows: Sequence[Row]) -> None:
     """A choice at its shares."""
-    rows = sorted(rows, key=lambda row: row.share or 0)
-    values = [getattr(row.scores, value) for row in rows]
+    choice_rows = sorted(choice_rows, key=lambda row: row.share or 0)
+    values = [getattr(row.scores, value) for row in choice_rows]
     bars = np.array([[interval.mean - interval.low, interval.high - interval.mean] for interval in values]).T
     axis.errorbar(
-        [row.share or 0 for row in rows],
+        [row.share or 0 for row in choice_rows],
         [interval.mean for interval in values],
         yerr=bars,
         marker="o",

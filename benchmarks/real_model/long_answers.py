@@ -176,17 +176,17 @@ def cases(
     rng, needles = np.random.default_rng(0), read_set("word")
     pieces = windows(haystack, prompt, new, count)
     facts = [needles_of(rng, needles, 2 * FACTS if writer else FACTS) for _ in pieces]
-    hidden_prompts = []
+    fact_prompts = []
     for piece, piece_facts in zip(pieces, facts, strict=True):
         fact_tokens = sum(map(len, stated(tokenizer, piece_facts[:FACTS])))
-        hidden_prompts.append(
+        fact_prompts.append(
             hide(tokenizer, piece.tokens[fact_tokens:prompt], piece.tokens[prompt:-1], piece_facts[:FACTS], rng)
         )
     if writer and not answers:
         sentences = [[*chain(*stated(tokenizer, piece_facts[FACTS:]))] for piece_facts in facts]
         pace = Pace(prompt, marks)
-        answers += written_answers(writer(), np.stack([prompt.text for prompt in hidden_prompts]), sentences, new, pace)
-    for number, prompt in enumerate(hidden_prompts):
+        answers += written_answers(writer(), np.stack([prompt.text for prompt in fact_prompts]), sentences, new, pace)
+    for number, prompt in enumerate(fact_prompts):
         if writer:
             following = np.array(answers[number])
             yield Case(Prompt(prompt.text, prompt.questions, following), questions(tokenizer, facts[number][FACTS:]))
@@ -202,10 +202,10 @@ def written_answers(
     longest = max(map(len, sentences))  # in one batch, so that the shorter ones begin again
     middle = torch.tensor([[*words, *words[: longest - len(words)]] for words in sentences])
     hook = model.register_forward_hook(pace)
-    first_quarter, cache = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
-    answers, _ = sampled(model, torch.cat([first_quarter, middle], 1), new - new // QUARTERS - longest, cache)
+    begun_sequences, cache = sampled(model, torch.from_numpy(prompts), new // QUARTERS)
+    sequences, _ = sampled(model, torch.cat([begun_sequences, middle], 1), new - new // QUARTERS - longest, cache)
     hook.remove()
-    return answers[:, prompts.shape[1] :].tolist()
+    return sequences[:, prompts.shape[1] :].tolist()
 
 
 def sampled(model: PreTrainedModel, tokens: torch.Tensor, new: int, cache: Any = None) -> tuple[torch.Tensor, Any]:

@@ -108,19 +108,22 @@ def table(report: dict[str, Any]) -> list[str]:
     attention_losses = {name: losses(of_cases) for name, of_cases in results.items()}[ATTENTION]
     shares = {name: recalls(of_cases, results[ORIGINAL]) for name, of_cases in results.items()}
     for name, of_cases in results.items():
-        nats, ratio, recall_difference = losses(of_cases), "", ""
+        nats, ratio, recall_cell = losses(of_cases), "", ""
         if name not in (ORIGINAL, ATTENTION):
-            loss_interval, recall_interval = paired(nats - attention_losses), paired(shares[name] - shares[ATTENTION])
-            ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(
-                *np.exp([loss_interval.mean, loss_interval.low, loss_interval.high])
+            loss_difference, recall_difference = (
+                paired(nats - attention_losses),
+                paired(shares[name] - shares[ATTENTION]),
             )
-            recall_difference = f"{recall_interval.mean:+.0%} [{recall_interval.low:+.0%}, {recall_interval.high:+.0%}]"
+            ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(
+                *np.exp([loss_difference.mean, loss_difference.low, loss_difference.high])
+            )
+            recall_cell = f"{recall_difference.mean:+.0%} [{recall_difference.low:+.0%}, {recall_difference.high:+.0%}]"
         cells = [name, console.size(of_cases[0]["kv_bytes"]), *(f"{value:.2f}" for value in np.exp(nats.mean(0)))]
         correct, original_correct = (
             np.array([case["right"] for case in cases]) for cases in (of_cases, results[ORIGINAL])
         )
         counts = zip((correct * original_correct).sum((0, 2)), original_correct.sum((0, 2)), strict=True)
-        cells += [ratio, *(f"{recalled} of {known_count}" for recalled, known_count in counts), recall_difference]
+        cells += [ratio, *(f"{recalled} of {known_count}" for recalled, known_count in counts), recall_cell]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

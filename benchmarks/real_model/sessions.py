@@ -56,9 +56,9 @@ def checked_bytes(model: PreTrainedModel, cache: Any, prompt: int, rows: int = 1
     """Bytes of keys and values of a cache. Those that a converted model has allocated are what its config says."""
     if cache is None or not hasattr(cache, "allocated_bytes"):
         return held_bytes(cache)
-    allocated, new_capacity = cache.allocated_bytes(), cache.layers[0].capacity - prompt
+    allocated, room = cache.allocated_bytes(), cache.layers[0].capacity - prompt
     layout = KVLayout.from_config(model.config)
-    assert allocated == layout.kv_bytes(rows, prompt, new_capacity, itemsize=model.dtype.itemsize)
+    assert allocated == layout.kv_bytes(rows, prompt, room, itemsize=model.dtype.itemsize)
     return allocated
 
 

@@ -193,9 +193,9 @@ def _times_faster(results: Bench, row: Row) -> str:
     from kvsurgery.evaluate.results import ORIGINAL
 
     [original] = (
-        candidate.decode
-        for candidate in results.rows
-        if (candidate.contender, candidate.tokens, candidate.batch) == (ORIGINAL, row.tokens, row.batch)
+        other_row.decode
+        for other_row in results.rows
+        if (other_row.contender, other_row.tokens, other_row.batch) == (ORIGINAL, row.tokens, row.batch)
     )
     return f"{original.seconds / row.decode.seconds:.2f}" if original and row.decode else "-"
 

@@ -135,18 +135,18 @@ def fit(
 
 
 def _print_table(fit_result: Fit) -> None:
-    """Some of the candidates that nothing beats, the choice, and the best of other widths."""
+    """Some of the shown_candidates that nothing beats, the choice, and the best of other widths."""
     from kvsurgery.cli.plan import width
     from kvsurgery.display import console
 
     best, next_best = fit_result.pareto, fit_result.alternatives[:ALTERNATIVES]
-    candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)} | {
+    shown_candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)} | {
         fit_result.choice,
         *next_best,
     }
-    budgets = any(candidate.budget for candidate in candidates)
+    budgets = any(candidate.budget for candidate in shown_candidates)
     rows = []
-    for candidate in sorted(candidates, key=lambda candidate: candidate.total):
+    for candidate in sorted(shown_candidates, key=lambda candidate: candidate.total):
         mark = "" if candidate.total <= fit_result.demand.memory else "too large"
         mark = f"next best {next_best.index(candidate) + 1}" if candidate in next_best else mark
         loss = f"{1 - candidate.loss:.2%}" if fit_result.losses is None else f"{candidate.loss:.2g}"

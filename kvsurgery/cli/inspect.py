@@ -108,13 +108,13 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
     print_kv_bytes({**vars(surgery), "family": family})
     if surgery.revertible and surgery.options is not None:
         commit = f" at {surgery.base_revision}" if surgery.base_revision else ""
-        options = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
-        lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {options}"]
+        options_text = ", ".join(f"{name} {value}" for name, value in surgery.options.items() if name != "reform")
+        lines = [f"converted from {surgery.base_model}{commit} by kvsurgery {surgery.tool}: {options_text}"]
     else:
         lines = ["converted, then saved again by save_pretrained: it runs, but cannot be reverted"]
     counts = surgery.counts
     per_layer = " ".join("-" if count is None else str(count) for count in surgery.full_heads)
-    other_counts = "".join(f", {counts[kind]} {kind.name}" for kind in OTHERS if counts[kind])
+    others_text = "".join(f", {counts[kind]} {kind.name}" for kind in OTHERS if counts[kind])
     if quantized := surgery.quantization:
         windows = ", long windows of streaming heads too" if quantized["streaming"] else ""
         sink_text = f"the first {quantized['sink']} and " if quantized["sink"] else ""
@@ -122,7 +122,7 @@ def _show_surgery(surgery: Surgery, family: str | None) -> None:
         lines.append(f"KV cache in {describe_bits(quantized)}, {unquantized}{windows}")
     if surgery.reform:
         lines.append(describe_reform(surgery.reform))
-    lines.append(f"{counts[FULL]} KV heads full{other_counts}; full heads per layer: {per_layer}")
+    lines.append(f"{counts[FULL]} KV heads full{others_text}; full heads per layer: {per_layer}")
     if surgery.hold:
         lines.append(describe_hold(**surgery.hold, scheme=quantized["scheme"] if quantized else None))
     if refusal := surgery.vllm.get("refusal"):

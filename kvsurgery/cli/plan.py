@@ -214,14 +214,14 @@ def print_result(result: Mapping[str, Any]) -> None:
     if result["already_done"]:
         line = f"{out} is this conversion already; nothing to do"
     else:
-        resumed = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
-        requests = ""
+        resumed_note = f", {console.size(result['resumed'])} of them before" if result["resumed"] else ""
+        fetched_note = ""
         if "fetched" in result:
-            requests = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
+            fetched_note = f", {console.size(result['fetched'])} fetched in {result['requests']} requests"
         rate = f"{new_bytes / seconds / 1e9:.2f} GB/s" if new_bytes > 1e9 else f"{new_bytes / seconds / 1e6:.1f} MB/s"
         line = (
-            f"wrote {out}: {console.size(result['bytes'])} of weights{resumed}{requests}, in {seconds:.1f} s, {rate}, "
-            f"peak memory {console.size(result['peak_memory'])}"
+            f"wrote {out}: {console.size(result['bytes'])} of weights{resumed_note}{fetched_note}, in {seconds:.1f} s, "
+            f"{rate}, peak memory {console.size(result['peak_memory'])}"
         )
     console.stdout.print(line)
 

@@ -104,7 +104,7 @@ def _move(
     Returns:
         By tensor name, the BLAKE3 of the source's bytes.
     """
-    concurrent_shards = min(jobs, len(checkpoint.shards)) if any(shard.slow for shard in checkpoint.shards) else 1
+    shards_at_once = min(jobs, len(checkpoint.shards)) if any(shard.slow for shard in checkpoint.shards) else 1
     failures: list[BaseException] = []
 
     def fail(reason: BaseException) -> None:
@@ -123,7 +123,7 @@ def _move(
             raise failures[0]
         try:
             state_before = shard.state
-            hashes = output.shard(shard, plan.moves, jobs=jobs // concurrent_shards, progress=advance)
+            hashes = output.shard(shard, plan.moves, jobs=jobs // shards_at_once, progress=advance)
             if shard.state != state_before:
                 raise CheckpointError(f"{shard.path} changed while it was read; convert again")
         except BaseException as failure:
@@ -132,7 +132,7 @@ def _move(
         return hashes
 
     tensors: dict[str, str] = {}
-    with ThreadPoolExecutor(concurrent_shards) as pool:
+    with ThreadPoolExecutor(shards_at_once) as pool:
         try:
             for hashes in pool.map(move, checkpoint.shards):
                 tensors |= hashes

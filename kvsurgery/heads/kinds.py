@@ -68,14 +68,14 @@ def _budgeted_sizes(layers: Sequence[LayerLayout]) -> str:
     selection = layers[0].selection
     assert selection is not None  # as there are budgets
     budgets = [budget for layer in layers for budget in layer.budgets]
-    mean_tokens, rule = f"{sum(budgets) / len(budgets):.0f} tokens", f"chosen by {CHOSEN_BY[selection.select]}"
+    mean_text, rule = f"{sum(budgets) / len(budgets):.0f} tokens", f"chosen by {CHOSEN_BY[selection.select]}"
     if selection.hold is not None:
         return (
-            f"keep {mean_tokens} on average, {rule} the last {selection.window} tokens, these, and at most "
+            f"keep {mean_text} on average, {rule} the last {selection.window} tokens, these, and at most "
             f"{selection.hold} tokens since, after which they choose again"
         )
     return (
-        f"keep {mean_tokens} of the prompt on average, {rule} its last {selection.window} tokens, and everything from "
+        f"keep {mean_text} of the prompt on average, {rule} its last {selection.window} tokens, and everything from "
         "those on"
     )
 

@@ -97,7 +97,7 @@ class RemoteFile:
     def _check(self, response: Any, start: int, end: int) -> None:
         responses = [*response.history, response]
         status = response.status_code
-        hosts = {urlsplit(str(answer.url)).netloc for answer in responses}
+        hosts = {urlsplit(str(reply.url)).netloc for reply in responses}
         if status in (400, 401, 403) and len(hosts) > 1:
             raise _Broken(f"the storage of {self.name} answers {status}")
         if status == 416 and self.size is None:
@@ -108,8 +108,8 @@ class RemoteFile:
         if status != 206:
             raise HubError(f"{constants.ENDPOINT} ignores Range requests, so {self.name} cannot be read in parts")
         content_range = response.headers.get("Content-Range", "")
-        sent_range = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
-        size = int(sent_range[3]) if sent_range else -1
+        range_match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
+        size = int(range_match[3]) if range_match else -1
         etag = _first_header(responses, "X-Linked-Etag") or _first_header(responses, "ETag")
         if self.size is None:
             self.size, self.etag = size, etag
@@ -118,7 +118,7 @@ class RemoteFile:
             self.commit,
         ):
             raise HubError(f"{self.repo_id}: {self.name} changed while it was read; convert again")
-        if sent_range is None or (int(sent_range[1]), int(sent_range[2])) != (start, min(end, size) - 1):
+        if range_match is None or (int(range_match[1]), int(range_match[2])) != (start, min(end, size) - 1):
             raise HubError(
                 f"{constants.ENDPOINT} sends {content_range!r} of {self.name}, not bytes {start} to {end - 1}"
             )
@@ -154,9 +154,9 @@ def _is_transient(error: Exception) -> bool:
 
 def wait(error: Exception, failures: int) -> int:
     """Seconds to wait: what the server asks for, in one header or the other; else one, and then ever twice as long."""
-    response, retry_after = getattr(error, "response", None), None
+    response, wait_match = getattr(error, "response", None), None
     if response is not None:
-        retry_after = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
+        wait_match = re.fullmatch(r"(\d+)", response.headers.get("Retry-After", ""))
         if response.status_code == 429:
-            retry_after = retry_after or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
-    return min(int(retry_after[1]) if retry_after else 2 ** (failures - 1), LONGEST_WAIT)
+            wait_match = wait_match or re.search(r";\s*t=(\d+)", response.headers.get("RateLimit", ""))
+    return min(int(wait_match[1]) if wait_match else 2 ** (failures - 1), LONGEST_WAIT)

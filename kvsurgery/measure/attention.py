@@ -80,12 +80,12 @@ def attention_mass(
     mass = torch.zeros(measured.dimensions.layers, measured.dimensions.query_heads, dtype=torch.float64, device=device)
 
     def attend(stock, module, query, key, value, attention_mask, **options):
-        window, local_heads = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
+        window, head_slice = measured.windows[module.layer_idx], mesh.heads(mass.shape[1], query.shape[1])
         scoring = scoring_of(query, options)
         for row, first, last, source in spans if window is None else ():
             # the last queries over all keys up to their own, for one passkey at a time
             weights = attention_weights(query[row, None, :, first:last], key[row, None, :, :last], scoring)
-            mass[module.layer_idx, local_heads] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
+            mass[module.layer_idx, head_slice] += weights[0, :, :, source.to(device)].double().sum((-1, -2))
         output = blockwise.layer_attention(query, key, value, scoring, window, measured.layers.chunked)
         return output.transpose(1, 2).contiguous(), None
 

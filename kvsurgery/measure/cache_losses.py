@@ -62,9 +62,9 @@ class TrialSizes:
 
     def of(self, text: np.ndarray, prefix_tokens: Sequence[int]) -> list[torch.Tensor]:
         """The passages of a text, int64 [length] each, with `prefix_tokens` before each."""
-        text_length, prefix = self.length - len(prefix_tokens), torch.tensor(prefix_tokens, dtype=torch.int64)
-        starts = np.linspace(0, len(text) - text_length, self.passages + 2).astype(int)[1:-1]
-        return [torch.cat([prefix, torch.from_numpy(text[start : start + text_length])]) for start in starts]
+        piece_length, prefix = self.length - len(prefix_tokens), torch.tensor(prefix_tokens, dtype=torch.int64)
+        starts = np.linspace(0, len(text) - piece_length, self.passages + 2).astype(int)[1:-1]
+        return [torch.cat([prefix, torch.from_numpy(text[start : start + piece_length])]) for start in starts]
 
 
 def cache_losses(
@@ -214,18 +214,18 @@ class _Measuring:
         ranking = [
             place for place in streaming.argsort(axis=None, kind="stable") if place // self.shape[1] in self.layers
         ]
-        widths = [bits for bits in self.widths if bits != SHARED]
+        narrow_widths = [bits for bits in self.widths if bits != SHARED]
         half_count = len(ranking) // 2
         for count in sorted({len(ranking) * eighths // 8 for eighths in EIGHTHS} - {0}):
-            for bits in (None, *widths) if count == half_count else (None,):
+            for bits in (None, *narrow_widths) if count == half_count else (None,):
                 changes = self._uniform_changes(EXACT if bits is None else best_places[bits])
                 changes.flat[ranking[:count]] = window
                 suffix = "" if bits is None else f", the others in {bits} bits"
                 yield f"{count} {'head' if count == 1 else 'heads'} streaming{suffix}", changes
-        if len(widths) > 1:
+        if len(narrow_widths) > 1:
             changes = self._uniform_changes(EXACT)
-            changes[self.layers] = np.resize([best_places[bits] for bits in widths], changes[self.layers].shape)
-            yield f"{', '.join(map(str, widths))} bits in turn", changes
+            changes[self.layers] = np.resize([best_places[bits] for bits in narrow_widths], changes[self.layers].shape)
+            yield f"{', '.join(map(str, narrow_widths))} bits in turn", changes
 
     def _uniform_changes(self, place: int) -> np.ndarray:
         """int64 [layers, kv_heads]: every head that can change with the cache at a place."""

@@ -203,8 +203,8 @@ class CacheTrial:
         visible = ((j <= i) & layout.in_window(i, j))[None]
         for kind in kinds.unique().tolist():
             if isinstance(cache := self.caches[kind], Window):
-                in_window = (j < cache.sink) | (i - j < cache.recent)
-                visible = visible & (in_window | (kinds != kind).view(-1, 1, 1))
+                is_kept = (j < cache.sink) | (i - j < cache.recent)
+                visible = visible & (is_kept | (kinds != kind).view(-1, 1, 1))
         return visible
 
 
@@ -223,14 +223,14 @@ def stored_states(keys: torch.Tensor, values: torch.Tensor, quantization: Quanti
     tiles = slice(quantization.sink, quantization.sink + TILE * quantization.tiles(tokens - quantization.sink))
     if tiles.stop == tiles.start:
         return keys, values
-    rotations = quantization.rotate == "both", quantization.rotate != "none"
+    are_rotated = quantization.rotate == "both", quantization.rotate != "none"
     packed = [
         (rotated(states, heads) if is_rotated else states)[:, :, tiles].unflatten(2, (-1, TILE))
-        for states, is_rotated in zip((keys, values), rotations, strict=True)
+        for states, is_rotated in zip((keys, values), are_rotated, strict=True)
     ]
     restored = []
     for exact_states, tile_states, is_rotated in zip(
-        (keys, values), dequantize(quantize(*packed, quantization), quantization.bits), rotations, strict=True
+        (keys, values), dequantize(quantize(*packed, quantization), quantization.bits), are_rotated, strict=True
     ):
         tile_states = tile_states.flatten(2, 3)
         tile_states = rotated(tile_states, heads, back=True) if is_rotated else tile_states

@@ -124,7 +124,7 @@ class Mesh:
         """How many processes measure the same heads over the same prompts."""
         return self.tp if measured.replicated else 1
 
-    def local_heads(self, measured: MeasuredModel, heads: int) -> int:
+    def local_head_count(self, measured: MeasuredModel, heads: int) -> int:
         """How many of a layer's heads a process has."""
         return heads * self.copies(measured) // self.tp
 

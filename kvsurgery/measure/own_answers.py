@@ -126,14 +126,14 @@ def generated(measured: MeasuredModel, contexts: Contexts, count: int) -> Iterat
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(each)) + each for each in batch])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch])
-        shortest = min(map(len, batch))
+        shortest_length = min(map(len, batch))
         with torch.random.fork_rng():
             torch.manual_seed(contexts.seed + start)
             sequences = measured.model.generate(  # ty: ignore[not-callable]  # it is GenerationMixin's
                 ids.to(measured.model.device),
                 attention_mask=mask.to(measured.model.device),
-                min_new_tokens=contexts.shortest - shortest,
-                max_new_tokens=contexts.longest - shortest,
+                min_new_tokens=contexts.shortest - shortest_length,
+                max_new_tokens=contexts.longest - shortest_length,
                 pad_token_id=0,
                 **SAMPLING,
             )

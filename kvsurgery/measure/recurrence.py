@@ -59,8 +59,8 @@ class RecurrentLayer(kv_encode.EncodingLayer):
 
     def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: kv_torch.Scoring) -> torch.Tensor:
         encoder, chunk = self.encoder, self.encoder.chunk
-        chunk_positions = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
-        places = torch.cat([self.places, chunk_positions], 1)
+        chunk_places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(keys.shape[1], -1)
+        places = torch.cat([self.places, chunk_places], 1)
         if encoder.visit is not None:
             states = (state()[0] for state in encoder.states.values())
             window = self.layout.recent if self.layout.native else None
@@ -131,8 +131,8 @@ def _attention(query, keys, places, chunk: range, window, scoring, queries: rang
     weights = attention_weights(query[:, :, first_query:], keys, scoring)[0, :, : len(queries)]
     if window is not None:
         columns = torch.arange(keys.shape[2], device=keys.device)
-        query_positions = keys.shape[2] - len(chunk) + first_query + torch.arange(len(queries), device=keys.device)
-        weights = weights * (query_positions[:, None] - columns < window)
+        query_columns = keys.shape[2] - len(chunk) + first_query + torch.arange(len(queries), device=keys.device)
+        weights = weights * (query_columns[:, None] - columns < window)
         weights = weights / weights.sum(-1, keepdim=True)
     index = places.repeat_interleave(len(weights) // len(places), 0)[:, None].expand_as(weights)
     return weights.new_zeros(*weights.shape[:2], chunk.stop).scatter(2, index, weights)

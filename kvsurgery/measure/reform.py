@@ -99,11 +99,17 @@ def embedding_ranking(
         raise UnsupportedModel(measured.no_reform)
     _check_samples(measured, samples, recurrence)
     all_samples = [sample for task_samples in samples.values() for sample in task_samples]
-    query_heads, kv_heads = (
-        mesh.local_heads(measured, head_count)
+    local_query_heads, local_kv_heads = (
+        mesh.local_head_count(measured, head_count)
         for head_count in (measured.dimensions.query_heads, measured.dimensions.kv_heads)
     )
-    heads = {"q": query_heads, "k": kv_heads, "v": kv_heads, "hidden": 1, "attention": query_heads}
+    heads = {
+        "q": local_query_heads,
+        "k": local_kv_heads,
+        "v": local_kv_heads,
+        "hidden": 1,
+        "attention": local_query_heads,
+    }
     # hidden states belong to no head
     copies = {kind: mesh.tp if kind == "hidden" else mesh.copies(measured) for kind in RANKED_KINDS}
     mnr, done = {}, 0
@@ -113,7 +119,7 @@ def embedding_ranking(
             done += 1
             if number % mesh.groups != mesh.group:
                 continue
-            for kind, ranks in sample_ranks(measured, sample, recurrence, kv_heads).items():
+            for kind, ranks in sample_ranks(measured, sample, recurrence, local_kv_heads).items():
                 totals[kind] += ranks
             progress(done, len(all_samples))
         means = {kind: mesh.total(total, copies[kind]) / len(task_samples) for kind, total in totals.items()}
@@ -251,13 +257,13 @@ class _Scores:
 
     def visit_last(self, states: LayerStates) -> None:
         """The chunk that the question is in."""
-        question = self.sample.question
-        chunk_span = slice(question.start - states.chunk.start, question.stop - states.chunk.start)
+        question_span = self.sample.question
+        question_slice = slice(question_span.start - states.chunk.start, question_span.stop - states.chunk.start)
         self.question[states.layer] = {
-            kind: kind_states[:, chunk_span].clone() for kind, kind_states in _by_kind(states).items()
+            kind: kind_states[:, question_slice].clone() for kind, kind_states in _by_kind(states).items()
         }
         context = self.sample.context
-        attention = states.attention(question).amax(1)[:, context.start : context.stop]
+        attention = states.attention(question_span).amax(1)[:, context.start : context.stop]
         self.tables["attention"][states.layer] = attention.clone()
         self.visit(states)
 

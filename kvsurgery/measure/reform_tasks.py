@@ -104,11 +104,11 @@ def _chains(rng: np.random.Generator) -> Riddle:
     links, traits = (rng.permutation(len(kinds))[:CHAINS] for kinds in (LINKS, TRAITS))
     facts: list[str] = []
     for chain in range(CHAINS):
-        (link, description), (trait, question_template, answers) = LINKS[links[chain]], TRAITS[traits[chain]]
+        (link, description_template), (trait, question_template, answers) = LINKS[links[chain]], TRAITS[traits[chain]]
         names = {"a": people[2 * chain], "b": people[2 * chain + 1], "c": rng.choice(answers)}
         facts += [link.format(**names), trait.format(**names)]
         if chain == 0:
-            question, answer = question_template.format(who=description.format(**names)), str(names["c"])
+            question, answer = question_template.format(who=description_template.format(**names)), str(names["c"])
     return Riddle(tuple(facts), 2, question, answer)
 
 
@@ -130,17 +130,17 @@ def _sample(
         )
     text = haystack.piece(rng, room)
     places = [needle_place(text, depth, tokenizer) for depth in rng.random(len(facts))]
-    pieces, gold, text_position = [opening], [], 0
+    pieces, gold, text_place = [opening], [], 0
     for fact in sorted(range(len(facts)), key=places.__getitem__):
-        pieces += [text[text_position : places[fact]], facts[fact]]
-        text_position = places[fact]
+        pieces += [text[text_place : places[fact]], facts[fact]]
+        text_place = places[fact]
         if fact < riddle.gold:
             stop = sum(map(len, pieces))
             gold.append(range(stop - len(facts[fact]), stop))
     context = range(len(opening), length - len(request))
     question_span = _place_of(riddle.question, request, tokenizer)
     question = range(context.stop + question_span.start, context.stop + question_span.stop)
-    return RankedPrompt(np.concatenate([*pieces, text[text_position:], request]), context, question, tuple(gold))
+    return RankedPrompt(np.concatenate([*pieces, text[text_place:], request]), context, question, tuple(gold))
 
 
 def _place_of(question: str, request: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> range:

@@ -129,8 +129,8 @@ def retrieval_scores(
     prompts, limits = checked_prompts(measured, haystack, method, needles, trials)
     rng = np.random.default_rng(trials.seed)
     grid = list(product(trials.depths, zip(needles, prompts, limits, strict=True), trials.lengths))
-    heads = mesh.local_heads(measured, measured.dimensions.query_heads)
-    total, successes, best_score = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
+    heads = mesh.local_head_count(measured, measured.dimensions.query_heads)
+    total, successes, best_answer = np.zeros((measured.dimensions.layers, heads)), 0, (-1.0, "")
     progress(0, len(grid), "0 right")  # preparation is no part of the estimate
     for done, (depth, (needle, prompt, limit), length) in enumerate(grid, 1):
         text = haystack.piece(rng, length - prompt.overhead)
@@ -142,12 +142,12 @@ def retrieval_scores(
         if score > RIGHT:
             successes += 1
             total += sum(_step_scores(step, needle_span, tokens, method) for step in steps)
-        if score > best_score[0]:
-            best_score = score, f"{answer_text[:80]!r} for {getattr(needle, reference)[:80]!r}"
+        if score > best_answer[0]:
+            best_answer = score, f"{answer_text[:80]!r} for {getattr(needle, reference)[:80]!r}"
         progress(done, len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
-        share, answer_text = max(mesh.processes.gather([best_score]))
+        share, answer_text = max(mesh.processes.gather([best_answer]))
         raise ProfileError(
             f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric_name} was "
             f"{100 * share:.0f} ({answer_text}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles "

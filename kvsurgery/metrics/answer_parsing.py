@@ -114,7 +114,7 @@ def cloze_partial(answer: str, references: Sequence[str], choices: Sequence[str]
     """Share of the masks that an answer fills in with at least one of the right words (LooGLE)."""
     answers = _dict_literal(answer)
     pairs = [(str(answers.get(mask, "")), words) for mask, words in zip(choices, references, strict=True)]
-    return sum(bool({*answer_text.split()} & {*words.split()}) for answer_text, words in pairs) / len(references)
+    return sum(bool({*filling.split()} & {*words.split()}) for filling, words in pairs) / len(references)
 
 
 def _dict_literal(answer: str) -> dict[Any, Any]:

@@ -105,9 +105,11 @@ def fit(
             f"`kv_measured` has streaming heads of `sink` {losses.sink} and `recent` {losses.recent}, and this recipe "
             f"{recipe.sink} and {recipe.recent}; give the same, or measure again"
         )
-    choices = quantizations(base_recipe, footprint.model.head_dim, ERRORS if losses is None else losses.settings)
+    cache_quantizations = quantizations(
+        base_recipe, footprint.model.head_dim, ERRORS if losses is None else losses.settings
+    )
     stored_windows = [0 if layer in model.sources else window for layer, window in enumerate(model.windows)]
-    prices = Prices(footprint, demand, stored_windows, scores, choices, run, losses)
+    prices = Prices(footprint, demand, stored_windows, scores, cache_quantizations, run, losses)
     budget_scores = kv_scores(budgets or profile, recipe.group_reduce, model.sources)[model.eligible]
     candidates = [*prices.candidates(base_recipe, budget_scores, beta)]
     fitting_candidates = [candidate for candidate in candidates if candidate.total <= demand.memory]

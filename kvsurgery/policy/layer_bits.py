@@ -45,16 +45,16 @@ def with_layer_bits(layout: KVLayout, recipe: Recipe, losses: CacheLosses) -> KV
         np.zeros((losses.model.layers, losses.model.kv_heads)) if quantization is None else losses.expected(str(bits))
         for bits, quantization in sorted(quantizations.items())
     ]
-    quantized_layers = [place for place, layer in enumerate(layout.layers) if layer.full]
-    heads = [[*full_heads(layout.layers[place])] for place in quantized_layers]
+    full_places = [place for place, layer in enumerate(layout.layers) if layer.full]
+    heads = [[*full_heads(layout.layers[place])] for place in full_places]
     layer_losses = [
         [float(width_losses[place, layer_heads].sum()) for width_losses in expected_losses]
-        for place, layer_heads in zip(quantized_layers, heads, strict=True)
+        for place, layer_heads in zip(full_places, heads, strict=True)
     ]
     costs = [[bits * len(layer_heads) for bits in widths] for layer_heads in heads]
     # budgets are decimal fractions
-    max_bits = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
-    columns = dict(zip(quantized_layers, least_loss(layer_losses, costs, max_bits), strict=True))
+    total_bits = int(recipe.kv_budget * sum(layer.full for layer in layout.layers) + 1e-6)
+    columns = dict(zip(full_places, least_loss(layer_losses, costs, total_bits), strict=True))
     layers = tuple(
         replace(layer, quantization=quantizations[widths[columns[place]]] if place in columns else None)
         for place, layer in enumerate(layout.layers)

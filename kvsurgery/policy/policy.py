@@ -300,8 +300,10 @@ def _layers(full: np.ndarray, budgets: np.ndarray | None, recipe: Recipe) -> lis
         selection = recipe.selection
     result = []
     for layer, (order, blocks) in enumerate(arrange(full, budgets, recipe.tp)):
-        tokens = () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
-        result.append(LayerLayout(blocks, *sizes, budgets=tokens, selection=selection, order=order))
+        layer_budgets = (
+            () if budgets is None else tuple(int(budgets[layer, head]) for head in order if not full[layer, head])
+        )
+        result.append(LayerLayout(blocks, *sizes, budgets=layer_budgets, selection=selection, order=order))
     return result
 
 

@@ -132,7 +132,7 @@ class Prices:
         for quantization in self.quantizations:
             layout = kv_layout.LayerLayout(((0, 1),), sink, recent, quantization=quantization)
             streaming_bytes = self._layer_bytes(layout)
-            full_bytes = self._head_bytes(np.array([context]), quantization)
+            full_bytes = self._heads_bytes(np.array([context]), quantization)
             for count in counts:
                 if count or quantization is None or quantization.streaming:
                     # processes differ by no more than one full head, which may be smaller than one that streams
@@ -204,7 +204,7 @@ class Prices:
                 for quantization in quantizations:
                     kept_score = (float(self.score_sums[count]) + shares) * _fidelity(quantization)
                     kv = max(
-                        self._head_bytes(held_tokens, quantization) + kv_layout.SCORE_BYTES * int(held_scored.sum())
+                        self._heads_bytes(held_tokens, quantization) + kv_layout.SCORE_BYTES * int(held_scored.sum())
                         for held_tokens, held_scored in processes
                     )
                     yield self._candidate(
@@ -213,10 +213,10 @@ class Prices:
 
     def _candidate(self, count, rest, budget, quantization, kv: int, loss: float) -> Candidate:
         kv = self.demand.batch * (kv + self.native_bytes[quantization])
-        budgeted_heads = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
+        budgeted_count = -(-(self.heads - count) // self.shares) if rest == "budgeted" else 0
         workspace, chunk = min(
-            (fixed_bytes[quantization is not None] + budgeted_heads * head_bytes, chunk)
-            for chunk, (fixed_bytes, head_bytes) in self.workspaces.items()
+            (fixed_bytes[quantization is not None] + budgeted_count * bytes_per_head, chunk)
+            for chunk, (fixed_bytes, bytes_per_head) in self.workspaces.items()
         )
         total = self.footprint.weights + kv + workspace
         # rounded, so that sums in another order tie
@@ -227,7 +227,7 @@ class Prices:
         head_dim = layout.head_dim or self.footprint.model.head_dim
         return layout.kv_bytes(self.demand.context, 0, 0, head_dim, self.footprint.itemsize)
 
-    def _head_bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
+    def _heads_bytes(self, tokens: np.ndarray, quantization: Quantization | None) -> int:
         """Bytes of one sequence's heads that keep this many tokens each."""
         head_dim, itemsize = self.footprint.model.head_dim, self.footprint.itemsize
         if quantization is None:

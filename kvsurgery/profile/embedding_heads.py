@@ -104,12 +104,12 @@ class Ranking:
 
     def best(self, task: str) -> list[EmbeddingHead]:
         """All heads by their rank in a task, best first; of equal ones the earlier layer, then state, then head."""
-        ranked_heads = [
+        rank_pairs = [
             (self.mnr[task][state][layer, head], EmbeddingHead(layer, state, head))
             for state in STATES
             for layer, head in np.ndindex(*self.mnr[task][state].shape)
         ]
-        return [head for _, head in sorted(ranked_heads)]
+        return [head for _, head in sorted(rank_pairs)]
 
     def pick(self) -> tuple[EmbeddingHead, ...]:
         """The four heads that make a token's embedding, by place.

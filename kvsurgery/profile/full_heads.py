@@ -42,10 +42,10 @@ def full_mask(scores: np.ndarray, eligible: np.ndarray, choice: dict[str, float]
 
 def best_heads(scores: np.ndarray, eligible: np.ndarray, count: int, size: int = 1) -> np.ndarray:
     """bool [layers, kv_heads]: the best `count * size` heads, a multiple of `size` in every layer."""
-    eligible_mask = np.zeros(scores[eligible].shape, dtype=bool)
-    eligible_mask.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
+    chosen_mask = np.zeros(scores[eligible].shape, dtype=bool)
+    chosen_mask.flat[ranked_heads(scores[eligible], size)[: count * size]] = True
     mask = np.zeros(scores.shape, dtype=bool)
-    mask[eligible] = eligible_mask
+    mask[eligible] = chosen_mask
     return mask
 
 

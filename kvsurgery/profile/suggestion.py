@@ -117,6 +117,6 @@ def _suggestion_of(entry: Published, model: ModelIdentity) -> Suggestion:
 
 def _base_models(card: str) -> list[str]:
     """What the front matter of a card gives as `base_model`: a name or a list of them."""
-    front_matter = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
-    base_model = re.search(r"^base_model:(.*(?:\n[ -].*)*)", front_matter[1], re.MULTILINE) if front_matter else None
-    return re.findall(r"[\w.-]*\w/\w[\w.-]*", base_model[1]) if base_model else []
+    front_match = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
+    base_match = re.search(r"^base_model:(.*(?:\n[ -].*)*)", front_match[1], re.MULTILINE) if front_match else None
+    return re.findall(r"[\w.-]*\w/\w[\w.-]*", base_match[1]) if base_match else []

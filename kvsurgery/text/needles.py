@@ -148,12 +148,12 @@ class Prompt:
         ids, spans = _inside_text(" " + needle.needle, tokenizer)
         start = 1 + needle.needle.index(needle.real_needle)
         end = start + len(needle.real_needle)
-        covering_tokens = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
+        covering_places = [place for place, (first, last) in enumerate(spans) if first < end and last > start]
         if needle.cue:
             _check_spelling(needle.cue, tokenizer)
         opening, request = _frame(needle.question, needle.cue, tokenizer)
         return cls(
-            np.array(opening, int), np.array(ids), range(covering_tokens[0], covering_tokens[-1] + 1), np.array(request)
+            np.array(opening, int), np.array(ids), range(covering_places[0], covering_places[-1] + 1), np.array(request)
         )
 
     @property

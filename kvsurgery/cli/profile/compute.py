@@ -98,11 +98,11 @@ def compute(
         mesh = Mesh(processes, tp, sp)
         _check_sharing(configured_method, mesh)
         dtype = chosen_dtype(dtype, source, device, revision)
-        model = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
+        measured = mesh.load(source, revision, dtype=dtype, sharded=configured_method.shared == "weights")
         try:
             with console.step_progress(f"measuring {method}") as advance:
                 reporter = Reporter(advance, lambda line: console.stderr.print(in_flags(line)))
-                measurement = configured_method.measure(model, mesh, reporter if processes.rank == 0 else Reporter())
+                measurement = configured_method.measure(measured, mesh, reporter if processes.rank == 0 else Reporter())
         except KeyboardInterrupt:
             hint = f"--resume goes on from {configured_method.kept}" if configured_method.kept else "nothing is kept"
             raise Interrupted(hint) from None

@@ -42,20 +42,20 @@ def suggest(source: str, revision: str | None, everything: bool, as_json: bool) 
     with _folder(source, revision) as folder:
         model = ModelIdentity.read(folder, source)
         costs = _costs(folder)
-    candidates = suggestions(model)
+    ranked_suggestions = suggestions(model)
     if as_json:
         facts = {
             "model": source,
             "family": model.family,
             "made_from": sorted(model.ancestors),
-            "profiles": [suggestion.to_json(source) for suggestion in candidates],
+            "profiles": [suggestion.to_json(source) for suggestion in ranked_suggestions],
             "measuring_estimate": [cost.to_json() for cost in costs],
         }
         click.echo(json.dumps(facts, indent=2))
         return
     made_from = f"; made from {', '.join(sorted(model.ancestors))}" if model.ancestors else ""
     console.stdout.print(f"{source}: {model.family}, {model.dimensions}{made_from}")
-    _print(model, candidates, everything)
+    _print(model, ranked_suggestions, everything)
     _print_costs(costs)
 
 

@@ -68,8 +68,8 @@ class Duo(PasskeyMethod, GateMethod):
             lengths = Lengths(self.min_context, self.max_context, self.passkeys)
             seconds = step_seconds(measured, self.options(), mesh)
             plan = paced(self.minutes, seconds, measured.max_context, lengths, self.sink + self.recent)
-            choices = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
-            reporter.note(f"chosen for {self.minutes:g} min: {choices}")
+            chosen_text = " ".join(f"`{name}` {value}" for name, value in vars(plan).items())
+            reporter.note(f"chosen for {self.minutes:g} min: {chosen_text}")
         settings = {name: value for name in vars(plan) if (value := getattr(self, name)) is not None}
         return replace(self, minutes=None, until_settled=True, **(vars(plan) | settings))
 

@@ -19,21 +19,21 @@ from kvsurgery.version import __version__
 LARGEST_SCORES_FILE = 1 << 30
 
 
-def read(path: Path, max_size: int | None = None) -> bytes:
-    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `max_size` is given.
+def read(path: Path, max_bytes: int | None = None) -> bytes:
+    """The bytes of a file, `LARGEST_SCORES_FILE` at most unless `max_bytes` is given.
 
     Raises:
         ProfileError: it cannot be read, or is too large for head scores.
     """
-    max_size = LARGEST_SCORES_FILE if max_size is None else max_size
+    max_bytes = LARGEST_SCORES_FILE if max_bytes is None else max_bytes
     try:
         with open(path, "rb") as file:
-            is_too_large = os.fstat(file.fileno()).st_size > max_size
-            raw = b"" if is_too_large else file.read(max_size + 1)  # a device or a pipe has no size
+            is_too_large = os.fstat(file.fileno()).st_size > max_bytes
+            raw = b"" if is_too_large else file.read(max_bytes + 1)  # a device or a pipe has no size
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror}") from error
-    if is_too_large or len(raw) > max_size:
-        raise ProfileError(f"{path} is over {max_size >> 20:,} MiB; this is not a file of head scores")
+    if is_too_large or len(raw) > max_bytes:
+        raise ProfileError(f"{path} is over {max_bytes >> 20:,} MiB; this is not a file of head scores")
     return raw
 
 
