@@ -328,13 +328,12 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
     for chunk in order(prompt_tokens // tokens):
         for variant in list(parts):
             chunk_seconds, past = seconds_by_variant[variant.name], chunk * tokens
-            guess = (
-                8.0
-                if not chunk_seconds
-                else chunk_seconds[0] * (1 + chunk)
-                if len(chunk_seconds) == 1
-                else _at(chunk_seconds, chunk)
-            )
+            if not chunk_seconds:
+                guess = 8.0
+            elif len(chunk_seconds) == 1:
+                guess = chunk_seconds[0] * (1 + chunk)
+            else:
+                guess = _at(chunk_seconds, chunk)
             if report.left < guess + 4:
                 continue
             with report.attempt(f"{case.shape}, chunk after {past:,} tokens, {variant.name}"):

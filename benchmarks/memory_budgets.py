@@ -138,11 +138,11 @@ def main() -> None:
     }
     text = Haystack.read(arguments.text, measured.text, sizes.passages * sizes.length)
     for number, passage in enumerate(sizes.of(text.tokens, first_tokens(measured.text))):
-        compared = report["losses"].setdefault(str(number), {})
-        if missing_policies := [name for name in policies if name not in compared]:
+        passage_losses = report["losses"].setdefault(str(number), {})
+        if missing_policies := [name for name in policies if name not in passage_losses]:
             trial = CacheTrial(measured.model, measured.layers, passage[None], sizes.context, caches)
             rows = rows_of([policies[name] for name in missing_policies], profile, caches)
-            compared |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
+            passage_losses |= dict(zip(missing_policies, trial.converted_divergence(rows).tolist(), strict=True))
             record_versions(report, f"passage {number}")
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(table(report)))

@@ -299,9 +299,8 @@ class BlockLayer(EncodingLayer):
         rotation = self.encoder.rotation.at(past, tokens)
         stop = seen + tokens
         plain_keys = rotation.turn_back(keys)
-        plain_query = (
-            rotation.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)
-        )  # [1, kv_heads, tokens, head_dim]
+        # [1, kv_heads, tokens, head_dim]
+        plain_query = rotation.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)
         self.keys[:, :, seen:stop], self.values[:, :, seen:stop] = plain_keys, values
         following = plain_query.flip(2).cumsum(2).flip(2) - plain_query
         self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / torch.arange(tokens, 0, -1)

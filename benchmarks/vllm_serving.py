@@ -122,14 +122,8 @@ def run(engine: Any, load: Load, block: int) -> Result:
     for index in range(load.requests):
         prompt = [draw.randrange(load.vocabulary) for _ in range(load.prompt)]
         engine.add_request(f"{time.monotonic()}-{index}", {"prompt_token_ids": prompt}, parameters)
-    start, cpu_start, first_token_times, last_token_times, running, peak = (
-        time.monotonic(),
-        time.process_time(),
-        {},
-        {},
-        [],
-        0,
-    )
+    start, cpu_start = time.monotonic(), time.process_time()
+    first_token_times, last_token_times, running, peak = {}, {}, [], 0
     while engine.has_unfinished_requests():
         for output in engine.step():
             now = time.monotonic() - start

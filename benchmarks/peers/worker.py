@@ -120,9 +120,8 @@ def measure_all(names: list[str], model: Path, folder: Path, rounds: int) -> dic
         for entry in entries:
             if entry.contender.kind in ("stock", "converted"):
                 size = held_bytes(entry.read(texts[part][:1, :prompt], 0)[0])
-                shares[entry.contender.name, prompt] = size / full_bytes.setdefault(
-                    prompt, size
-                )  # the stock model is first
+                stock_size = full_bytes.setdefault(prompt, size)  # the stock model is first
+                shares[entry.contender.name, prompt] = size / stock_size
     parts = {
         "bytes": partial(count, text=texts["short"][:1], prompt=short_length, full_bytes=full_bytes[short_length]),
         "perplexity": partial(perplexity, texts=texts["story"], counted_mask=texts["counted"], prompt=short_length),

@@ -110,10 +110,8 @@ def table(report: dict[str, Any]) -> list[str]:
     for name, of_cases in results.items():
         nats, ratio, recall_cell = losses(of_cases), "", ""
         if name not in (ORIGINAL, ATTENTION):
-            loss_difference, recall_difference = (
-                paired(nats - attention_losses),
-                paired(shares[name] - shares[ATTENTION]),
-            )
+            loss_difference = paired(nats - attention_losses)
+            recall_difference = paired(shares[name] - shares[ATTENTION])
             ratio = "× {:.3f} [{:.3f}, {:.3f}]".format(
                 *np.exp([loss_difference.mean, loss_difference.low, loss_difference.high])
             )

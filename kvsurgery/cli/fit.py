@@ -140,10 +140,8 @@ def _print_table(fit_result: Fit) -> None:
     from kvsurgery.display import console
 
     best, next_best = fit_result.pareto, fit_result.alternatives[:ALTERNATIVES]
-    shown_candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)} | {
-        fit_result.choice,
-        *next_best,
-    }
+    shown_candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)}
+    shown_candidates |= {fit_result.choice, *next_best}
     budgets = any(candidate.budget for candidate in shown_candidates)
     rows = []
     for candidate in sorted(shown_candidates, key=lambda candidate: candidate.total):

@@ -172,10 +172,8 @@ def _already_done(out: Path, checkpoint: Checkpoint, provenance: Provenance) -> 
     if not {PROVENANCE, CONFIG} <= names or JOURNAL in names:
         return False
     existing_provenance = Provenance.read(out)
-    if (
-        replace(existing_provenance, tensors={}, copied=dict.fromkeys(existing_provenance.copied)).serialize()
-        != provenance.serialize()
-    ):
+    hashless_provenance = replace(existing_provenance, tensors={}, copied=dict.fromkeys(existing_provenance.copied))
+    if hashless_provenance.serialize() != provenance.serialize():
         raise OutputError(f"{out} holds another conversion; choose another folder, or remove it")
     finish_time = (out / PROVENANCE).stat().st_mtime_ns
     for shard in checkpoint.shards:

@@ -113,10 +113,8 @@ class RemoteFile:
         etag = _first_header(responses, "X-Linked-Etag") or _first_header(responses, "ETag")
         if self.size is None:
             self.size, self.etag = size, etag
-        if (size, etag) != (self.size, self.etag) or _first_header(responses, "X-Repo-Commit") not in (
-            None,
-            self.commit,
-        ):
+        commit = _first_header(responses, "X-Repo-Commit")
+        if (size, etag) != (self.size, self.etag) or commit not in (None, self.commit):
             raise HubError(f"{self.repo_id}: {self.name} changed while it was read; convert again")
         if range_match is None or (int(range_match[1]), int(range_match[2])) != (start, min(end, size) - 1):
             raise HubError(

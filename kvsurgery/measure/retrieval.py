@@ -147,10 +147,10 @@ def retrieval_scores(
         progress(done, len(grid), f"{successes} right")
     successes = sum(mesh.processes.gather([successes])) // mesh.tp
     if not successes:
-        share, answer_text = max(mesh.processes.gather([best_answer]))
+        share, description = max(mesh.processes.gather([best_answer]))
         raise ProfileError(
             f"none of {len(grid)} trials had a right answer, so there are no scores: the best {metric_name} was "
-            f"{100 * share:.0f} ({answer_text}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles "
+            f"{100 * share:.0f} ({description}), and over {100 * RIGHT:.0f} is right; try shorter `lengths`, needles "
             "that this model can answer (`needles`), or its instruction-tuned variant"
         )
     return measured.profile(

@@ -175,7 +175,11 @@ class Prices:
     ) -> Iterator[Candidate]:
         """Candidates whose other heads have budgets that follow these scores, float32 [layers, kv_heads]; where budgets
         hold, only with a cache that they can have: in the model's dtype, or quantized per token."""
-        quantizations = [choice for choice in self.quantizations if choice is None or selection.quantizable(choice)]
+        quantizations = [
+            quantization
+            for quantization in self.quantizations
+            if quantization is None or selection.quantizable(quantization)
+        ]
         max_held = kv_layout.EVERY if selection.hold is None else selection.window + selection.hold
         demand, budgeted_mask = self.demand, np.ones(self.scores.shape, dtype=bool)
         window = min(selection.window, demand.prompt)
