@@ -24,7 +24,8 @@ def table(profiles: dict[str, HeadProfile]) -> list[str]:
         for other in names[row + 1 :]:
             comparison = compare(profiles[name], profiles[other])
             [overlap] = [overlap for overlap in comparison.overlaps if overlap.sparsity == SPARSITY]
-            cells.append(f"{comparison.spearman:.2f}, {overlap.shared}")
+            rho = "undefined" if comparison.spearman is None else f"{comparison.spearman:.2f}"
+            cells.append(f"{rho}, {overlap.shared}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
