@@ -135,13 +135,13 @@ def fit(
 
 
 def _print_table(fit_result: Fit) -> None:
-    """Some of the shown_candidates that nothing beats, the choice, and the best of other widths."""
+    """Some of the candidates that nothing beats, the choice, and the best of other widths."""
     from kvsurgery.cli.plan import width
     from kvsurgery.display import console
 
     best, next_best = fit_result.pareto, fit_result.alternatives[:ALTERNATIVES]
-    shown_candidates = {best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)}
-    shown_candidates |= {fit_result.choice, *next_best}
+    spread = [best[round(row * (len(best) - 1) / (ROWS - 1))] for row in range(ROWS)]
+    shown_candidates = dict.fromkeys([*spread, fit_result.choice, *next_best])
     budgets = any(candidate.budget for candidate in shown_candidates)
     rows = []
     for candidate in sorted(shown_candidates, key=lambda candidate: candidate.total):
