@@ -94,9 +94,9 @@ class EncodingLayer(HandingLayer):
             output = path.streaming(query, sinks, kept_states, (keys, values), past, 0, self.layout, scoring)
         else:
             output = path.causal(query, *visible_states, 0, scoring)
-        index = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
-        self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, index)
-        self.values = visible_states[1].gather(2, index)
+        kept_places = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
+        self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, kept_places)
+        self.values = visible_states[1].gather(2, kept_places)
         return output
 
     def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -69,14 +69,14 @@ def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
     """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16."""
     shift, mask, exponent, addend_mask, addend = _unpacking(plane, bits, mantissa)
     kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
-    mask_addend = f"lop3.b32 b, word, {addend_mask * 0x10001}, b, 0x6a;" if addend_mask else ""
+    addend_asm = f"lop3.b32 b, word, {addend_mask * 0x10001}, b, 0x6a;" if addend_mask else ""
     return f"""{{
         .reg .b32 word, a, b, one;
         mov.b32 one, {one * 0x10001};
         mov.b32 b, {addend * 0x10001};
         shr.b32 word, $1, {shift};
         lop3.b32 a, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
-        {mask_addend}
+        {addend_asm}
         fma.rn.{kind} $0, a, one, b;
     }}"""
 
@@ -158,7 +158,7 @@ def _product(x, y, ASM: tl.constexpr):
 
 @triton.jit
 def _pairs(ptr, index, mask, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scales 2 * at and 2 * at + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
+    """Scales 2 * index and 2 * index + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
 
     One load gets all, in words of 32 bits: cp.async copies no less, and only what a dot needs is under way early.
     """
@@ -411,10 +411,10 @@ def _over_tiles(
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
         if KEY_ROWS > 0:
-            row_scales = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             scaled_q, zero_products = (), tl.zeros([R, KW], tl.float32)
             groups = tl.arange(0, UNIT_ROWS * KW)
-            factors, lows = _channel_scales(row_scales, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            factors, lows = _channel_scales(row_scales_ptr, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
             for plane in tl.static_range(PLANES):
                 factor, zero = factors[plane], lows[plane].to(tl.float32)
                 if not K_RAW:
