@@ -79,10 +79,8 @@ class EncodingLayer(HandingLayer):
         assert self.values is not None
         past, tokens = self.encoder.past, query.shape[2]
         kept_tokens = self.keys.shape[2]  # less than `past` in a layer with a sliding window of its own
-        kept_rotation, chunk_rotation = (
-            self.encoder.rotation.at(past - kept_tokens, kept_tokens),
-            self.encoder.rotation.at(past, tokens),
-        )
+        kept_rotation = self.encoder.rotation.at(past - kept_tokens, kept_tokens)
+        chunk_rotation = self.encoder.rotation.at(past, tokens)
         plain_keys = chunk_rotation.turn_back(keys)
         self.encoder.take(
             self.index, {"q": lambda: chunk_rotation.turn_back(query), "k": lambda: plain_keys, "v": lambda: values}

@@ -179,7 +179,7 @@ class HeldHeads(BudgetedHeads):
             assert self.scoring is not None
             table, max_length = self.head_table(layer), max(map(max, lengths))
             accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
-            kept = kv_reselect.select(
+            kept_positions = kv_reselect.select(
                 table,
                 self.budget_tensor,
                 self.query_ring,
@@ -189,7 +189,7 @@ class HeldHeads(BudgetedHeads):
                 self.scoring,
                 accumulated,
             )
-            kv_move.move(table, kept, column)
+            kv_move.move(table, kept_positions, column)
             # either all are quantized or none is
             for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
                 refill(group, row_counts)
@@ -200,16 +200,16 @@ class HeldHeads(BudgetedHeads):
         keys = self._stored(KEYS, head_lengths, codes)
         needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
-        stops, kept, chosen_counts = on_device([lengths, kept_counts, counts], keys.device)[..., None]
+        stops, kept_tensor, chosen_counts = on_device([lengths, kept_counts, counts], keys.device)[..., None]
         importance = self._importance(keys, values, column, stops)
         no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
         top_places = most_important(importance, no_padding, counts, self.selection, stops - window).sort().values
         self.remember(importance, top_places)
         place = torch.arange(max(map(max, kept_counts)), device=keys.device)
-        newest_places = (stops - kept + place).clamp(max=keys.shape[2] - 1)
+        newest_places = (stops - kept_tensor + place).clamp(max=keys.shape[2] - 1)
         order = F.pad(top_places, (0, len(place) - top_places.shape[2])).where(place < chosen_counts, newest_places)
         if codes:
-            codes.keep(keys, order, kept, kept_by_head, [*zip(*lengths, strict=True)])
+            codes.keep(keys, order, kept_tensor, kept_by_head, [*zip(*lengths, strict=True)])
         else:
             self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
         self._drop(dropped, layer)

@@ -74,14 +74,14 @@ def _tokens(
 
 @triton.jit(
     do_not_specialize=[
-        *("column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place", "score_batch"),
+        *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place", "score_batch"),
         *("packed_batch", "packed_head"),
     ]
 )
 def _select_kernel(
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
-    asked_ptr,  # [batch, heads * group, ASKED, D]
+    q_ptr,  # [batch, heads * group, QUERY_PLACES, D]
     learned_ptr,  # [heads * group], or None
     offset_ptr,  # [heads]
     sink_ptr,
@@ -101,9 +101,9 @@ def _select_kernel(
     kept_ptr,  # [batch, heads, places]
     kv_batch,
     kv_slot,
-    asked_batch,
-    asked_head,
-    asked_place,
+    q_batch,
+    q_head,
+    q_place,
     skipped_batch,
     skipped_head,
     codes_batch,
@@ -122,7 +122,7 @@ def _select_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ASKED: tl.constexpr,
+    QUERY_PLACES: tl.constexpr,
     POOLED: tl.constexpr,
     MEAN: tl.constexpr,
     NORM: tl.constexpr,
@@ -155,8 +155,8 @@ def _select_kernel(
         row = tl.minimum(first + m, ROWS - 1)
         last_visible = length - WINDOW + row % WINDOW
         query_head = (head * (ROWS // WINDOW) + row // WINDOW).to(tl.int64)
-        place = (column - WINDOW + row % WINDOW) % ASKED
-        q_pointers = asked_ptr + batch * asked_batch + query_head * asked_head + place * asked_place
+        place = (column - WINDOW + row % WINDOW) % QUERY_PLACES
+        q_pointers = q_ptr + batch * q_batch + query_head * q_head + place * q_place
         q = tl.load(q_pointers[:, None] + d, (d < D) & (m >= 0)[:, None], 0.0)
         top, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
         if learned_ptr is not None:
@@ -173,11 +173,11 @@ def _select_kernel(
             slot = begin + n
             k = _tokens(*k_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
-            importance = tl.sum(weights, 0)
+            attention = tl.sum(weights, 0)
             if first > 0:
-                importance += tl.load(received + slot, slot < stop, 0.0)
+                attention += tl.load(received + slot, slot < stop, 0.0)
             tl.debug_barrier()  # lanes may hold the same element
-            tl.store(received + slot, importance, slot < stop)
+            tl.store(received + slot, attention, slot < stop)
     if NORM:
         tl.debug_barrier()
         for begin in range(0, stop, N):
@@ -301,9 +301,9 @@ def select(
             **_tiles(table, torch.uint8),
             **_token_scale_options(table),
             **_score_factors(scoring),
-            **_strides(queries, "asked_batch", "asked_head", "asked_place"),
+            **_strides(queries, "q_batch", "q_head", "q_place"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            asked_ptr=queries,
+            q_ptr=queries,
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
@@ -319,7 +319,7 @@ def select(
             N=(32 if wide_rows else 64) // (1 if table.tiles is None else 2),
             ROWS=rows,
             WINDOW=selection.window,
-            ASKED=queries.shape[2],
+            QUERY_PLACES=queries.shape[2],
             POOLED=selection.kernel_size,
             MEAN=selection.pool != "max",
             NORM=selection.select == VALUE_NORM,

@@ -55,7 +55,8 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    key_groups, value_groups = (shape(keys.shape[-1]) for shape in (quantization.key_groups, quantization.value_groups))
+    key_groups = quantization.key_groups(keys.shape[-1])
+    value_groups = quantization.value_groups(keys.shape[-1])
     return Tiles(*quantize_groups(keys, key_groups, quantization), *quantize_groups(values, value_groups, quantization))
 
 

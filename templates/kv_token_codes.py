@@ -65,11 +65,11 @@ class TokenCodes:
         """
         quantization, sink, device, fresh_starts, fresh_tokens = self.quantization, self.sink, source.device, [], 1
         for group, row_counts, row_lengths, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
-            every = [*zip(row_counts, row_lengths, packed, strict=True)]
+            rows = [*zip(row_counts, row_lengths, packed, strict=True)]
             refill(group, row_counts)
             # up to here all are from tiles: those from slots come last, and are no more than there were
             fresh_starts.append(
-                max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in every)), 0)
+                max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in rows)), 0)
             )
             fresh_tokens = max(fresh_tokens, max(group.packed) - fresh_starts[-1])
         last_position, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
@@ -90,11 +90,11 @@ class TokenCodes:
                 self.tokens.key_codes.shape[1] + fresh_tokens * head + (place - fresh_start).clamp(0, fresh_tokens - 1)
             )
             parts = zip(index.where(in_tile, fresh_index).unbind(1), self.groups, strict=True)
-            every = torch.cat([token_index[:, : TILE * group.count] for token_index, group in parts], 1)[:, None]
+            pool_index = torch.cat([token_index[:, : TILE * group.count] for token_index, group in parts], 1)[:, None]
             encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), quantization)
             fresh_parts = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
             pools = (torch.cat(pair, 1) for pair in zip(self.tokens, fresh_parts, strict=True))
-            moved_tokens = Tiles(*(_gather_places(pool, every)[:, 0] for pool in pools))
+            moved_tokens = Tiles(*(_gather_places(pool, pool_index)[:, 0] for pool in pools))
             for stored, part in zip(self.tiles, by_tile(moved_tokens, quantization.bits), strict=True):
                 stored.copy_(part)
         for head, group in enumerate(self.groups):

@@ -106,12 +106,10 @@ def load_models(
     # processes share the memory of a machine, and have a GPU each
     weights_dtype = None if dtype == "auto" else stored_dtype(folder)
     scale = getattr(torch, dtype).itemsize / getattr(torch, weights_dtype).itemsize if weights_dtype else 1
-    needed_bytes, available_bytes = (
-        round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world),
-        free_bytes(device),
-    )
+    needed_bytes = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world)
+    available_bytes = free_bytes(device)
     if needed_bytes > available_bytes:
-        can_share = source and not is_distributed
+        can_share = source is not None and not is_distributed
         hint = "; leave the source out: the original is then measured over the same weights" if can_share else ""
         raise KVSurgeryError(
             f"weights take {console.size(needed_bytes)}, {console.size(available_bytes)} are free on "

@@ -40,15 +40,11 @@ class Entry:
 
     def result(self, task: str, metric: str) -> TaskResult | None:
         """The scores of one task by one metric, if it was evaluated and answered."""
-        results = self.results.tasks if self.results else ()
-        return next(
-            (
-                candidate
-                for candidate in results
-                if (candidate.task, candidate.metric) == (task, metric) and candidate.scores
-            ),
-            None,
-        )
+        task_results = self.results.tasks if self.results else ()
+        for result in task_results:
+            if (result.task, result.metric) == (task, metric) and result.scores:
+                return result
+        return None
 
 
 @dataclass(frozen=True)
