@@ -105,8 +105,8 @@ def attention(
     if isinstance(key, Handle):
         layer, key, value, reads = key
         can_fuse = s_aux is None and softcap is None and not dropout and not torch.is_grad_enabled()
-        has_runs = isinstance(layer, KVLayerCache) and layer.runs
-        if can_fuse and has_runs and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
+        runs = isinstance(layer, KVLayerCache) and layer.runs
+        if can_fuse and runs and query.shape[2] == 1 and _path(query, dropout) is kv_torch:
             layer.make_room(1)
             if layer.runs:  # still, with what this forward may take back
                 return kv_torch.step(query, key, value, layer, scaling), None

@@ -65,7 +65,7 @@ def _compact_kernel(
     kept_columns = kept_ptr + batch * kept_batch + head * kept_head + begin
     k_source = prompt_k_ptr + batch * prompt_k_batch + head * prompt_k_head
     v_source = prompt_v_ptr + batch * prompt_v_batch + head * prompt_v_head
-    target = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
+    target_offset = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     sink, ring = tl.load(sink_ptr + head), tl.load(ring_ptr + head)
     n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     for start in range(0, TILE_TOKENS, N):
@@ -76,8 +76,8 @@ def _compact_kernel(
         mask = in_slots[:, None] & (d < D)
         k = tl.load(k_source + column * prompt_k_column + d, mask)
         v = tl.load(v_source + column * prompt_v_column + d, mask)
-        tl.store(k_ptr + target + slot * kv_slot + d, k, mask)
-        tl.store(v_ptr + target + slot * kv_slot + d, v, mask)
+        tl.store(k_ptr + target_offset + slot * kv_slot + d, k, mask)
+        tl.store(v_ptr + target_offset + slot * kv_slot + d, v, mask)
     if BITS is not None:
         packed = tl.load(packed_ptr + batch * packed_batch + head * packed_head)
         if begin < packed:

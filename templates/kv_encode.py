@@ -79,10 +79,8 @@ class EncodingLayer(HandingLayer):
         assert self.values is not None
         past, tokens = self.encoder.past, query.shape[2]
         kept_tokens = self.keys.shape[2]  # less than `past` in a layer with a sliding window of its own
-        kept_rotation, chunk_rotation = (
-            self.encoder.rotation.at(past - kept_tokens, kept_tokens),
-            self.encoder.rotation.at(past, tokens),
-        )
+        kept_rotation = self.encoder.rotation.at(past - kept_tokens, kept_tokens)
+        chunk_rotation = self.encoder.rotation.at(past, tokens)
         plain_keys = chunk_rotation.turn_back(keys)
         self.encoder.take(
             self.index, {"q": lambda: chunk_rotation.turn_back(query), "k": lambda: plain_keys, "v": lambda: values}
@@ -94,9 +92,9 @@ class EncodingLayer(HandingLayer):
             output = path.streaming(query, sinks, kept_states, (keys, values), past, 0, self.layout, scoring)
         else:
             output = path.causal(query, *visible_states, 0, scoring)
-        index = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
-        self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, index)
-        self.values = visible_states[1].gather(2, index)
+        kept_places = self.kept(query, visible_states[0], scoring)[None, :, :, None].expand(-1, -1, -1, keys.shape[-1])
+        self.keys = torch.cat([self.keys, plain_keys], 2).gather(2, kept_places)
+        self.values = visible_states[1].gather(2, kept_places)
         return output
 
     def kept(self, query: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:

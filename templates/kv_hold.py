@@ -25,7 +25,7 @@ from .kv_heads import SELECTING, HeadGroup, Rows, on_device
 from .kv_layout import TILE, VALUE_NORM, LayerLayout
 from .kv_received import attention_received
 from .kv_tiles import QuantizedGroup
-from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_slots
+from .kv_token_codes import KEYS, VALUES, TokenCodes, refill, take_positions
 from .kv_torch import Scoring
 
 try:
@@ -58,7 +58,7 @@ class HeldHeads(BudgetedHeads):
         self.quantized = [group for group in self.groups if isinstance(group, QuantizedGroup)]
         for group, budget in zip(self.groups, self.budgets, strict=True):
             group.max_tokens = budget + self.selection.window + self.hold
-        self.queries: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
+        self.query_ring: torch.Tensor | None = None  # queries [batch, query_heads, n, head_dim], column c at c % n
         self.scoring: Scoring | None = None
         self.renewals: list[Renewal] = []
         self.counts = [0] * len(self.budgets)  # of each head, slots that have an accumulated score
@@ -72,8 +72,8 @@ class HeldHeads(BudgetedHeads):
     def take_rows(self, rows: Rows) -> None:
         super().take_rows(rows)
         self.scores = rows(self.scores)
-        if self.queries is not None:
-            self.queries = rows(self.queries)
+        if self.query_ring is not None:
+            self.query_ring = rows(self.query_ring)
         self.renewals = [
             renewal._replace(
                 dropped=[*map(rows.of, renewal.dropped)],
@@ -87,11 +87,11 @@ class HeldHeads(BudgetedHeads):
     @torch.inference_mode(False)
     @torch.no_grad()
     def widen(self, margin: int, seen: int, capacity: int) -> None:
-        old_ring, self.margin = self.queries, margin
+        old_ring, self.margin = self.query_ring, margin
         if old_ring is not None:
-            self.queries = old_ring.new_zeros(*old_ring.shape[:2], self.selection.window + margin, old_ring.shape[3])
+            self.query_ring = old_ring.new_zeros(*old_ring.shape[:2], self.selection.window + margin, old_ring.shape[3])
             column = torch.arange(max(seen - old_ring.shape[2], 0), seen, device=old_ring.device)
-            self.queries[:, :, column % self.queries.shape[2]] = old_ring[:, :, column % old_ring.shape[2]]
+            self.query_ring[:, :, column % self.query_ring.shape[2]] = old_ring[:, :, column % old_ring.shape[2]]
 
     def reserve(self, columns: int) -> None:
         counts = [self.selection.scores(budget, columns) for budget in self.budgets]
@@ -123,10 +123,10 @@ class HeldHeads(BudgetedHeads):
 
     def _query_ring(self, query: torch.Tensor) -> torch.Tensor:
         """Where queries like these are remembered."""
-        if self.queries is None:
+        if self.query_ring is None:
             with torch.inference_mode(False):  # it is written again later, maybe outside of an inference mode
-                self.queries = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
-        return self.queries
+                self.query_ring = query.new_zeros(*query.shape[:2], self.selection.window + self.margin, query.shape[3])
+        return self.query_ring
 
     def watch(self, column: int, query: torch.Tensor) -> None:
         first_query = max(self.next - self.selection.window - column, 0)
@@ -169,22 +169,29 @@ class HeldHeads(BudgetedHeads):
             self.next = column + self.hold
             return
         self._back_up(column, layer)
-        head_counts = [*zip(*kept_counts, strict=True)]
-        dropped = [[column - tokens for tokens in head_tokens] for head_tokens in head_counts]
+        kept_by_head = [*zip(*kept_counts, strict=True)]
+        dropped = [[column - tokens for tokens in head_tokens] for head_tokens in kept_by_head]
         self.start, self.next = column - window, column + self.hold
         if kernels:
             assert kv_reselect is not None  # as there are
             assert kv_move is not None
-            assert self.queries is not None
+            assert self.query_ring is not None
             assert self.scoring is not None
             table, max_length = self.head_table(layer), max(map(max, lengths))
             accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
-            kept = kv_reselect.select(
-                table, self.budget_tensor, self.queries, column, max_length, self.selection, self.scoring, accumulated
+            kept_positions = kv_reselect.select(
+                table,
+                self.budget_tensor,
+                self.query_ring,
+                column,
+                max_length,
+                self.selection,
+                self.scoring,
+                accumulated,
             )
-            kv_move.move(table, kept, column)
+            kv_move.move(table, kept_positions, column)
             # either all are quantized or none is
-            for group, row_counts in zip(self.quantized, head_counts, strict=False):
+            for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
                 refill(group, row_counts)
             self._align(dropped, layer)
             return
@@ -193,18 +200,18 @@ class HeldHeads(BudgetedHeads):
         keys = self._stored(KEYS, head_lengths, codes)
         needs_values = not codes or self.selection.select == VALUE_NORM  # the values that codes stand for, seldom
         values = self._stored(VALUES, head_lengths, codes) if needs_values else keys[:, :, :0]
-        stops, kept, chosen_counts = on_device([lengths, kept_counts, counts], keys.device)[..., None]
+        stops, kept_tensor, chosen_counts = on_device([lengths, kept_counts, counts], keys.device)[..., None]
         importance = self._importance(keys, values, column, stops)
         no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=keys.device)
         top_places = most_important(importance, no_padding, counts, self.selection, stops - window).sort().values
         self.remember(importance, top_places)
         place = torch.arange(max(map(max, kept_counts)), device=keys.device)
-        newest_places = (stops - kept + place).clamp(max=keys.shape[2] - 1)
+        newest_places = (stops - kept_tensor + place).clamp(max=keys.shape[2] - 1)
         order = F.pad(top_places, (0, len(place) - top_places.shape[2])).where(place < chosen_counts, newest_places)
         if codes:
-            codes.keep(keys, order, kept, head_counts, [*zip(*lengths, strict=True)])
+            codes.keep(keys, order, kept_tensor, kept_by_head, [*zip(*lengths, strict=True)])
         else:
-            self._write([*map(max, head_counts)], take_slots(keys, order), take_slots(values, order))
+            self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
         self._drop(dropped, layer)
 
     def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
@@ -212,12 +219,12 @@ class HeldHeads(BudgetedHeads):
 
         Heads have so many tokens: int64 [batch, heads, 1]. Values are given where heads select by them too.
         """
-        assert self.queries is not None
+        assert self.query_ring is not None
         assert self.scoring is not None
         window, device = self.selection.window, keys.device
-        query_places = torch.arange(column - window, column, device=device) % self.queries.shape[2]
+        query_places = torch.arange(column - window, column, device=device) % self.query_ring.shape[2]
         no_padding = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-        attention = attention_received(self.queries[:, :, query_places], keys, no_padding, self.scoring, stops)
+        attention = attention_received(self.query_ring[:, :, query_places], keys, no_padding, self.scoring, stops)
         importance = weighted(attention, values, self.selection)
         return importance + self._scores(keys.shape[2]) if self.scores.shape[1] else importance
 

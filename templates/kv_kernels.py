@@ -74,8 +74,8 @@ def _times_matrix(x, matrix_ptr, to_ptr, step, sum_step, D: tl.constexpr, N: tl.
     e = tl.arange(0, x.shape[0])[:, None]
     for first in range(0, D, N):
         d = first + tl.arange(0, N)
-        elements = matrix_ptr + d[None, :] * step + e * sum_step
-        product = tl.sum(x[:, None] * tl.load(elements, (e < D) & (d < D)[None, :], 0.0), 0)
+        pointers = matrix_ptr + d[None, :] * step + e * sum_step
+        product = tl.sum(x[:, None] * tl.load(pointers, (e < D) & (d < D)[None, :], 0.0), 0)
         tl.store(to_ptr + d, product.to(to_ptr.dtype.element_ty), d < D)
 
 
@@ -139,5 +139,5 @@ def _tiles(table: HeadTable, word: torch.dtype) -> dict:
     assert all(part[0].is_contiguous() for part in table.tiles)
     key_codes, value_codes = key_codes.view(word), value_codes.view(word)
     parts = key_codes, key_scales, value_codes, value_scales, table.packed, table.first_tiles
-    batch_strides = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
-    return dict(zip((*pointers, *strides), (*parts, *batch_strides), strict=True))
+    stride_values = *(part.stride(0) for part in (key_codes, key_scales, value_scales)), *table.packed.stride()
+    return dict(zip((*pointers, *strides), (*parts, *stride_values), strict=True))

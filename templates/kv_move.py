@@ -36,19 +36,19 @@ def _move_kernel(
 ):
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     tokens = column - tl.load(skipped_ptr + batch * skipped_batch + head * skipped_head)
-    kept_slots = kept_ptr + tl.program_id(0).to(tl.int64) * places
+    kept_positions = kept_ptr + tl.program_id(0).to(tl.int64) * places
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     n, d = tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
     for begin in range(0, tokens, N):
         slot = begin + n
-        source = tl.load(kept_slots + slot, slot < tokens, 0)
-        moved = (source > slot)[:, None] & (d < D)
+        source = tl.load(kept_positions + slot, slot < tokens, 0)
+        mask = (source > slot)[:, None] & (d < D)
         source_offsets = states + source.to(tl.int64)[:, None] * kv_slot + d
         target_offsets = states + slot.to(tl.int64)[:, None] * kv_slot + d
-        k, v = tl.load(k_ptr + source_offsets, moved), tl.load(v_ptr + source_offsets, moved)
+        k, v = tl.load(k_ptr + source_offsets, mask), tl.load(v_ptr + source_offsets, mask)
         tl.debug_barrier()  # what others of this block still read; later blocks read later slots
-        tl.store(k_ptr + target_offsets, k, moved)
-        tl.store(v_ptr + target_offsets, v, moved)
+        tl.store(k_ptr + target_offsets, k, mask)
+        tl.store(v_ptr + target_offsets, v, mask)
 
 
 @triton.jit
@@ -71,13 +71,13 @@ def _copy(
     n, w = begin + tl.arange(0, source.shape[0]), tl.arange(0, _power(WIDTH))[None, :]
     from_tiles, inside = (source < packed)[:, None], (w < WIDTH) & (n >= 0)[:, None]
     source_offsets = (source // TILE_TOKENS * STEP + source % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
-    tile_offsets = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
+    in_tile_offsets = (n % TILE_TOKENS * WIDTH + FIRST)[:, None] + w
     moved, fresh = (
         tl.load(ptr + source_offsets, inside & from_tiles, 0),
-        tl.load(fresh_ptr + tile_offsets, inside & ~from_tiles, 0),
+        tl.load(fresh_ptr + in_tile_offsets, inside & ~from_tiles, 0),
     )
     tl.debug_barrier()  # what others still read; later tokens come from later places
-    tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + tile_offsets, tl.where(from_tiles, moved, fresh), inside)
+    tl.store(ptr + (n // TILE_TOKENS * STEP)[:, None] + in_tile_offsets, tl.where(from_tiles, moved, fresh), inside)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _move_codes_kernel(
     tile = tl.load(first_ptr + head).to(tl.int64)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     codes, scales = batch * codes_batch + tile * (TILE_TOKENS * D * BITS // 8), tile * (2 * TILE_TOKENS * COLUMNS)
-    kept_slots, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
+    kept_positions, aside = kept_ptr + program * places, aside_ptr + program * 2 * slots * D
     place = place_ptr + program * TILE_TOKENS
     fresh_codes = fresh_codes_ptr + program * (TILE_TOKENS * D * BITS // 8)
     fresh_scales = fresh_scales_ptr + program * (2 * TILE_TOKENS * COLUMNS)
@@ -237,7 +237,7 @@ def _move_codes_kernel(
             codes_ptr=(v_codes_ptr if values else k_codes_ptr) + codes,
             scales_ptr=(v_scales_ptr + batch * v_scales_batch if values else k_scales_ptr + batch * k_scales_batch)
             + scales,
-            kept_ptr=kept_slots,
+            kept_ptr=kept_positions,
             aside_ptr=aside + slots * D if values else aside,
             place_ptr=place,
             fresh_codes_ptr=fresh_codes,
@@ -258,7 +258,7 @@ def _move_codes_kernel(
     tl.store(packed_count_ptr, still_packed)
 
 
-def move(table: HeadTable, kept_slots: torch.Tensor, column: int) -> None:
+def move(table: HeadTable, kept_positions: torch.Tensor, column: int) -> None:
     """Let the first tokens of each head be those that `select` chose, in place.
 
     Tokens in tiles keep their codes, and `table.packed` says how many are in tiles now. What slots get is put aside
@@ -270,14 +270,14 @@ def move(table: HeadTable, kept_slots: torch.Tensor, column: int) -> None:
     arguments = {
         **_slots(table),
         **_strides(table.skipped, "skipped_batch", "skipped_head"),
-        "kept_ptr": kept_slots,
+        "kept_ptr": kept_positions,
         "skipped_ptr": table.skipped,
         "column": column,
-        "places": kept_slots.shape[2],
+        "places": kept_positions.shape[2],
         "N": MOVED,
         "enable_fp_fusion": False,
     }
-    with torch.cuda.device_of(kept_slots):
+    with torch.cuda.device_of(kept_positions):
         if table.tiles is None or table.quantization is None:
             _move_kernel[(batch * heads,)](**arguments, num_warps=4)
             return
@@ -288,7 +288,7 @@ def move(table: HeadTable, kept_slots: torch.Tensor, column: int) -> None:
             **_tiles(table, torch.uint8),
             **_token_scale_options(table),
             aside_ptr=table.keys.new_empty(batch, heads, 2, slots, table.keys.shape[2]),
-            place_ptr=kept_slots.new_empty(batch, heads, TILE),
+            place_ptr=kept_positions.new_empty(batch, heads, TILE),
             fresh_codes_ptr=codes,
             fresh_scales_ptr=scales,
             slots=slots,

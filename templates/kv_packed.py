@@ -69,14 +69,14 @@ def _unpacking_asm(plane: int, bits: int, mantissa: int) -> str:
     """`_unpacking` of two words at once, in three instructions, or four at 8 bits of bfloat16."""
     shift, mask, exponent, addend_mask, addend = _unpacking(plane, bits, mantissa)
     kind, one = ("bf16x2", 127 << 7) if mantissa == 7 else ("f16x2", 15 << 10)
-    mask_addend = f"lop3.b32 b, word, {addend_mask * 0x10001}, b, 0x6a;" if addend_mask else ""
+    addend_asm = f"lop3.b32 b, word, {addend_mask * 0x10001}, b, 0x6a;" if addend_mask else ""
     return f"""{{
         .reg .b32 word, a, b, one;
         mov.b32 one, {one * 0x10001};
         mov.b32 b, {addend * 0x10001};
         shr.b32 word, $1, {shift};
         lop3.b32 a, word, {mask * 0x10001}, {exponent * 0x10001}, 0xea;
-        {mask_addend}
+        {addend_asm}
         fma.rn.{kind} $0, a, one, b;
     }}"""
 
@@ -158,7 +158,7 @@ def _product(x, y, ASM: tl.constexpr):
 
 @triton.jit
 def _pairs(ptr, index, mask, MINIMA: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Scales 2 * at and 2 * at + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
+    """Scales 2 * index and 2 * index + 1 of a row, then their zeros, in fp32; minima lie MINIMA elements after scales.
 
     One load gets all, in words of 32 bits: cp.async copies no less, and only what a dot needs is under way early.
     """
@@ -411,10 +411,10 @@ def _over_tiles(
         v = tl.load(v_codes + states + vw[None, :], (vw < W)[None, :], 0)
 
         if KEY_ROWS > 0:
-            row_scales = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
+            row_scales_ptr = k_scales + (tile * (2 * KEY_ROWS) + first * KEY_ROWS // TILE_TOKENS) * D
             scaled_q, zero_products = (), tl.zeros([R, KW], tl.float32)
             groups = tl.arange(0, UNIT_ROWS * KW)
-            factors, lows = _channel_scales(row_scales, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
+            factors, lows = _channel_scales(row_scales_ptr, groups, W, KW, PLANES // 2, KEY_ROWS * D, ASM, dtype)
             for plane in tl.static_range(PLANES):
                 factor, zero = factors[plane], lows[plane].to(tl.float32)
                 if not K_RAW:
@@ -431,27 +431,27 @@ def _over_tiles(
                 codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                 scores = tl.dot(scaled_q[plane], tl.trans(codes), scores, input_precision="ieee")
             if UNIT_ROWS > 1:
-                own = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
-                scores = _head_sums(tl.where(own, scores, 0.0), HEADS, M)
+                in_rows = (a // HEADS)[:, None] == (n * UNIT_ROWS // N)[None, :]
+                scores = _head_sums(tl.where(in_rows, scores, 0.0), HEADS, M)
         else:
             for side in tl.static_range(max(SIDES, 1)):
-                side_rows = tl.zeros([M, N], tl.float32)
+                side_scores = tl.zeros([M, N], tl.float32)
                 for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
                     codes = _codes(k, k_third, _place(plane, PLANES), BITS, ASM, K_RAW, dtype)
                     if GROUPS > 1 and not SPREAD:
                         k_channel = plane // 2 * 2 * W + 2 * kw + plane % 2
                         k_factor, k_zero = _group_scales(k_scales, tile, first + n, k_channel, kw < W, GROUPS, D, HALF)
                         codes = (codes.to(tl.float32) * k_factor + k_zero).to(dtype)
-                    side_rows = tl.dot(q[plane], tl.trans(codes), side_rows, input_precision="ieee")
+                    side_scores = tl.dot(q[plane], tl.trans(codes), side_scores, input_precision="ieee")
                 if GROUPS == 1 or SPREAD:
                     k_factor, k_zero = _side_scales(
                         k_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, K_BIAS, dtype
                     )
-                    side_rows = side_rows * k_factor + q_sums[side][:, None] * k_zero
+                    side_scores = side_scores * k_factor + q_sums[side][:, None] * k_zero
                 if side == 0:
-                    scores = side_rows
+                    scores = side_scores
                 else:
-                    scores += side_rows
+                    scores += side_scores
             if SPREAD:
                 scores = _head_sums(scores, HEADS, M)
         if CAP:
@@ -471,30 +471,30 @@ def _over_tiles(
             if GROUPS == 1 or SPREAD:
                 v_factor, v_zero = _side_scales(v_scales, tile, first, side, N, M, HEADS, GROUPS, SIDES, V_BIAS, dtype)
                 zeros += (old_zeros[side] * fade[:, None] + _in_part(weights * v_zero, LANES),)
-                side_rows = weights * v_factor
+                side_weights = weights * v_factor
             else:
                 zeros += (old_zeros[side],)
-                side_rows = weights
+                side_weights = weights
             for plane in tl.static_range(side * SIDE, (side + 1) * SIDE):
                 codes = _codes(v, v_third, _place(plane, PLANES), BITS, ASM, V_RAW, dtype)
                 if GROUPS > 1 and not SPREAD:
                     v_channel = plane // 2 * 2 * W + 2 * vw + plane % 2
                     v_factor, v_zero = _group_scales(v_scales, tile, first + n, v_channel, vw < W, GROUPS, D, HALF)
                     codes = (codes.to(tl.float32) * v_factor + v_zero).to(dtype)
-                acc += (tl.dot(side_rows.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
+                acc += (tl.dot(side_weights.to(dtype), codes, old_acc[plane] * fade[:, None], input_precision="ieee"),)
         top = new_top
     total = tl.sum(total, 1)
     safe_total = tl.where(total > 0, total, 1.0)
     tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(safe_total), LOWEST), m < G)
     for plane in tl.static_range(PLANES):
         channel = plane // 2 * 2 * W + 2 * vw + plane % 2
-        own = acc[plane]
+        plane_out = acc[plane]
         if V_RAW:  # in two steps: their product is more than a float holds
-            own = own * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
-        own += tl.sum(zeros[plane // SIDE], 1)[:, None]
+            plane_out = plane_out * 2.0**64 * 2.0 ** (69 - _raw_place(_place(plane, PLANES), BITS))
+        plane_out += tl.sum(zeros[plane // SIDE], 1)[:, None]
         if SPREAD and GROUPS > 1:
             row_group = m // HEADS + plane // SIDE * (GROUPS // SIDES)
             in_group = row_group[:, None] == (channel // (D // GROUPS))[None, :]
-            own = _head_sums(tl.where(in_group, own, 0.0), HEADS, M)
-        out = own / safe_total[:, None]
+            plane_out = _head_sums(tl.where(in_group, plane_out, 0.0), HEADS, M)
+        out = plane_out / safe_total[:, None]
         tl.store(partial_ptr + part[:, None] * D + channel[None, :], out, (m < G)[:, None] & (vw < W)[None, :])

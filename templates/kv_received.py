@@ -38,9 +38,9 @@ def attention_received(
     blocks = [slice(first, first + size) for first in range(0, columns, size)]
     if len(blocks) == 1 and scoring.sinks is None:  # as below, in a third of the time
         return scores(blocks[0]).softmax(-1, dtype=torch.float32).mean((2, 3))
-    single_block = [scores(block) for block in blocks[: len(blocks) == 1]]
-    sums = [part.logsumexp(-1) for part in single_block or map(scores, blocks)]
-    lse = (sums[0] if single_block else torch.stack(sums).logsumexp(0))[..., None]
+    cached_scores = [scores(block) for block in blocks[: len(blocks) == 1]]
+    sums = [part.logsumexp(-1) for part in cached_scores or map(scores, blocks)]
+    lse = (sums[0] if cached_scores else torch.stack(sums).logsumexp(0))[..., None]
     if scoring.sinks is not None:
         lse = torch.logaddexp(lse, scoring.sinks.float().view(heads, -1, 1, 1))
-    return torch.cat([(part - lse).exp().mean((2, 3)) for part in single_block or map(scores, blocks)], -1)
+    return torch.cat([(part - lse).exp().mean((2, 3)) for part in cached_scores or map(scores, blocks)], -1)

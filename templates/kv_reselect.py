@@ -74,14 +74,14 @@ def _tokens(
 
 @triton.jit(
     do_not_specialize=[
-        *("column", "places", "heads", "skipped_batch", "skipped_head", "asked_head", "asked_place", "score_batch"),
+        *("column", "places", "heads", "skipped_batch", "skipped_head", "q_head", "q_place", "score_batch"),
         *("packed_batch", "packed_head"),
     ]
 )
 def _select_kernel(
     k_ptr,  # [batch, slots of all heads, D]
     v_ptr,
-    asked_ptr,  # [batch, heads * group, ASKED, D]
+    q_ptr,  # [batch, heads * group, QUERY_PLACES, D]
     learned_ptr,  # [heads * group], or None
     offset_ptr,  # [heads]
     sink_ptr,
@@ -101,9 +101,9 @@ def _select_kernel(
     kept_ptr,  # [batch, heads, places]
     kv_batch,
     kv_slot,
-    asked_batch,
-    asked_head,
-    asked_place,
+    q_batch,
+    q_head,
+    q_place,
     skipped_batch,
     skipped_head,
     codes_batch,
@@ -122,7 +122,7 @@ def _select_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ASKED: tl.constexpr,
+    QUERY_PLACES: tl.constexpr,
     POOLED: tl.constexpr,
     MEAN: tl.constexpr,
     NORM: tl.constexpr,
@@ -134,7 +134,7 @@ def _select_kernel(
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     skipped = skipped_ptr + batch * skipped_batch + head * skipped_head
     length = column - tl.load(skipped)
-    stop = tl.maximum(length - WINDOW, 0)  # the first slots are candidates
+    stop = tl.maximum(length - WINDOW, 0)  # the first positions are candidates
     count = tl.minimum(tl.load(budget_ptr + head), stop)
     states = batch * kv_batch + tl.load(offset_ptr + head).to(tl.int64) * kv_slot
     k_pointers, v_pointers = (k_ptr + states, k_ptr, k_ptr), (v_ptr + states, v_ptr, v_ptr)
@@ -147,7 +147,7 @@ def _select_kernel(
         k_pointers = k_ptr + states, k_codes_ptr + codes, k_scales_ptr + batch * k_scales_batch + scales
         v_pointers = v_ptr + states, v_codes_ptr + codes, v_scales_ptr + batch * v_scales_batch + scales
     scratch = tl.program_id(0).to(tl.int64) * places
-    received, pooled, kept_slots = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
+    received, pooled, kept_positions = received_ptr + scratch, pooled_ptr + scratch, kept_ptr + scratch
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, _padded(D))[None, :]
 
     # attention from the queries of the window, M rows at once: a group's heads one after the other
@@ -155,8 +155,8 @@ def _select_kernel(
         row = tl.minimum(first + m, ROWS - 1)
         last_visible = length - WINDOW + row % WINDOW
         query_head = (head * (ROWS // WINDOW) + row // WINDOW).to(tl.int64)
-        place = (column - WINDOW + row % WINDOW) % ASKED
-        q_pointers = asked_ptr + batch * asked_batch + query_head * asked_head + place * asked_place
+        place = (column - WINDOW + row % WINDOW) % QUERY_PLACES
+        q_pointers = q_ptr + batch * q_batch + query_head * q_head + place * q_place
         q = tl.load(q_pointers[:, None] + d, (d < D) & (m >= 0)[:, None], 0.0)
         top, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
         if learned_ptr is not None:
@@ -165,19 +165,19 @@ def _select_kernel(
             slot = begin + n
             k = _tokens(*k_pointers, slot, slot < length, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             scores = tl.where(slot[None, :] <= last_visible[:, None], _scores(q, k, scale, cap, CAP), float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
-            top = higher
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores - new_top[:, None]), 1)
+            top = new_top
         share = tl.where(first + m < ROWS, 1 / (total * ROWS), 0.0)
         for begin in range(0, stop, N):
             slot = begin + n
             k = _tokens(*k_pointers, slot, slot < stop, sink, ring, packed, kv_slot, D, BITS, COLUMNS)
             weights = tl.exp2(_scores(q, k, scale, cap, CAP) - top[:, None]) * share[:, None]
-            importance = tl.sum(weights, 0)
+            attention = tl.sum(weights, 0)
             if first > 0:
-                importance += tl.load(received + slot, slot < stop, 0.0)
+                attention += tl.load(received + slot, slot < stop, 0.0)
             tl.debug_barrier()  # lanes may hold the same element
-            tl.store(received + slot, importance, slot < stop)
+            tl.store(received + slot, attention, slot < stop)
     if NORM:
         tl.debug_barrier()
         for begin in range(0, stop, N):
@@ -221,20 +221,20 @@ def _select_kernel(
     for begin in range(0, stop, N):
         slot = begin + n
         bits = tl.load(pooled + slot, slot < stop, -1)
-        is_tie = (bits == threshold).to(tl.int32)
-        selected = (bits > threshold) | ((is_tie > 0) & (ties_before + tl.cumsum(is_tie, 0) <= ties))
+        tie_flags = (bits == threshold).to(tl.int32)
+        selected = (bits > threshold) | ((tie_flags > 0) & (ties_before + tl.cumsum(tie_flags, 0) <= ties))
         place = kept_before + tl.cumsum(selected.to(tl.int32), 0) - 1
-        tl.store(kept_slots + place, slot, selected)
-        ties_before += tl.sum(is_tie, 0)
+        tl.store(kept_positions + place, slot, selected)
+        ties_before += tl.sum(tie_flags, 0)
         kept_before += tl.sum(selected.to(tl.int32), 0)
     for begin in range(stop, length, N):
         slot = begin + n
-        tl.store(kept_slots + count + slot - stop, slot, slot < length)
+        tl.store(kept_positions + count + slot - stop, slot, slot < length)
     if score_ptr is not None:
         tl.debug_barrier()
         for begin in range(0, score_count, N):
             slot = begin + n
-            source = tl.load(kept_slots + slot, slot < count, 0)
+            source = tl.load(kept_positions + slot, slot < count, 0)
             tl.store(score + slot, tl.load(received + source, slot < count, 0.0), slot < score_count)
     tl.store(skipped, column - count - (length - stop))
 
@@ -272,7 +272,7 @@ def select(
     scoring: Scoring,
     accumulated: Accumulated | None = None,
 ) -> torch.Tensor:
-    """Choose the slots that each head keeps before a column, and let `table.skipped` count the others.
+    """Choose the positions of tokens that each head keeps before a column, and let `table.skipped` count the others.
 
     A program has a head of a row. It computes attention twice: for its log-sum-exp, and for the sums over queries. The
     threshold of what stays is found bit by bit.
@@ -293,7 +293,7 @@ def select(
     slots, (batch, heads) = _slots(table), table.skipped.shape
     rows = queries.shape[1] // heads * selection.window
     received = torch.empty(batch, heads, places, device=queries.device)
-    pooled, kept_slots = torch.empty(2, batch, heads, places, dtype=torch.int32, device=queries.device)
+    pooled, kept_positions = torch.empty(2, batch, heads, places, dtype=torch.int32, device=queries.device)
     wide_rows = _padded(slots["D"]) * queries.element_size() > 256
     with torch.cuda.device_of(queries):
         _select_kernel[(batch * heads,)](
@@ -301,9 +301,9 @@ def select(
             **_tiles(table, torch.uint8),
             **_token_scale_options(table),
             **_score_factors(scoring),
-            **_strides(queries, "asked_batch", "asked_head", "asked_place"),
+            **_strides(queries, "q_batch", "q_head", "q_place"),
             **_strides(table.skipped, "skipped_batch", "skipped_head"),
-            asked_ptr=queries,
+            q_ptr=queries,
             learned_ptr=scoring.sinks,
             budget_ptr=budgets,
             skipped_ptr=table.skipped,
@@ -312,14 +312,14 @@ def select(
             score_batch=accumulated.scores.stride(0) if accumulated else 0,
             received_ptr=received,
             pooled_ptr=pooled,
-            kept_ptr=kept_slots,
+            kept_ptr=kept_positions,
             column=column,
             places=places,
             M=min(max(16, triton.next_power_of_2(rows)), 16 if wide_rows else 32),
             N=(32 if wide_rows else 64) // (1 if table.tiles is None else 2),
             ROWS=rows,
             WINDOW=selection.window,
-            ASKED=queries.shape[2],
+            QUERY_PLACES=queries.shape[2],
             POOLED=selection.kernel_size,
             MEAN=selection.pool != "max",
             NORM=selection.select == VALUE_NORM,
@@ -329,4 +329,4 @@ def select(
             enable_fp_fusion=False,
             **({"maxnreg": SELECT_REGISTERS} if torch.version.hip is None else {}),
         )
-    return kept_slots
+    return kept_positions

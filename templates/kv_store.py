@@ -188,7 +188,7 @@ def _pack(
             inside = (d < D) & (n >= 0)[:, None]
             scale, low = _range(x, inside, tl.min(x, 0), tl.max(x, 0), 0, MOST, RANGES, dtype)
             scale, low = scale[None, :], low[None, :]
-            at, mask = start // N * D + d, d < D
+            index, mask = start // N * D + d, d < D
         else:
             column, g = tl.arange(0, _power(COLUMNS))[None, :, None], tl.arange(0, _power(GROUP))[None, None, :]
             inside = (column < COLUMNS) & (g < GROUP) & (n >= 0)[:, None, None]
@@ -197,9 +197,9 @@ def _pack(
             low, high = tl.where(inside, x, float("inf")), tl.where(inside, x, float("-inf"))
             scale, low = _range(x, inside, tl.min(low, 2), tl.max(high, 2), 2, MOST, RANGES, dtype)
             column = tl.arange(0, _power(COLUMNS))[None, :]
-            at, mask = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
-        tl.store(scale_ptr + at, scale.to(dtype), mask)
-        tl.store(scale_ptr + ROWS * COLUMNS + at, low.to(dtype), mask)
+            index, mask = (start + n)[:, None] * COLUMNS + column, (column < COLUMNS) & (n >= 0)[:, None]
+        tl.store(scale_ptr + index, scale.to(dtype), mask)
+        tl.store(scale_ptr + ROWS * COLUMNS + index, low.to(dtype), mask)
     tl.debug_barrier()  # other threads read what these have stored
     for start in tl.static_range(0, TILE_TOKENS, N):
         token = _places(first, start + n, ring, LISTED)
@@ -208,9 +208,9 @@ def _pack(
         for plane in tl.static_range(8 // WORD_BITS):
             d = plane * W + w
             x = tl.load(state_ptr + token[:, None] * step + d[None, :], mask, 0.0).to(tl.float32)
-            at = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
-            scale = tl.load(at, mask, 1.0).to(tl.float32)
-            low = tl.load(at + ROWS * COLUMNS, mask, 0.0).to(tl.float32)
+            pointers = scale_ptr + ((start + n) * ROWS // TILE_TOKENS)[:, None] * COLUMNS + (d // GROUP)[None, :]
+            scale = tl.load(pointers, mask, 1.0).to(tl.float32)
+            low = tl.load(pointers + ROWS * COLUMNS, mask, 0.0).to(tl.float32)
             code = _rounded(tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0)))
             code = tl.minimum(tl.maximum(code, 0.0), MOST).to(tl.int32)
             packed |= (code & (2**WORD_BITS - 1)) << (WORD_BITS * plane)

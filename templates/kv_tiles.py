@@ -55,7 +55,8 @@ def empty_tiles(states: torch.Tensor, tiles: int, quantization: Quantization) ->
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, quantization: Quantization) -> Tiles:
     """Whole tiles [..., TILE, head_dim] of keys and values as codes, scales and minima [..., :, :]."""
-    key_groups, value_groups = (shape(keys.shape[-1]) for shape in (quantization.key_groups, quantization.value_groups))
+    key_groups = quantization.key_groups(keys.shape[-1])
+    value_groups = quantization.value_groups(keys.shape[-1])
     return Tiles(*quantize_groups(keys, key_groups, quantization), *quantize_groups(values, value_groups, quantization))
 
 
@@ -386,10 +387,10 @@ class QuantizedGroup(HeadGroup):
 
     def _pack(self, rows: slice, stop: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Quantize `stop` tokens after the sinks of some rows: from the ring, and from arriving ones, of `start` on."""
-        max_tokens, start = TILE * max(1, min(self.tiles_at_once(keys.shape[0]), self.count)), start - self.sink
+        chunk_tokens, start = TILE * max(1, min(self.tiles_at_once(keys.shape[0]), self.count)), start - self.sink
         oldest = max(self.packed[rows.start or 0], stop - TILE * self.count)  # tiles that have left the span by now
-        for first in range(oldest, stop, max_tokens):
-            last = min(first + max_tokens, stop)
+        for first in range(oldest, stop, chunk_tokens):
+            last = min(first + chunk_tokens, stop)
             parts = []
             for storage, new_states in ((self.keys, keys), (self.values, values)):
                 slots = self.slot(self.sink + torch.arange(first, max(min(start, last), first), device=keys.device))
@@ -435,12 +436,12 @@ class QuantizedGroup(HeadGroup):
         rows_agree = len(set(row_counts)) == 1
         for row, (skip, packed) in enumerate(row_counts[:1] if rows_agree else row_counts):
             length, ring = max(seen - skip, 1), self.ring
-            stored_tokens, first_slot = max(length - self.sink - packed, 0), packed % ring
+            ring_tokens, ring_start = max(length - self.sink - packed, 0), packed % ring
             spans = [(min(length, self.sink), self.sink), (slots + packed, slots + tokens)]
-            if first_slot + stored_tokens <= ring:
-                spans += [(self.sink, self.sink + first_slot), (self.sink + first_slot + stored_tokens, slots)]
+            if ring_start + ring_tokens <= ring:
+                spans += [(self.sink, self.sink + ring_start), (self.sink + ring_start + ring_tokens, slots)]
             else:
-                spans.append((self.sink + first_slot + stored_tokens - ring, self.sink + first_slot))
+                spans.append((self.sink + ring_start + ring_tokens - ring, self.sink + ring_start))
             rows = slice(None) if rows_agree else slice(row, row + 1)
             yield rows, [(begin, end) for begin, end in spans if begin < end]
 

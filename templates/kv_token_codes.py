@@ -59,42 +59,42 @@ class TokenCodes:
 
         Args:
             keys: of all tokens, [batch, heads, >= n, head_dim].
-            source: int64 [batch, heads, n], where the token at each place is, ascending.
+            source: int64 [batch, heads, n], where the token at each position is, ascending.
             kept_counts: int64 [batch, heads, 1], how many tokens each head keeps.
             counts, lengths: of each head, how many tokens each row keeps, and has.
         """
-        quantization, sink, device, first_places, fresh_tokens = self.quantization, self.sink, source.device, [], 1
+        quantization, sink, device, fresh_starts, fresh_tokens = self.quantization, self.sink, source.device, [], 1
         for group, row_counts, row_lengths, packed in zip(self.groups, counts, lengths, self.packed, strict=True):
-            every = [*zip(row_counts, row_lengths, packed, strict=True)]
+            rows = [*zip(row_counts, row_lengths, packed, strict=True)]
             refill(group, row_counts)
             # up to here all are from tiles: those from slots come last, and are no more than there were
-            first_places.append(
-                max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in every)), 0)
+            fresh_starts.append(
+                max(min(*group.packed, *(count - length + packed_before for count, length, packed_before in rows)), 0)
             )
-            fresh_tokens = max(fresh_tokens, max(group.packed) - first_places[-1])
-        last_place, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
-        first_place = on_device(first_places, device)[:, None]
-        in_slots = (
+            fresh_tokens = max(fresh_tokens, max(group.packed) - fresh_starts[-1])
+        last_position, slots = source.shape[2] - 1, max(group.slots for group in self.groups)
+        fresh_start = on_device(fresh_starts, device)[:, None]
+        slot_positions = (
             self.groups[0]
             .positions(kept_counts.flatten(0, 1), slots, self.groups[0].ring)
             .unflatten(0, kept_counts.shape[:2])
         )
-        late_places = (sink + first_place + torch.arange(fresh_tokens, device=device)).expand(len(source), -1, -1)
-        sources = source.gather(2, torch.cat([in_slots, late_places], 2).clamp(0, last_place))
-        states = take_slots(keys, sources), self.states(VALUES, sources)
+        late_positions = (sink + fresh_start + torch.arange(fresh_tokens, device=device)).expand(len(source), -1, -1)
+        sources = source.gather(2, torch.cat([slot_positions, late_positions], 2).clamp(0, last_position))
+        states = take_positions(keys, sources), self.states(VALUES, sources)
         if any(any(group.packed) for group in self.groups):
             place = torch.arange(TILE * max(group.count for group in self.groups), device=device)
-            in_tile, index = self._place(source[..., (sink + place).clamp(max=last_place)])
-            head = torch.arange(len(first_place), device=device)[:, None]
+            in_tile, index = self._place(source[..., (sink + place).clamp(max=last_position)])
+            head = torch.arange(len(fresh_start), device=device)[:, None]
             fresh_index = (
-                self.tokens.key_codes.shape[1] + fresh_tokens * head + (place - first_place).clamp(0, fresh_tokens - 1)
+                self.tokens.key_codes.shape[1] + fresh_tokens * head + (place - fresh_start).clamp(0, fresh_tokens - 1)
             )
             parts = zip(index.where(in_tile, fresh_index).unbind(1), self.groups, strict=True)
-            every = torch.cat([head_index[:, : TILE * group.count] for head_index, group in parts], 1)[:, None]
+            pool_index = torch.cat([token_index[:, : TILE * group.count] for token_index, group in parts], 1)[:, None]
             encoded = encoded_tokens(torch.stack([part[:, :, slots:] for part in states]), quantization)
             fresh_parts = (part.flatten(1, 2) for pair in zip(*encoded, strict=True) for part in pair)
             pools = (torch.cat(pair, 1) for pair in zip(self.tokens, fresh_parts, strict=True))
-            moved_tokens = Tiles(*(_gather_places(pool, every)[:, 0] for pool in pools))
+            moved_tokens = Tiles(*(_gather_places(pool, pool_index)[:, 0] for pool in pools))
             for stored, part in zip(self.tiles, by_tile(moved_tokens, quantization.bits), strict=True):
                 stored.copy_(part)
         for head, group in enumerate(self.groups):
@@ -113,9 +113,9 @@ def refill(group: QuantizedGroup, counts: Sequence[int]) -> None:
     group.packed = [max(TILE * lower, min(packed, TILE * upper)) for packed, upper, lower in rows]
 
 
-def take_slots(states: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Slots of each head: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
-    return states.gather(2, slot[..., None].expand(-1, -1, -1, states.shape[3]))
+def take_positions(states: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """States at positions: [batch, heads, n, head_dim], int64 [batch, heads, m] -> [batch, heads, m, head_dim]."""
+    return states.gather(2, position[..., None].expand(-1, -1, -1, states.shape[3]))
 
 
 def _gather_places(states: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -66,11 +66,11 @@ class Contender:
         positions = self.model.config.get_text_config().max_position_embeddings
         if self.reads_at_once(tokens) and tokens + new > positions:
             return f"{tokens:,} and {new:,} new tokens are beyond its {positions:,} positions"
-        needed_bytes, free_memory = self.predicted(batch, tokens, new), free_bytes(self.model.device)
+        needed_bytes, available_bytes = self.predicted(batch, tokens, new), free_bytes(self.model.device)
         if self.name == ORIGINAL:
             needed_bytes = self.layout.dense_bytes(batch, tokens, new, itemsize=self.model.dtype.itemsize)
-        if needed_bytes is not None and needed_bytes > free_memory:
-            return f"its KV cache takes {console.size(needed_bytes)}, {console.size(free_memory)} are free"
+        if needed_bytes is not None and needed_bytes > available_bytes:
+            return f"its KV cache takes {console.size(needed_bytes)}, {console.size(available_bytes)} are free"
         return None
 
 
@@ -106,15 +106,14 @@ def load_models(
     # processes share the memory of a machine, and have a GPU each
     weights_dtype = None if dtype == "auto" else stored_dtype(folder)
     scale = getattr(torch, dtype).itemsize / getattr(torch, weights_dtype).itemsize if weights_dtype else 1
-    needed_bytes, free_memory = (
-        round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world),
-        free_bytes(device),
-    )
-    if needed_bytes > free_memory:
-        can_share = source and not is_distributed
+    needed_bytes = round(scale * sum(weights)) // (1 if device.type == "cpu" else processes.world)
+    available_bytes = free_bytes(device)
+    if needed_bytes > available_bytes:
+        can_share = source is not None and not is_distributed
         hint = "; leave the source out: the original is then measured over the same weights" if can_share else ""
         raise KVSurgeryError(
-            f"weights take {console.size(needed_bytes)}, {console.size(free_memory)} are free on {device.type}{hint}"
+            f"weights take {console.size(needed_bytes)}, {console.size(available_bytes)} are free on "
+            f"{device.type}{hint}"
         )
     with processes.first():  # the code is copied by one
         copy_code(folder)

@@ -127,7 +127,7 @@ class Turns:
         self.batch, self.tokens = ids.shape
         self.seconds: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}
-        self.kv_bytes: list[int] = []  # KV bytes before the first decode step and after the last
+        self.cache_sizes: list[int] = []  # KV bytes before the first decode step and after the last
         reasons = processes.gather([contender.unreadable_reason(self.batch, self.tokens, work.new)])
         self.skipped = next(filter(None, reasons), None)
 
@@ -177,15 +177,15 @@ class Turns:
                     self.peaks["chunked"] = peak.take()
                 cache, token = self._prefill()
                 self.peaks["prefill"] = peak.take()
-                self.kv_bytes.append(cache_bytes(cache))
+                self.cache_sizes.append(cache_bytes(cache))
                 self._decode(cache, token)
                 self.peaks["decode"] = peak.take()
-                self.kv_bytes.append(cache_bytes(cache))
+                self.cache_sizes.append(cache_bytes(cache))
                 del cache
                 peak.take()
                 self._generate(1)
             else:
-                self.kv_bytes.append(cache_bytes(self._generate(self.work.new)))
+                self.cache_sizes.append(cache_bytes(self._generate(self.work.new)))
             self.peaks["first_token"] = peak.take()
 
     def _prefill(self, chunk: int | None = None) -> tuple[Any, torch.Tensor]:
@@ -223,7 +223,7 @@ class Turns:
         return replace(
             row,
             **phases,
-            kv_bytes=self.kv_bytes[-1],
+            kv_bytes=self.cache_sizes[-1],
             predicted=self.contender.predicted(self.batch, self.tokens, self.work.new),
             floor=self._step_bytes() / bandwidth if "decode" in phases else None,
         )
@@ -235,5 +235,5 @@ class Turns:
         the bytes before and after.
         """
         predicted_bytes = self.contender.predicted(self.batch, self.tokens, self.work.new // 2)
-        cache_bytes_read = statistics.fmean(self.kv_bytes) if predicted_bytes is None else predicted_bytes
+        cache_bytes_read = statistics.fmean(self.cache_sizes) if predicted_bytes is None else predicted_bytes
         return step_weights(self.contender.model, self.batch) + cache_bytes_read

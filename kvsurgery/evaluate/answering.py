@@ -56,8 +56,8 @@ class Respondent:
             if not ran_out(error):
                 raise
             if self.shared:
-                longest_prompt = max(len(sample.tokens) for sample in fitting_samples)
-                raise KVSurgeryError(f"out of memory at {longest_prompt:,} tokens; leave longer prompts out") from error
+                longest_tokens = max(len(sample.tokens) for sample in fitting_samples)
+                raise KVSurgeryError(f"out of memory at {longest_tokens:,} tokens; leave longer prompts out") from error
         # only here, where nothing holds the frames of the failure any longer
         free()
         if len(fitting_samples) == 1:

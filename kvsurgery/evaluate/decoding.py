@@ -181,9 +181,9 @@ def _read_and_answer(
     reading: Reading, tokenizer: PreTrainedTokenizerBase, limit: int, stops: Sequence[str], chunk: int | None
 ) -> list[list[int]]:
     """Read the rest of the prompt, its last tokens one by one before a short answer, and answer."""
-    columns, shortest_prompt = reading.ids.shape[1], int(reading.mask.sum(1).min())
+    columns, shortest_tokens = reading.ids.shape[1], int(reading.mask.sum(1).min())
     # generate reads the last token; every row has one before those that come one by one
-    single_steps = min(LAST_TOKENS, shortest_prompt - 1, columns - reading.columns_read) if limit <= SHORT_ANSWER else 1
+    single_steps = min(LAST_TOKENS, shortest_tokens - 1, columns - reading.columns_read) if limit <= SHORT_ANSWER else 1
     if prefill_columns := columns - single_steps - reading.columns_read:
         reading.prefill(prefill_columns, chunk)
     for _ in range(single_steps - 1):
@@ -255,11 +255,11 @@ class StopsAtText(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.start is None:  # all but the first new token is the prompt, gathered or not
             self.start = input_ids.shape[1] - 1
-        answers = self.tokenizer.batch_decode(input_ids[:, self.start :])
-        for row, text in enumerate(answers):
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :])
+        for row, text in enumerate(texts):
             if any(stop in text.lstrip() for stop in self.stops):
                 self.lengths.setdefault(row, input_ids.shape[1] - self.start)
-        return torch.tensor([row in self.lengths for row in range(len(answers))], device=input_ids.device)
+        return torch.tensor([row in self.lengths for row in range(len(texts))], device=input_ids.device)
 
 
 def left_padded(rows: Sequence[np.ndarray], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,12 +46,12 @@ def read_prompts(
         except ValueError as error:
             raise TextError(f"{path}: the braces of {dataset} are not fields: {error}") from error
         # neither a format nor a conversion, which could ask for any width
-        if (required_field, "", None) not in fields or {*fields} - {
-            (name, "", None) for name in (required_field, *optional_fields)
-        }:
-            names = ", ".join(f"{{{name}}}" for name in optional_fields)
+        allowed = {(name, "", None) for name in (required_field, *optional_fields)}
+        if (required_field, "", None) not in fields or {*fields} - allowed:
+            allowed_text = ", ".join(f"{{{name}}}" for name in optional_fields)
             raise TextError(
-                f"{path}: the prompt for {dataset} must have {{{required_field}}}, and no field but that and {names}"
+                f"{path}: the prompt for {dataset} must have {{{required_field}}}, and no field but that and "
+                f"{allowed_text}"
             )
     return prompts
 

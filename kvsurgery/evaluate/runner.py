@@ -177,17 +177,17 @@ class Evaluation:
             if missing := self.missing(name):
                 raise KVSurgeryError(f"{self.folder}: {name} has not answered {missing} of {len(self.samples)} samples")
         answers = {role: self._answers(name) for role, name in models.items()}
-        model_facts = {role: settings["models"][name] for role, name in models.items()}
+        model_entries = {role: settings["models"][name] for role, name in models.items()}
         by_metric: dict[tuple[str, str], list[Sample]] = {}
         for sample in self.samples:
             for metric in sample.metrics:
                 by_metric.setdefault((sample.task, metric), []).append(sample)
         return Results(
-            models={role: facts["path"] for role, facts in model_facts.items()},
+            models={role: entry["path"] for role, entry in model_entries.items()},
             command=command,
             settings={**self.options.settings, "tasks": self.tasks},
             versions=settings["versions"],
-            checkpoint=model_facts[[*model_facts][-1]]["checkpoint"],
+            checkpoint=model_entries[[*model_entries][-1]]["checkpoint"],
             tasks=tuple(
                 task_result(task, metric, samples, answers, self.options.seed)
                 for (task, metric), samples in by_metric.items()

@@ -167,10 +167,10 @@ def sweep(
             varied_options = {axis: setting.options[axis] for axis in varied(grid.distinct_axes)}
             _answer(evaluation, setting, steps.of(number, named(varied_options)))
         with processes.first():
-            results = _results(grid, settings, evaluation, command)
+            finished_sweep = _results(grid, settings, evaluation, command)
             if processes.rank == 0:
-                results.save(evaluation.folder)
-        return results
+                finished_sweep.save(evaluation.folder)
+        return finished_sweep
 
 
 def _answer(evaluation: Evaluation, setting: SweptSetting, progress: Progress) -> None:

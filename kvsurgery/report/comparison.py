@@ -40,15 +40,11 @@ class Entry:
 
     def result(self, task: str, metric: str) -> TaskResult | None:
         """The scores of one task by one metric, if it was evaluated and answered."""
-        results = self.results.tasks if self.results else ()
-        return next(
-            (
-                candidate
-                for candidate in results
-                if (candidate.task, candidate.metric) == (task, metric) and candidate.scores
-            ),
-            None,
-        )
+        task_results = self.results.tasks if self.results else ()
+        for result in task_results:
+            if (result.task, result.metric) == (task, metric) and result.scores:
+                return result
+        return None
 
 
 @dataclass(frozen=True)
@@ -158,10 +154,10 @@ def _check_originals(entries: Sequence[Entry | SweepEntry]) -> None:
         entry_facts.append((entry, facts))
     for place, (entry, facts) in enumerate(entry_facts):
         for other_entry, other_facts in entry_facts[:place]:
-            shared_facts = (
+            fact_names = (
                 ["weights"] if {"weights"} <= facts.keys() & other_facts.keys() else ["name", "commit", "shape"]
             )
-            if any(facts[fact] != other_facts[fact] for fact in shared_facts if fact in facts and fact in other_facts):
+            if any(facts[fact] != other_facts[fact] for fact in fact_names if fact in facts and fact in other_facts):
                 raise KVSurgeryError(
                     f"{entry.folder} and {other_entry.folder} are of different originals ({facts['name']} and "
                     f"{other_facts['name']}); compare conversions of one original"
@@ -173,18 +169,18 @@ def _check_samples(entries: Sequence[Entry | SweepEntry]) -> None:
     evaluations = _evaluations(entries)
     for entry, results in evaluations[1:]:
         first_entry, first_results = evaluations[0]
-        paths = f"{entry.folder} and {first_entry.folder}"
+        both_folders = f"{entry.folder} and {first_entry.folder}"
         if _settings(entry.folder)["samples"] != _settings(first_entry.folder)["samples"]:
             differences = _differences(first_results.settings, results.settings)
             reason = next((f": {name} is {value} and {reference}" for name, reference, value in differences), "")
             raise KVSurgeryError(
-                f"{paths} were evaluated on different samples{reason}; evaluate both with the same tasks, "
+                f"{both_folders} were evaluated on different samples{reason}; evaluate both with the same tasks, "
                 "settings and files"
             )
         if None not in (sizes := (first_results.dense_bytes, results.dense_bytes)) and len({*sizes}) > 1:
             raise KVSurgeryError(
-                f"{paths} were evaluated in different dtypes, so that their KV bytes cannot be compared; evaluate both "
-                "with the same `dtype`"
+                f"{both_folders} were evaluated in different dtypes, so that their KV bytes cannot be compared; "
+                "evaluate both with the same `dtype`"
             )
 
 
@@ -241,8 +237,8 @@ def _sample_counts(evaluations: Sequence[tuple[Entry | SweepEntry, Results | Swe
                 names.append(entry.name)
     for task, by_count in counts.items():
         if len(by_count) > 1:
-            groups = "; ".join(f"{count:,} samples: {', '.join(names)}" for count, names in by_count.items())
+            counts_text = "; ".join(f"{count:,} samples: {', '.join(names)}" for count, names in by_count.items())
             yield (
-                f"The scores of {task} are means over different samples, because a model skipped some ({groups}). Each "
-                "difference is paired over its own samples."
+                f"The scores of {task} are means over different samples, because a model skipped some ({counts_text}). "
+                "Each difference is paired over its own samples."
             )

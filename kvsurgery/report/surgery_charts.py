@@ -61,8 +61,8 @@ def _draw_heads(heads: Sequence[Sequence[str | int]], axes: Axes) -> None:
             cells.setdefault(tuple(look(head).items()), []).append(place.transform_path(square))
     for appearance, paths in cells.items():
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), **{"lw": 0, **dict(appearance)}))
-    present_heads = {head for layer in heads for head in layer}
-    labels: dict[str | int, str] = {kind.name: kind.label for kind in KINDS if kind.name in present_heads}
+    present_kinds = {head for layer in heads for head in layer}
+    labels: dict[str | int, str] = {kind.name: kind.label for kind in KINDS if kind.name in present_kinds}
     labels |= {budget: f"budget {budget:,}" for budget in sorted({min_budget, max_budget} if budgets else ())}
     names_above(axes, 4, [Patch(label=label, **look(head)) for head, label in labels.items()])
     axes.set_xlim(-0.6, len(heads) - 0.4)

@@ -52,13 +52,13 @@ def series_of(sweep: Sweep) -> dict[str, list[Point]]:
 
 def lines_of(sweep: Sweep, task: TaskResult) -> list[Line]:
     """The series of a task that have scores."""
-    axis, front = axis_of(sweep), sweep.front(task.task, task.metric)
+    axis, front_points = axis_of(sweep), sweep.front(task.task, task.metric)
     lines = []
     for name, points in series_of(sweep).items():
         valued_places = [
             (place, point.options[axis])
             for point in points
-            if (place := _place(point, task, axis, front=point in front)) is not None
+            if (place := _place(point, task, axis, front=point in front_points)) is not None
         ]
         valued_places.sort(key=lambda pair: (pair[0].kv_bytes, pair[0].score))
         # a line goes along one axis alone

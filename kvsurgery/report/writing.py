@@ -59,9 +59,9 @@ def showable(*folders: Path) -> Generator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
-        folder_names = ", ".join(map(str, folders))
+        folders_text = ", ".join(map(str, folders))
         raise KVSurgeryError(
-            f"the results in {folder_names} cannot be shown: {error!r}; run the command again"
+            f"the results in {folders_text} cannot be shown: {error!r}; run the command again"
         ) from error
 
 

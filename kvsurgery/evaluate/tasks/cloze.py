@@ -72,8 +72,8 @@ def _passage(reader: Reader, haystack: Haystack, max_length: int, window: int, n
     rng = np.random.default_rng([reader.seed, number])
     for _ in range(TRIES):
         piece = haystack.piece(rng, max_length + SPARE_TOKENS)
-        text, passage_text = (text_of(reader.tokenizer, part) for part in (piece, piece[:max_length]))
-        for match in WORD.finditer(text, len(passage_text)):
+        text, skipped_text = (text_of(reader.tokenizer, part) for part in (piece, piece[:max_length]))
+        for match in WORD.finditer(text, len(skipped_text)):
             tokens = token_ids(reader.tokenizer, text[: match.start() - 1])
             if len(tokens) < max_length:
                 continue

@@ -16,11 +16,11 @@ from kvsurgery.system.files import reading_text
 
 ANSWER_TOKENS = 128  # at most
 # how the benchmark's prompt files call the fields of a row
-PLACES = {
+PLACEHOLDERS = {
     "$DOC$": "context", "$Q$": "question",
     "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D",
 }  # fmt: skip
-COLUMNS = dict.fromkeys(("_id", "difficulty", "length", "answer", *PLACES.values()), str)
+COLUMNS = dict.fromkeys(("_id", "difficulty", "length", "answer", *PLACEHOLDERS.values()), str)
 # the metric looks for the sentence that the answer is asked in
 PROMPT = """\
 Here is a text. A question with four options follows it.
@@ -65,8 +65,8 @@ class LongBenchV2Task:
             if row["answer"] not in (*"ABCD",):
                 raise TextError(f'{place}: "answer" must be A, B, C or D, got {row["answer"]!r}')
             # in one pass, so that what a document says is not filled in
-            pattern = "|".join(map(re.escape, PLACES))
-            prompt = re.sub(pattern, lambda match, row=row: row[PLACES[match[0]]].strip(), template)
+            pattern = "|".join(map(re.escape, PLACEHOLDERS))
+            prompt = re.sub(pattern, lambda match, row=row: row[PLACEHOLDERS[match[0]]].strip(), template)
             yield Sample(
                 task="longbench_v2",
                 name=row["_id"],
@@ -82,15 +82,15 @@ def _prompt(path: str | None) -> str:
     """The prompt of a file if there is one.
 
     Raises:
-        TextError: it cannot be read, or has no place for the text or for the question.
+        TextError: it cannot be read, or has no placeholder for the text or for the question.
     """
     if path is None:
         return PROMPT
     with reading_text(path):
         prompt = Path(path).read_text(encoding="utf-8-sig")
-    if missing_places := [place for place in PLACES if place not in prompt]:
+    if missing_placeholders := [placeholder for placeholder in PLACEHOLDERS if placeholder not in prompt]:
         raise TextError(
-            f"{path} has no {', '.join(missing_places)}; give a prompt such as LongBench v2's prompts/0shot.txt"
+            f"{path} has no {', '.join(missing_placeholders)}; give a prompt such as LongBench v2's prompts/0shot.txt"
         )
     return prompt
 

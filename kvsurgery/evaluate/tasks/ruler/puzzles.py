@@ -170,9 +170,9 @@ def common_words(rng: random.Random, length: int) -> Puzzle:
     common_repeats, rare_repeats = (6, 1) if is_short else (30, 3)
 
     def list_prompt(
-        words: list[str], common_repeats: int, rare_repeats: int, fillers: Sequence[str], seed: float
+        words: list[str], common_repeats: int, rare_repeats: int, filler_words: Sequence[str], seed: float
     ) -> str:
-        words = [*words[:LISTED_WORDS] * common_repeats, *words[LISTED_WORDS:] * rare_repeats, *fillers]
+        words = [*words[:LISTED_WORDS] * common_repeats, *words[LISTED_WORDS:] * rare_repeats, *filler_words]
         random.Random(seed).shuffle(words)
         return COMMON_PROMPT.format(context=" ".join(f"{number}. {word}" for number, word in enumerate(words, 1)))
 

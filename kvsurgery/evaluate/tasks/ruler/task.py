@@ -205,12 +205,13 @@ class _Room:
             tokens: the prompt of `low`.
         """
         tolerance = self.length // TOLERANCE_DIVISOR
-        start, upper, upper_tokens, tries = (low, len(tokens)), high + 1, None, 0
+        first_low, first_tokens = low, len(tokens)
+        upper, upper_tokens, tries = high + 1, None, 0
         while low + 1 < upper and (remaining := self.tokens - len(tokens)) > tolerance:
             aim, tries = remaining - tolerance // 2, tries + 1
             if upper_tokens is None:
-                gained_tokens = len(tokens) - start[1]
-                step = aim * (low - start[0]) // gained_tokens if gained_tokens else max(FIRST_STEP, low)
+                gained_tokens = len(tokens) - first_tokens
+                step = aim * (low - first_low) // gained_tokens if gained_tokens else max(FIRST_STEP, low)
             else:
                 step = aim * (upper - low) // (upper_tokens - len(tokens)) if tries % 2 else (upper - low) // 2
             number = min(max(low + step, low + 1), upper - 1)
