@@ -173,26 +173,7 @@ class HeldHeads(BudgetedHeads):
         dropped = [[column - tokens for tokens in head_tokens] for head_tokens in kept_by_head]
         self.start, self.next = column - window, column + self.hold
         if kernels:
-            assert kv_reselect is not None  # as there are
-            assert kv_move is not None
-            assert self.query_ring is not None
-            assert self.scoring is not None
-            table, max_length = self.head_table(layer), max(map(max, lengths))
-            accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
-            kept_positions = kv_reselect.select(
-                table,
-                self.budget_tensor,
-                self.query_ring,
-                column,
-                max_length,
-                self.selection,
-                self.scoring,
-                accumulated,
-            )
-            kv_move.move(table, kept_positions, column)
-            # either all are quantized or none is
-            for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
-                refill(group, row_counts)
+            self._renew_by_kernels(column, layer, max(map(max, lengths)), kept_by_head)
             self._align(dropped, layer)
             return
         head_lengths = [max(head_tokens) for head_tokens in zip(*lengths, strict=True)]
@@ -213,6 +194,29 @@ class HeldHeads(BudgetedHeads):
         else:
             self._write([*map(max, kept_by_head)], take_positions(keys, order), take_positions(values, order))
         self._drop(dropped, layer)
+
+    def _renew_by_kernels(
+        self, column: int, layer: KVLayerCache, max_length: int, kept_by_head: list[tuple[int, ...]]
+    ) -> None:
+        """Select tokens and move them in two launches.
+
+        Args:
+            max_length: of the stored tokens of any head.
+            kept_by_head: how many of them it keeps in each row.
+        """
+        assert kv_reselect is not None  # as there are kernels
+        assert kv_move is not None
+        assert self.query_ring is not None
+        assert self.scoring is not None
+        table = self.head_table(layer)
+        accumulated = kv_reselect.Accumulated(self.scores, self.firsts) if self.scores.shape[1] else None
+        kept_positions = kv_reselect.select(
+            table, self.budget_tensor, self.query_ring, column, max_length, self.selection, self.scoring, accumulated
+        )
+        kv_move.move(table, kept_positions, column)
+        # either all are quantized or none is
+        for group, row_counts in zip(self.quantized, kept_by_head, strict=False):
+            refill(group, row_counts)
 
     def _importance(self, keys: torch.Tensor, values: torch.Tensor, column: int, stops: torch.Tensor) -> torch.Tensor:
         """What stored tokens are worth to the queries before a column: float32 [batch, heads, slots].
