@@ -1,4 +1,4 @@
-"""What answering beyond the context costs is measured for every method."""
+"""What answering beyond the context costs is measured for every method, and the docs say what came out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "rea
 import beyond_context
 import beyond_cost
 
+ROOT = Path(__file__).resolve().parents[2]
 CHOOSING = [method.name for method in beyond_context.choosing(beyond_context.SETTINGS)]
 NAMES = CHOOSING + [method.name for method in beyond_context.recurrent(beyond_context.SETTINGS, [])]
 
@@ -56,3 +57,19 @@ def test_the_model_does_not_count(beyond_folder: Path) -> None:
         beyond_cost.tensor_bytes({"model": model, "weight": model.lm_head.weight, "rows": [rows, rows[2:]]}, model)
         == 160
     )
+
+
+def test_the_documents_say_what_was_measured() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "beyond-cost.json").read_text())
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert "\n".join(beyond_cost.table(found)) in text
+    (short, _), [long] = found["results"].values()
+    reform, h2o, full = long["REFORM"], long["H2O"], short["full attention"]
+    assert 0.4 < reform["read"] / h2o["read"] < 0.5
+    page = " ".join(text.split())
+    assert f"it holds {reform['waiting'] / 2**20:.0f} MiB, of which 1 KiB for each token" in page
+    grown = reform["waiting"] - short["REFORM"]["waiting"] - 8 * 24000  # but for the ids
+    assert round(grown / 24000 / 2**10, 2) == pytest.approx(1, abs=0.03)
+    full_token = full["waiting"] // (8000 + beyond_context.ROOM)
+    assert f"a full cache would take {32000 * full_token / 2**20:,.0f} MiB" in page
+    assert f"hold {long['StreamingLLM']['waiting'] / 2**20:.0f} MiB at any length" in page
