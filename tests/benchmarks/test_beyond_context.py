@@ -139,6 +139,24 @@ def test_the_documents_say_what_was_measured() -> None:
     assert f"REFORM finds {mean} points [{low}, {high}] more" in page
 
 
+def test_several_facts_of_a_text_are_found_as_often_as_the_docs_say() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "beyond-context.json").read_text())["results"]
+
+    def texts(name: str, facts: int) -> tuple[int, int]:
+        counts = [
+            sum(sum(sample[name]["right"]) >= facts for sample in results[length] if name in sample)
+            for length in ("16000", "32000", "64000")
+        ]
+        return min(counts), max(counts)
+
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    (low, high), (least, most) = texts("REFORM", 3), texts("BM25 retrieval", 3)
+    assert f"at least three of the four in {low} to {high} of 25 texts, BM25 in {least} to {most}" in page
+    assert {texts(name, 3) for name in ("H2O", "StreamingLLM", "InfiniPot")} == {(0, 0)}
+    (low, high), (least, most) = texts("REFORM", 4), texts("BM25 retrieval", 4)
+    assert f"REFORM finds all four in {low} or {high} texts, BM25 in {least} to {most}" in page
+
+
 def test_two_hops_are_guessed_as_the_docs_say() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "two-hops.json").read_text())
     [(length, samples)] = found["results"].items()
