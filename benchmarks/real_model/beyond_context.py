@@ -158,6 +158,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def loaded(folder: Path, profile: Path, dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, Reform]:
+    """A checkpoint's tokenizer, its emitted model, and the settings of all methods with a profile's embedding heads."""
+    heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(profile).embedding_heads)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = stock(folder, dtype=getattr(torch, dtype))
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(model, LlamaForCausalLM)
+    return tokenizer, emitted(model, dimensions(model.config)[0]), replace(SETTINGS, heads=heads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a stock Llama checkpoint with a tokenizer")
@@ -176,13 +186,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    stock_model = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
-    settings = replace(SETTINGS, heads=heads)
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(stock_model, LlamaForCausalLM)
-    model = emitted(stock_model, dimensions(stock_model.config)[0])
+    tokenizer, model, settings = loaded(arguments.model, arguments.profile, arguments.dtype)
     facts: dict[str, Any] = {
         "text": arguments.text.name,
         "texts": arguments.texts,

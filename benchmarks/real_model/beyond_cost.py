@@ -14,14 +14,12 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from beyond_context import CATALYST, DTYPES, FACTS, ROOM, SETTINGS, choosing, recurrent
-from models import stock
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from beyond_context import CATALYST, DTYPES, FACTS, ROOM, SETTINGS, choosing, loaded, recurrent
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trials import Prompt, prompts
 
@@ -29,10 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers.held import held_bytes
 from provenance import record_versions
 from recurrent_methods import Full, Method
-from synthetic import dimensions, emitted
 
 from kvsurgery.display import console
-from kvsurgery.profile.head_profile import HeadProfile
 from kvsurgery.text.haystack import Haystack
 from kvsurgery.text.tokens import token_ids
 
@@ -101,12 +97,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(arguments.profile).embedding_heads)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    stock_model = stock(arguments.model, dtype=getattr(torch, arguments.dtype))
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(stock_model, LlamaForCausalLM)
-    settings, model = replace(SETTINGS, heads=heads), emitted(stock_model, dimensions(stock_model.config)[0])
+    tokenizer, model, settings = loaded(arguments.model, arguments.profile, arguments.dtype)
     methods = choosing(settings) + recurrent(settings, token_ids(tokenizer, CATALYST))
     facts = {"text": arguments.text.name, "dtype": arguments.dtype}
     report: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else facts

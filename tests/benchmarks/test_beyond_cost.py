@@ -35,7 +35,7 @@ def test_a_run_goes_on_from_its_file(
     assert all(min(each["waiting"], each["answering"], each["token"]) > 0 for each in (*short.values(), *long.values()))
     # where tokens are chosen by the question, only their ids wait; with REFORM also embeddings of whole chunks
     assert long["truncation"]["waiting"] == 8 * 1400
-    head_dim = beyond_cost.stock(beyond_folder).config.head_dim
+    head_dim = beyond_context.stock(beyond_folder).config.head_dim
     assert long["REFORM"]["waiting"] >= 8 * 1400 + 1024 * 2 * 4 * head_dim
     short["REFORM"]["token"] = "kept"
     del long["H2O"]
@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_its_file(
 
 
 def test_the_model_does_not_count(beyond_folder: Path) -> None:
-    model, rows = beyond_cost.stock(beyond_folder), torch.zeros(10, 4)
+    model, rows = beyond_context.stock(beyond_folder), torch.zeros(10, 4)
     assert (
         beyond_cost.tensor_bytes({"model": model, "weight": model.lm_head.weight, "rows": [rows, rows[2:]]}, model)
         == 160
