@@ -263,11 +263,12 @@ def page(name: str = "docs/results.md") -> str:
 
 def test_the_documented_tables_are_the_committed_results() -> None:
     said = (ROOT / "docs" / "results.md").read_text()
-    for name in ("which-heads", "which-heads-answers", "which-heads-2048", "which-heads-windows"):
+    for name in ("which-heads", "which-heads-answers", "which-heads-2048", "which-heads-4096", "which-heads-windows"):
         found = results(name)
         for size in heads_report.windows(found):
             assert "\n".join(heads_report.table(found, size)) in said
-    assert "\n".join(heads_report.depth_table(results("which-heads-2048"), "64+256")) in said
+    for name in ("which-heads-2048", "which-heads-4096"):
+        assert "\n".join(heads_report.depth_table(results(name), "64+256")) in said
     for name in ("smollm2", "bundled"):
         assert "\n".join(selections.table(results(f"selections-{name}"))) in said
     for name in ("gates", "attention", "er"):
@@ -360,6 +361,15 @@ def test_the_default_window_keeps_what_the_docs_say() -> None:
         assert own.more.low < 0 < own.more.high
         assert own.recall.low > random.scores.recall.high
     assert rows["first layers"].scores.outside.mean == 0
+
+
+def test_half_of_the_heads_lose_more_in_longer_texts() -> None:
+    rows = {row.heads: row.scores for row in heads_report.rows(results("which-heads-4096"), "64+256")}
+    recall = {name: f"{scores.recall.mean:.0%}" for name, scores in rows.items()}
+    assert f"the model recalls {recall['gates']} of the facts, and the original {recall['original']}." in page()
+    readme = f"In 4,096 tokens they recall {recall['gates']} of the facts, and the original {recall['original']} "
+    assert readme in page("README.md")
+    assert rows["gates"].more.high < 0
 
 
 def test_a_longer_window_costs_what_the_docs_say() -> None:
