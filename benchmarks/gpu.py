@@ -3,7 +3,7 @@
     python benchmarks/gpu.py
     python benchmarks/gpu.py --sections models capacity
 
-Needs torch, triton and transformers, one GPU of 80 GB or more, and less than nine minutes. Sections, each with a time
+Needs torch, triton and transformers, one GPU of 80 GB or more, and about nine minutes. Sections, each with a time
 of its own; what does not fit in time or memory is skipped, and the results say so:
 
   - correctness: errors of the decode and the prefill kernels in bfloat16 against torch in float32.
@@ -12,19 +12,21 @@ of its own; what does not fit in time or memory is skipped, and the results say 
     replays, a layer. Every configuration is compared with torch in float32 first.
   - generate: 64 more tokens by `generate` after 100k whose cache is filled, with the CUDA graph that users get, without
     it, and with the stock model. The graph's capture is part of the time.
+  - graphs: how long the capture of a decode step takes, and after how many steps it has paid, by the model's depth.
   - models: Llama-3-8B and Llama-2-7B with random weights and filled caches, in bfloat16. `ms` is the time of a decode
     step as Python drives it, `kernels ms` what its kernels take, `graph ms` a replay from a CUDA graph. Baselines are
-    the stock model, which copies its cache at every token, and ours with every head full. A prompt of 320k tokens in
-    chunks is their sum; chunks that there is no time for are interpolated, and the table says how many were measured.
-    Peaks of memory are those of the steps or the chunk, weights included.
-    Comparisons with stock have to fit in 80 GB: the paper's factor of 1.5 at 500k tokens is shown beside 400k, since
-    stock's cache of 65.5 GB and 16 GB of weights do not fit at 500k. The column `target at` says so.
+    the stock model, which copies its cache at every token, and ours with every head full. Comparisons with stock have
+    to fit in 80 GB: the paper's factor of 1.5 at 500k tokens is shown beside 400k, since stock's cache of 65.5 GB and
+    16 GB of weights do not fit at 500k. The column `target at` says so. Peaks of memory are those of the steps,
+    weights included.
   - capacity: one sequence beside 8-bit weights, with a 4-bit cache and half of the heads full.
   - prefill: a chunk of a prompt over one kind of head, beside SDPA and flash-attn.
+  - prompts: a prompt of 320k tokens in chunks, by the same models as in the section models. Chunks that there is no
+    time for are interpolated, and the table says how many were measured.
   - lengths: the same as kernels at the other lengths.
 
 Results are written to JSON and CSV after every section. Without a CUDA device it exits with 2; `--device cpu` runs the
-sections generate and models with a tiny model, to check this script: its times say nothing.
+sections generate, models and prompts with a tiny model, to check this script: its times say nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ SECONDS = {
     "correctness": 40,
     "kernels": 60,
     "generate": 60,
-    "models": 210,
-    "capacity": 50,
-    "prefill": 30,
+    "graphs": 30,
+    "models": 80,
+    "capacity": 40,
+    "prefill": 20,
+    "prompts": 160,
     "lengths": 70,
 }
 
@@ -89,16 +93,18 @@ def main() -> None:
         "correctness": lambda: gpu_kernels.correctness_section(report),
         "kernels": lambda: gpu_kernels.decode_section(report, first_lengths, arguments.batches),
         "generate": lambda: gpu_models.generate_section(report, arguments.device),
-        "models": lambda: gpu_models.section(report, arguments.device),
+        "graphs": lambda: gpu_models.graphs_section(report),
+        "models": lambda: gpu_models.for_each_model(report, arguments.device, gpu_models.decode_section),
         "capacity": lambda: gpu_capacity.section(report),
         "prefill": lambda: gpu_kernels.prefill_section(report),
+        "prompts": lambda: gpu_models.for_each_model(report, arguments.device, gpu_models.prefill_section),
         "lengths": lambda: gpu_kernels.decode_section(report, other_lengths, arguments.batches),
     }
     report.deadline = start
     for name in [name for name in SECONDS if name in arguments.sections]:
         report.section = name
         report.deadline += SECONDS[name] * arguments.slower  # what one leaves, the next ones have
-        if not on_gpu and name not in ("generate", "models"):
+        if not on_gpu and name not in ("generate", "models", "prompts"):
             report.skip(name, "needs a CUDA device")
         else:
             with report.attempt(name):

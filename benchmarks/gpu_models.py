@@ -1,12 +1,16 @@
-"""Sections of gpu.py: whole models with random weights and filled caches, `generate`, decode steps, prefill in chunks.
+"""Sections of gpu.py: whole models with random weights and filled caches.
+
+They time `generate`, captures of CUDA graphs, decode steps and prompts in chunks.
 
 The stock model and the emitted ones share their parameters, and their caches hold the same states.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from transformers import LlamaForCausalLM
 
 from kvsurgery.bench.caches import cache_bytes
 from kvsurgery.templates.kv_cache import KVSurgeryCache
-from kvsurgery.templates.kv_graph import UNFIT
+from kvsurgery.templates.kv_graph import UNFIT, capture
 from kvsurgery.templates.kv_layout import KVLayout
 
 
@@ -49,6 +53,7 @@ CASES = [
 ]
 TINY = [Case("tiny", 0.5, {700: None}, (1200, 300, None))]
 WARM, STEPS = 3, 12
+DEPTHS, DEPTH_TOKENS = (32, 16, 8, 2), 4096  # layers of models whose steps are captured, and tokens that they hold
 NEW, RUNS = 64, 3  # tokens that `generate` adds; runs, of which the first one compiles
 SPARE = WARM + STEPS + 2  # tokens beside those of a cache: the steps, one in the profiler, one in a graph
 
@@ -109,14 +114,23 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def kernel_milliseconds(step: Callable[[], object]) -> float:
-    """Time that a step's kernels take, without the gaps between them in which the device waits for Python."""
+def device_events(step: Callable[[], object]) -> list:
+    """What a step runs on the device by name: kernels, and copies."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
     # what the host calls is listed too, with the time of the kernels that it started
-    events = (event for event in profile.key_averages() if event.device_type == DeviceType.CUDA)
-    return sum(event.self_device_time_total for event in events) / 1e3
+    return [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
+
+
+def kernel_milliseconds(step: Callable[[], object]) -> float:
+    """Time that a step's kernels take, without the gaps between them in which the device waits for Python."""
+    return sum(event.self_device_time_total for event in device_events(step)) / 1e3
+
+
+def launches(step: Callable[[], object]) -> int:
+    """How many kernels and copies a step runs."""
+    return sum(event.count for event in device_events(step))
 
 
 def graph_milliseconds(step: Callable[[], object]) -> float:
@@ -280,6 +294,56 @@ def generate_section(report: Report, device: str) -> None:
             assert graphed == (graph and device == "cuda"), "the steps did not run as they were asked to"
 
 
+@torch.inference_mode()
+def capture_figures(variant: Variant, tokens: int) -> dict[str, float | None]:
+    """A decode step as Python drives it, its capture as a CUDA graph, and replays; medians of milliseconds."""
+    cache = filled(variant, tokens, SPARE)
+    token = torch.ones(1, 1, dtype=torch.long, device=variant.model.device)
+
+    def step() -> torch.Tensor:
+        return variant.model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits
+
+    eager_ms = 1e3 * statistics.median([seconds(step) for _ in range(WARM + STEPS)][WARM:])
+    graph = None
+
+    def first_replay() -> None:
+        nonlocal graph
+        graph, _ = capture(step, token.device)
+        graph.replay()
+
+    capture_ms = 1e3 * seconds(first_replay)
+    assert graph is not None
+    replay_ms = 1e3 * statistics.median(seconds(graph.replay) for _ in range(STEPS))
+    figures = {"launches": launches(graph.replay), "eager ms": eager_ms, "capture ms": capture_ms}
+    pays_after = math.ceil((capture_ms - replay_ms) / (eager_ms - replay_ms)) if eager_ms > replay_ms else None
+    return {**figures, "replay ms": replay_ms, "pays after": pays_after}
+
+
+def graphs_section(report: Report) -> None:
+    """After how many steps the capture of a CUDA graph has paid, by the depth of a model of Llama-3-8B's shape."""
+    columns = {"layers": "6", "bits": "4", "tokens": "7,", "launches": "8", "eager ms": "8.2f", "capture ms": "10.1f"}
+    report.table("graphs", columns | {"replay ms": "9.2f", "pays after": "10"})
+    case = CASES[-1]
+    stock_model = build(case.shape, "cuda", model_dtype("cuda"))
+    heads, _ = dimensions(stock_model.config)
+    gc.unfreeze()  # users' processes have no frozen objects, and a capture collects garbage
+    for layers in DEPTHS:
+        stock_model.model.layers = stock_model.model.layers[:layers]
+        stock_model.config.num_hidden_layers = layers
+        model = emitted(stock_model, round(case.full * heads))
+        for bits in (16, 4):
+            name = f"{layers} layers, {bits} bits"
+            if report.allows(name, 5):
+                with report.attempt(name):
+                    report.add(
+                        layers=layers,
+                        bits=bits,
+                        tokens=DEPTH_TOKENS,
+                        **capture_figures(Variant(name, model, bits), DEPTH_TOKENS),
+                    )
+    gc.freeze()
+
+
 def ratio(baseline: dict, figures: dict, name: str) -> float | None:
     """How many times longer the baseline takes, where both were measured."""
     return baseline[name] / figures[name] if baseline.get(name) and figures.get(name) else None
@@ -310,24 +374,27 @@ def order(chunks: int) -> list[int]:
 def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
     """A prompt in chunks: as many of them as there is time for, each after a random past; the rest interpolated.
 
-    What a chunk takes grows linearly with its past. A case without a prompt in chunks has nothing to measure.
+    What a chunk takes grows linearly with its past. A variant for which a chunk does not fit has earlier ones only. A
+    case without a prompt in chunks has nothing to measure.
     """
     if case.prefill is None:
         return
     prompt_tokens, tokens, target = case.prefill
     parts = [variant for variant in parts if variant.bits == 16]
-    report.table(
-        "prefill chunks", {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "peak GB": "7.1f"}
-    )
+    columns = {"model": "<10", "past": "8,", "variant": "<18", "seconds": "8.2f", "x stock": "7.2f", "peak GB": "7.1f"}
+    report.table("prefill chunks", columns)
     for variant in parts:  # compiles, and warms up
         with report.attempt(f"warm-up of {variant.name}"):
             for past in (0, tokens // 16):
                 prefill_chunk(variant, past, tokens // 16)
     seconds_by_variant: dict[str, dict[int, float]] = {variant.name: {} for variant in parts}
     peaks: dict[str, int] = {}
+    too_large: dict[str, int] = {}
     for chunk in order(prompt_tokens // tokens):
-        for variant in list(parts):
+        for variant in parts:
             chunk_seconds, past = seconds_by_variant[variant.name], chunk * tokens
+            if chunk >= too_large.get(variant.name, prompt_tokens // tokens):
+                continue
             if not chunk_seconds:
                 guess = 8.0
             elif len(chunk_seconds) == 1:
@@ -339,10 +406,12 @@ def prefill_section(report: Report, case: Case, parts: list[Variant]) -> None:
             with report.attempt(f"{case.shape}, chunk after {past:,} tokens, {variant.name}"):
                 chunk_seconds[chunk], peak = prefill_chunk(variant, past, tokens)
                 peaks[variant.name] = max(peak or 0, peaks.get(variant.name, 0))
+                stock_seconds = seconds_by_variant["stock, SDPA"].get(chunk)
                 row = {"past": past, "tokens": tokens, "seconds": chunk_seconds[chunk], "peak GB": peak and peak / 1e9}
+                row["x stock"] = stock_seconds and stock_seconds / chunk_seconds[chunk]
                 report.add(model=case.shape, variant=variant.name, **row)
             if chunk not in chunk_seconds:
-                parts.remove(variant)
+                too_large[variant.name] = chunk
     columns = {"model": "<10", "tokens": "8,", "variant": "<18", "seconds": "8.1f", "measured": "8", "of chunks": "9"}
     columns |= {"x stock": "7.2f", "x all full": "10.2f", "target": "6.2f", "peak GB": "7.1f"}
     report.table("prefill in chunks", columns)
@@ -381,14 +450,12 @@ def model_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def section(report: Report, device: str) -> None:
-    """All models, one after the other."""
+def for_each_model(report: Report, device: str, section: Callable[[Report, Case, list[Variant]], None]) -> None:
+    """A section of all models, one after the other."""
     for case in CASES if device == "cuda" else TINY:
         with report.attempt(case.shape):
             free_memory()
             parts = variants(case.shape, case.full, device, model_dtype(device))
-            decode_section(report, case, parts)
-            report.write()
-            prefill_section(report, case, parts)
+            section(report, case, parts)
             report.write()
         del parts

@@ -72,8 +72,15 @@ def test_a_run_with_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert run(monkeypatch, "--device", "cpu", "--out", tmp_path) == 0
     [path] = tmp_path.glob("*.json")
     results = json.loads(path.read_text())
-    assert [skip["what"] for skip in results["skipped"]] == ["correctness", "kernels", "capacity", "prefill", "lengths"]
-    assert len(writes) == 7 + 2  # after every section, and twice for a model
+    assert [skip["what"] for skip in results["skipped"]] == [
+        "correctness",
+        "kernels",
+        "graphs",
+        "capacity",
+        "prefill",
+        "lengths",
+    ]
+    assert len(writes) == 9 + 2  # after every section, and after a model
     assert writes[:2] == [0, 0]
     rows = [row for row in results["rows"] if row["section"] == "generate"]
     assert [(row["variant"], row["graph"]) for row in rows] == [
