@@ -196,10 +196,10 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     """
     low, high = grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True)
     if count == 1:
-        return ((high - low) / (2**bits - 1)).to(dtype).float(), low  # a state, thus exact
-    fractions = (20 - torch.arange(count, device=low.device)) / 20
+        return _quotient(high - low, 2**bits - 1).to(dtype).float(), low  # a state, thus exact
+    fractions = _quotient(torch.arange(20, 20 - count, -1, dtype=torch.float32, device=low.device), 20)
     spans = (high - low) * fractions.view(-1, *[1] * low.dim())
-    scales = (spans / (2**bits - 1)).to(dtype).float()
+    scales = _quotient(spans, 2**bits - 1).to(dtype).float()
     starts = ((low + high) * 0.5 - spans * 0.5).to(dtype).float()
     starts[0] = low
     at_once = max(1, TRIED // max(grouped.numel(), 1))
@@ -207,6 +207,11 @@ def _ranges(grouped: torch.Tensor, bits: int, dtype: torch.dtype, count: int) ->
     errors = torch.cat([_squared_error(grouped, *chunk, bits) for chunk in ranges])
     best_range = errors.argmin(0, keepdim=True)  # the first of equal ones
     return scales.gather(0, best_range)[0], starts.gather(0, best_range)[0]
+
+
+def _quotient(states: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Correctly rounded, as on a CPU and in kernels: on a GPU torch multiplies by the inverse of a plain number."""
+    return states / states.new_full((), divisor)
 
 
 def _squared_error(grouped: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
