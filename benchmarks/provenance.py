@@ -1,4 +1,4 @@
-"""Which versions measured which rows of a JSON file that several runs write."""
+"""Which versions, on which device, measured which rows of a JSON file that several runs write."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import transformers
 from kvsurgery import __version__
 
 
-def record_versions(report: dict[str, Any], row: str) -> None:
+def record_versions(report: dict[str, Any], row: str, device: str | torch.device = "cpu") -> None:
     """Note in results that the versions that run now measured a row, or a part of it.
 
     `report["versions"]` is a list of versions, each with the `rows` that it measured. Files from before have one dict
-    there, the versions of the last run; it becomes the first entry, without `rows`.
+    there, the versions of the last run; it becomes the first entry, without `rows`. A GPU is named beside the versions.
     """
     entries = report.setdefault("versions", [])
     if isinstance(entries, dict):
@@ -24,7 +24,9 @@ def record_versions(report: dict[str, Any], row: str) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    entry = next((entry for entry in entries if "rows" in entry and now.items() <= entry.items()), None)
+    if torch.device(device).type == "cuda":
+        now["device"] = torch.cuda.get_device_name(device)
+    entry = next((entry for entry in entries if {**now, "rows": entry.get("rows")} == entry), None)
     if entry is None:
         entry = {**now, "rows": []}
         entries.append(entry)

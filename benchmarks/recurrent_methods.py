@@ -120,7 +120,8 @@ class Truncation:
         return Choosing(model, text, new, self.choose)
 
     def choose(self, prompt: torch.Tensor, question: int) -> torch.Tensor:
-        keep, budget, places = self.settings.keep, self.settings.recompute_budget, torch.arange(prompt.shape[1])
+        keep, budget = self.settings.keep, self.settings.recompute_budget
+        places = torch.arange(prompt.shape[1], device=prompt.device)
         return torch.cat([places[:keep], places[keep:][keep - budget :]])
 
 
@@ -153,7 +154,7 @@ class BM25:
             is_chosen[starts[index] :][: self.part] = True
         unchosen = (~is_chosen).nonzero()[:, 0]
         is_chosen[unchosen[len(unchosen) - (budget - int(is_chosen.sum())) :]] = True  # the end takes what is left
-        return is_chosen.nonzero()[:, 0]
+        return is_chosen.nonzero()[:, 0].to(prompt.device)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class Embedded:
         prompt, start = torch.cat([self.text, question], 1), self.text.shape[1]
         last_embeddings = self.encoder.read(input_ids=prompt[:, len(self.embeddings) :])
         embeddings = torch.cat([self.embeddings, last_embeddings])
-        places = gather(similarity(embeddings, embeddings[start:]), start, self.encoder.reform)
+        scores = similarity(embeddings, embeddings[start:].to(question.device))
+        places = gather(scores, start, self.encoder.reform)
         return Plain(self.model, len(places) + self.new), prompt[:, places]
 
 
@@ -193,7 +195,7 @@ class Reader(ChunkEncoder):
     def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int):
         super().__init__(model.model, KVLayout.from_config(model.config), settings)
         self.head, self.budget, self.capacity = model.lm_head, settings.recompute_budget, capacity
-        self.rest, self.question = torch.empty(1, 0, dtype=torch.long), 0
+        self.rest, self.question = torch.empty(1, 0, dtype=torch.long, device=model.device), 0
 
     def ask(self, question: torch.Tensor) -> tuple[Session, torch.Tensor]:
         self.question = question.shape[1]
@@ -262,8 +264,9 @@ class InfiniPot(Reader):
 
     def __init__(self, model: PreTrainedModel, settings: Reform, capacity: int, catalyst: Sequence[int]):
         super().__init__(model, settings, capacity)
-        self.catalyst = torch.tensor([catalyst])
-        self.surprise, self.expected = torch.zeros(0), None  # of what no layer has chosen from, and of the next token
+        self.catalyst = torch.tensor([catalyst], device=model.device)
+        # of what no layer has chosen from, and of the next token
+        self.surprise, self.expected = torch.zeros(0, device=model.device), None
 
     def compress(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.forward(tokens)
@@ -303,7 +306,8 @@ class BlockLayer(EncodingLayer):
         plain_query = rotation.turn_back(query).unflatten(1, (keys.shape[1], -1)).mean(2)
         self.keys[:, :, seen:stop], self.values[:, :, seen:stop] = plain_keys, values
         following = plain_query.flip(2).cumsum(2).flip(2) - plain_query
-        self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / torch.arange(tokens, 0, -1)
+        later_queries = torch.arange(tokens, 0, -1, device=query.device)
+        self.asked[seen:stop] = (following * plain_keys).sum((0, 1, 3)) / later_queries
         places = self.places(plain_query.mean(2)[0], self.keys)
         past_keys = self.encoder.rotation.at(0, past).turn(self.keys[:, :, places])
         return path.causal(
@@ -318,7 +322,7 @@ class BlockLayer(EncodingLayer):
             start = keep + block * size
             leader_places = start + self.asked[start : start + size].topk(encoder.leaders).indices
             self.leading = torch.cat([self.leading, keys[0, :, leader_places].sum(1, keepdim=True)], 1)
-        is_chosen = torch.zeros(encoder.seen, dtype=torch.bool)
+        is_chosen = torch.zeros(encoder.seen, dtype=torch.bool, device=keys.device)
         is_chosen[:keep] = is_chosen[keep + blocks * size :] = True
         score = (self.leading * query[:, None]).sum((0, 2))
         for block in score.topk(min(blocks, encoder.chosen)).indices.tolist():

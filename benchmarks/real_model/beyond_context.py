@@ -7,7 +7,8 @@ Facts are single words that stand between the sentences of a text; the beginning
 prompt. A text is read once, and each question follows a copy of what was read. Every text goes through all methods in
 turns; methods that keep a small cache while every layer reads are slow, so they read fewer texts. Methods
 answer from as many tokens, whatever the length. Seconds are of CPU time on one thread, to the first word of an answer,
-reading included. A run continues from its JSON file, also with a larger --recurrent-texts.
+reading included; on a GPU they are not recorded. A run continues from its JSON file, also with a larger
+--recurrent-texts.
 """
 
 from __future__ import annotations
@@ -80,17 +81,19 @@ def answer(reading: Reading, question: torch.Tensor, count: int) -> tuple[list[i
 
 @torch.inference_mode()
 def measure(method: Method, model: PreTrainedModel, prompt: Prompt) -> dict[str, list[float]]:
-    """By question whether the answer is right, or by word of a list whether it is there; and seconds by question."""
+    """By question whether the answer is right, or by word of a list whether it is there; and on a CPU seconds by
+    question."""
     begin = time.process_time()
-    reading = method.read(model, torch.from_numpy(prompt.text)[None], ROOM)
-    read_seconds, result = time.process_time() - begin, {"right": [], "seconds": []}
+    reading = method.read(model, torch.from_numpy(prompt.text)[None].to(model.device), ROOM)
+    read_seconds, right, all_seconds = time.process_time() - begin, [], []
     for question in prompt.questions:
         question_tokens, answer_tokens = np.split(question.tokens, [len(question.tokens) - question.answer])
         count = LIST if question.listed else len(answer_tokens)
-        generated, seconds = answer(duplicate(reading, model), torch.from_numpy(question_tokens)[None], count)
-        result["right"] += [holds(generated, word) for word in question.listed] or [generated == answer_tokens.tolist()]
-        result["seconds"].append(read_seconds + seconds)
-    return result
+        asked_tokens = torch.from_numpy(question_tokens)[None].to(model.device)
+        generated, seconds = answer(duplicate(reading, model), asked_tokens, count)
+        right += [holds(generated, word) for word in question.listed] or [generated == answer_tokens.tolist()]
+        all_seconds.append(read_seconds + seconds)
+    return {"right": right} | ({"seconds": all_seconds} if model.device.type == "cpu" else {})
 
 
 def holds(tokens: list[int], word: list[int]) -> bool:
@@ -112,7 +115,7 @@ def recalled(samples: list[dict[str, Any]], name: str, baseline: str | None = No
 
 def table(report: dict[str, Any]) -> list[str]:
     """Lines of a Markdown table: texts, of each length where these differ, the share of right answers by length, and
-    seconds to the first word at the last. Methods that read no text have no row."""
+    seconds to the first word at the last, of texts that were read on a CPU. Methods that read no text have no row."""
     lengths = sorted((length for length, samples in report["results"].items() if samples), key=int)
     heads = ["method", "texts", *(f"{int(length):,} tokens" for length in lengths), f"seconds at {int(lengths[-1]):,}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -125,10 +128,10 @@ def table(report: dict[str, Any]) -> list[str]:
             if method_samples:
                 recall = recalled(method_samples, method.name)
                 cells.append(f"{recall.mean:.0%} [{recall.low:.0%}, {recall.high:.0%}]")
-                last_seconds = f"{np.median([sample[method.name]['seconds'] for sample in method_samples]):.1f}"
             else:
                 cells.append("-")
-                last_seconds = "-"
+            seconds = [sample[method.name]["seconds"] for sample in method_samples if "seconds" in sample[method.name]]
+            last_seconds = f"{np.median(seconds):.1f}" if seconds else "-"
         if any(texts):
             lines.append(f"| {' | '.join([*cells, last_seconds])} |")
     return lines
@@ -158,11 +161,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def loaded(folder: Path, profile: Path, dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, Reform]:
+def loaded(
+    folder: Path, profile: Path, dtype: str, device: str = "cpu"
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, Reform]:
     """A checkpoint's tokenizer, its emitted model, and the settings of all methods with a profile's embedding heads."""
     heads = tuple((head.layer, head.state, head.head) for head in HeadProfile.load(profile).embedding_heads)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = stock(folder, dtype=getattr(torch, dtype))
+    model = stock(folder, dtype=getattr(torch, dtype), device=device)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert isinstance(model, LlamaForCausalLM)
     return tokenizer, emitted(model, dimensions(model.config)[0]), replace(SETTINGS, heads=heads)
@@ -179,14 +184,16 @@ def main() -> None:
     )
     parser.add_argument("--texts", type=int, default=25, help="texts of each length")
     parser.add_argument("--recurrent-texts", type=int, default=5, help="of which all methods read so many")
+    parser.add_argument("--only", action="append", help="methods by name, such as REFORM")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="float32: for CPUs that lack bfloat16")
+    parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not measured again")
     parser.add_argument("--plot", type=Path, help="draw them as a PNG")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    tokenizer, model, settings = loaded(arguments.model, arguments.profile, arguments.dtype)
+    tokenizer, model, settings = loaded(arguments.model, arguments.profile, arguments.dtype, arguments.device)
     facts: dict[str, Any] = {
         "text": arguments.text.name,
         "texts": arguments.texts,
@@ -210,13 +217,17 @@ def main() -> None:
                 methods = [method for method in methods if not isinstance(method, Full)]
             samples.extend([{}] * (number == len(samples)))
             offset = number % len(methods)
-            remaining = [method for method in methods[offset:] + methods[:offset] if method.name not in samples[number]]
+            remaining = [
+                method
+                for method in methods[offset:] + methods[:offset]
+                if method.name in (arguments.only or [method.name]) and method.name not in samples[number]
+            ]
             if not remaining:
                 continue
             new_results = {method.name: measure(method, model, prompt) for method in remaining}
             samples[number] = samples[number] | new_results
             for name in new_results:
-                record_versions(report, f"{name}, {length} tokens, text {number + 1}")
+                record_versions(report, f"{name}, {length} tokens, text {number + 1}", arguments.device)
             arguments.json.write_text(json.dumps(report) + "\n")
             summary = ", ".join(f"{name} {sum(answers['right'])}" for name, answers in new_results.items())
             console.stderr.print(f"{length:,} tokens, {number + 1} of {arguments.texts}: {summary} right")

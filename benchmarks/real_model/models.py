@@ -16,19 +16,23 @@ from kvsurgery.recipe import Recipe
 
 
 def stock(
-    source: Path, attention: Literal["sdpa", "eager"] = "sdpa", dtype: torch.dtype = torch.float32
+    source: Path,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> PreTrainedModel:
     """A checkpoint's own model. With eager attention its weights can be seen."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
-    return model.eval()
+    return model.eval().to(device)
 
 
-def converted(source: Path, profile: HeadProfile, recipe: Recipe) -> PreTrainedModel:
+def converted(source: Path, profile: HeadProfile, recipe: Recipe, device: str = "cpu") -> PreTrainedModel:
     """A checkpoint's model after conversion, in float32, loaded with transformers alone."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "converted"  # one name: transformers imports the emitted code once
         convert_into(folder, source, profile, recipe)
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+        return model.eval().to(device)
 
 
 def convert_into(folder: Path, source: Path, profile: HeadProfile, recipe: Recipe) -> None:

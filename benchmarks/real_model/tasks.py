@@ -61,16 +61,21 @@ class Group:
     limit: int
 
 
-def groups(text: str, babilong: str) -> list[Group]:
+def groups(text: str, babilong: str, ruler_lengths: list[int]) -> list[Group]:
     """About a hundred questions each."""
     return [
         Group("cloze, 512 tokens", "cloze", ClozeTask((512,), 100, text), 100),
-        Group("RULER, 1,024 tokens", "ruler", RulerTask((1024,), RULER_TASKS, 25, text), 25),
+        *(
+            Group(f"RULER, {length:,} tokens", "ruler", RulerTask((length,), RULER_TASKS, 25, text), 25)
+            for length in ruler_lengths
+        ),
         Group("BABILong, 0k", "babilong", BabilongTask(babilong, BABILONG_TASKS, ("0k",)), 34),
     ]
 
 
-def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original: Path) -> dict[str, dict[str, float]]:
+def ask(
+    groups: list[Group], folder: Path, checkpoint: Path, name: str, original: Path, device: str = "cpu"
+) -> dict[str, dict[str, float]]:
     """The scores of a model by group and sample; answers that are in the folder are not computed again."""
     scores = {}
     for group in groups:
@@ -78,7 +83,7 @@ def ask(groups: list[Group], folder: Path, checkpoint: Path, name: str, original
         options = Options(limit=group.limit, batch=8, dtype="float32")
         print_note = partial(console.stderr.print, f"{name}: {group.heading}")
         with started_evaluation(
-            answers_folder, original, {group.name: group.task}, options, "cpu", silent, print_note
+            answers_folder, original, {group.name: group.task}, options, device, silent, print_note
         ) as evaluation:
             evaluation.answer(name, checkpoint)
         scores[group.heading] = {
@@ -129,13 +134,16 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of heads that are full")
     parser.add_argument("--size", default="64+256", help="sinks and recent tokens of the other heads")
     parser.add_argument("--draws", type=int, default=1, help="choices of random heads")
+    parser.add_argument("--ruler-lengths", type=int, nargs="+", default=[1024], help="tokens of RULER's prompts")
+    parser.add_argument("--only", action="append", help="choices by name, such as 'gates, 50%% full, 64+256'")
+    parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--answers", type=Path, required=True, help="folder of all questions and answers")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    task_groups = groups(str(arguments.text), str(arguments.babilong))
+    task_groups = groups(str(arguments.text), str(arguments.babilong), arguments.ruler_lengths)
     sink, recent = map(int, arguments.size.split("+"))
     profiles = {path.stem: load_scores(path) for path in arguments.profile}
     head_choices = choices(profiles, [arguments.share], [(sink, recent)], arguments.draws)
@@ -146,14 +154,16 @@ def main() -> None:
 
     def keep(name: str, checkpoint: Path) -> None:
         file_name = name.replace(" ", "-").replace("%", "").replace(",", "")
-        report["results"][name] = ask(task_groups, arguments.answers, checkpoint, file_name, arguments.model)
-        record_versions(report, name)
+        report["results"][name] = ask(
+            task_groups, arguments.answers, checkpoint, file_name, arguments.model, arguments.device
+        )
+        record_versions(report, name, arguments.device)
         arguments.json.write_text(json.dumps(report) + "\n")
 
     if ORIGINAL not in report["results"]:
         keep(ORIGINAL, arguments.model)
     for choice in head_choices:
-        if choice.name not in report["results"]:
+        if choice.name in (arguments.only or [choice.name]) and choice.name not in report["results"]:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / "converted"
                 convert_into(folder, arguments.model, choice.profile, choice.recipe)

@@ -174,9 +174,8 @@ def windows(haystack: Haystack, prompt: int, new: int, count: int) -> list[Windo
 @torch.inference_mode()
 def correct_answers(model: PreTrainedModel, prompt: Prompt) -> list[bool]:
     """Which questions have the right answer."""
-    return answered_correctly(
-        model, model(torch.from_numpy(prompt.text)[None], logits_to_keep=1).past_key_values, prompt
-    )
+    text = torch.from_numpy(prompt.text)[None].to(model.device)
+    return answered_correctly(model, model(text, logits_to_keep=1).past_key_values, prompt)
 
 
 @torch.inference_mode()
@@ -185,7 +184,7 @@ def answered_correctly(model: PreTrainedModel, cache: Any, prompt: Prompt, token
     cache stays as it is."""
     results = []
     for question in prompt.questions:
-        tokens = torch.tensor(question.tokens)
+        tokens = torch.tensor(question.tokens, device=model.device)
         logits = continued(model, cache_copy(cache), tokens, len(prompt.text) + tokens_after, question.answer + 1)
         results.append(torch.equal(logits[:-1].argmax(-1), tokens[-question.answer :]))
     return results
@@ -207,7 +206,7 @@ def cache_copy(cache: Any) -> Any:
 @torch.inference_mode()
 def continued(model: PreTrainedModel, cache: Any, tokens: torch.Tensor, position: int, keep: int = 0) -> torch.Tensor:
     """Logits [tokens or `keep`, vocabulary] of int64 [tokens] at `position`, which evicted tokens count in."""
-    positions = torch.arange(position, position + len(tokens))[None]
+    positions = torch.arange(position, position + len(tokens), device=tokens.device)[None]
     output = model(tokens[None], past_key_values=cache, position_ids=positions, logits_to_keep=keep)
     return output.logits[0]
 
@@ -215,11 +214,11 @@ def continued(model: PreTrainedModel, cache: Any, tokens: torch.Tensor, position
 @torch.inference_mode()
 def next_tokens(model: PreTrainedModel, window: Window) -> torch.Tensor:
     """Log-probabilities of the next token, float32 [new, vocabulary], after each token that follows the prompt."""
-    tokens = torch.from_numpy(window.tokens)[None]
+    tokens = torch.from_numpy(window.tokens)[None].to(model.device)
     cache = model(tokens[:, : window.prompt], logits_to_keep=1).past_key_values
     return model(tokens[:, window.prompt : -1], past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
 def nats(logs: torch.Tensor, window: Window) -> float:
     """Mean negative log-likelihood of what follows the prompt."""
-    return F.nll_loss(logs, torch.from_numpy(window.tokens[window.prompt + 1 :])).item()
+    return F.nll_loss(logs, torch.from_numpy(window.tokens[window.prompt + 1 :]).to(logs.device)).item()

@@ -66,9 +66,9 @@ class Contender:
     name: str = ORIGINAL
     series: str = ORIGINAL
 
-    def load(self, source: Path) -> PreTrainedModel:
+    def load(self, source: Path, device: str) -> PreTrainedModel:
         """The model that it runs with."""
-        return stock(source)
+        return stock(source, device=device)
 
     def read(self, model: PreTrainedModel, text: torch.Tensor) -> Any:
         """A cache that holds a text [1, tokens]."""
@@ -82,9 +82,9 @@ class Converted(Contender):
     recipe: Recipe
     profile: HeadProfile
 
-    def load(self, source: Path) -> PreTrainedModel:
+    def load(self, source: Path, device: str) -> PreTrainedModel:
         """Convert, and load with transformers alone."""
-        return converted(source, self.profile, self.recipe)
+        return converted(source, self.profile, self.recipe, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,9 @@ class Pressed(Contender):
 
     share: float
 
-    def load(self, source: Path) -> PreTrainedModel:
+    def load(self, source: Path, device: str) -> PreTrainedModel:
         """The stock model, with the attention that the press needs."""
-        return stock(source, "eager" if self.series == EAGER else "sdpa")
+        return stock(source, "eager" if self.series == EAGER else "sdpa", device=device)
 
     def press(self, library: Any) -> Any:
         """The press, out of kvpress."""
@@ -233,20 +233,20 @@ def contenders(losses_path: Path, profiles: list[Path]) -> list[Contender]:
 
 
 def answers(
-    contender: Contender, source: Path, texts: list[Prompt], original_logs: list[torch.Tensor]
+    contender: Contender, source: Path, texts: list[Prompt], original_logs: list[torch.Tensor], device: str = "cpu"
 ) -> dict[str, Any]:
     """Right answers by question, and by text the divergence, the mean negative log-likelihood and the bytes held.
 
     Args:
         original_logs: log-probabilities of what follows each text; filled by the first contender, the original.
     """
-    model, results = contender.load(source), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
+    model, results = contender.load(source, device), {"right": [], "kl": [], "nats": [], "kv_bytes": []}
     for number, prompt in enumerate(texts):
         with torch.inference_mode():
-            cache = contender.read(model, torch.from_numpy(prompt.text)[None])
+            cache = contender.read(model, torch.from_numpy(prompt.text)[None].to(model.device))
         results["kv_bytes"].append(held_bytes(cache, widest=2))
         results["right"] += map(int, answered_correctly(model, cache, prompt))
-        following = torch.from_numpy(prompt.following)
+        following = torch.from_numpy(prompt.following).to(model.device)
         logs = continued(model, cache, following[:-1], len(prompt.text)).float().log_softmax(-1)
         if number == len(original_logs):
             original_logs.append(logs)
@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=13, help="texts with facts")
     parser.add_argument("--new", type=int, default=96, help="tokens after each that are predicted")
     parser.add_argument("--only", action="append", help="caches by name, beside the original")
+    parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -299,7 +300,7 @@ def main() -> None:
             continue
         start = time.perf_counter()
         try:
-            result = answers(contender, arguments.model, texts, original_logs)
+            result = answers(contender, arguments.model, texts, original_logs, arguments.device)
         except (ImportError, RuntimeError) as error:
             # transformers has one mask for all layers, which a press may leave at different lengths
             if isinstance(error, RuntimeError) and not isinstance(contender, Pressed):
@@ -308,7 +309,7 @@ def main() -> None:
             console.stderr.print(f"left out: {contender.name} ({reason})")
             continue
         results[contender.name] = {"series": contender.series, **result}
-        record_versions(report, contender.name)
+        record_versions(report, contender.name, arguments.device)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.stderr.print(
             f"{len(results)} of {len(selected)}: {contender.name}: {np.mean(result['right']):.0%} of facts, "

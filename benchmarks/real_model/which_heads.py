@@ -130,6 +130,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--shares", default=SHARES, help="of heads that are full")
     parser.add_argument("--draws", type=int, default=RANDOM, help="choices of random heads")
     parser.add_argument("--only", action="append", help="choices by name, such as 'gates, 50%% full, 16+64'")
+    parser.add_argument("--device", default="cpu", help="where models run, such as cuda")
     parser.add_argument("--json", type=Path, required=True, help="results; those there are not computed again")
     arguments = parser.parse_args()
     if not (arguments.text or arguments.answers):
@@ -184,7 +185,7 @@ def main() -> None:
 
     def keep(name: str, facts: dict[str, Any], begin: float) -> None:
         results[name] = facts
-        record_versions(report, name)
+        record_versions(report, name, arguments.device)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         recall, seconds = np.mean(facts["right"]), time.perf_counter() - begin
         console.stderr.print(
@@ -192,7 +193,7 @@ def main() -> None:
             f"perplexity {np.exp(np.mean(facts['nats'])):.2f}, {seconds:.0f} s"
         )
 
-    stock_model = stock(arguments.model)
+    stock_model = stock(arguments.model, device=arguments.device)
     begin, original_logs = time.perf_counter(), [next_tokens(stock_model, window) for window in trials.windows]
     if ORIGINAL not in results:
         keep(ORIGINAL, measure(stock_model, trials, original_logs), begin)
@@ -201,7 +202,7 @@ def main() -> None:
         if choice.name in results:
             continue
         begin = time.perf_counter()
-        model = converted(arguments.model, choice.profile, choice.recipe)
+        model = converted(arguments.model, choice.profile, choice.recipe, arguments.device)
         keep(choice.name, measure(model, trials, original_logs), begin)
 
 

@@ -29,6 +29,11 @@ def test_models_answer_once_and_the_same_questions(tmp_path: Path, monkeypatch: 
     assert benchmark.ask([group], tmp_path / "answers", MODEL, "original", MODEL) == original
 
 
+def test_rulers_prompts_have_a_group_for_each_length() -> None:
+    headings = [group.heading for group in benchmark.groups("text.txt", "babilong", [1024, 2048])]
+    assert headings == ["cloze, 512 tokens", "RULER, 1,024 tokens", "RULER, 2,048 tokens", "BABILong, 0k"]
+
+
 def test_differences_are_paired_by_sample() -> None:
     scores, original = {"a": 1.0, "b": 0.0, "c": 0.0}, {"c": 0.0, "b": 1.0, "a": 1.0}
     mean, more = benchmark.difference(scores, original)

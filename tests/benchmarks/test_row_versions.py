@@ -28,6 +28,18 @@ def test_rows_keep_the_versions_that_measured_them(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_rows_that_a_gpu_measured_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same versions on a CPU are another entry, before and after."""
+    monkeypatch.setattr(provenance.torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    found: dict[str, Any] = {}
+    for device, row in (("cpu", "original"), ("cuda", "4 bits"), ("cpu", "3 bits"), ("cuda:0", "2 bits")):
+        provenance.record_versions(found, row, device)
+    assert [(each.get("device"), each["rows"]) for each in found["versions"]] == [
+        (None, ["original", "3 bits"]),
+        ("NVIDIA H100", ["4 bits", "2 bits"]),
+    ]
+
+
 def test_new_results_begin_with_the_versions_that_run() -> None:
     found: dict[str, Any] = {}
     provenance.record_versions(found, "original")
