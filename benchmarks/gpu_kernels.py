@@ -30,7 +30,7 @@ SHORT = 1500  # tokens; ten tiles and some that are not packed
 ROTATION = GIB  # of caches that are read in turns; far more than the L2
 TARGETS = {16: 0.8, 8: 0.7, 4: 0.6}  # shares of the read bandwidth
 AT = 2**17  # tokens where they hold
-TOLERANCE = 2e-2  # of bfloat16: the norm of the error over that of the result
+TOLERANCE = 3e-2  # of bfloat16: the norm of the error over that of the result, in which random values nearly cancel
 ITEM = 2  # bytes
 
 

@@ -13,7 +13,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ TINY = [Case("tiny", 0.5, {700: None}, (1200, 300, None))]
 WARM, STEPS = 3, 12
 DEPTHS, DEPTH_TOKENS = (32, 16, 8, 2), 4096  # layers of models whose steps are captured, and tokens that they hold
 NEW, RUNS = 64, 3  # tokens that `generate` adds; runs, of which the first one compiles
-SPARE = WARM + STEPS + 2  # tokens beside those of a cache: the steps, one in the profiler, one in a graph
+SPARE = WARM + 2 * STEPS + 2  # tokens beside those of a cache: the steps, one in the profiler, one in a graph
 
 
 class Variant(NamedTuple):
@@ -103,6 +104,16 @@ def predicted_bytes(variant: Variant, cache, tokens: int, spare_tokens: int) -> 
     if variant.bits < 16:
         layout = layout.quantized(cache.layers[0].layout.quantization)
     return layout.kv_bytes(1, tokens, spare_tokens, itemsize=variant.model.dtype.itemsize)
+
+
+@contextmanager
+def eager_steps(model: LlamaForCausalLM) -> Generator[None]:
+    """Decode steps run without CUDA graphs."""
+    UNFIT.add(model)
+    try:
+        yield
+    finally:
+        UNFIT.discard(model)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -164,6 +175,8 @@ def decode(report: Report, variant: Variant, tokens: int) -> tuple[dict, torch.T
     assert logits.isfinite().all()
     times = [seconds(step) for _ in range(WARM - 1 + STEPS)][WARM - 1 :]
     figures = {"ms": 1e3 * statistics.median(times), "peak": peak_bytes(), "tokens": tokens}
+    with eager_steps(variant.model):
+        figures["eager ms"] = 1e3 * statistics.median(seconds(step) for _ in range(STEPS))
     expected_bytes = predicted_bytes(variant, cache, tokens, SPARE)
     figures |= {"cache": cache_bytes(cache), "kv_bytes": expected_bytes}
     assert expected_bytes in (None, figures["cache"]), (
@@ -180,8 +193,14 @@ def decode(report: Report, variant: Variant, tokens: int) -> tuple[dict, torch.T
 
 def decode_section(report: Report, case: Case, parts: list[Variant]) -> None:
     """Milliseconds a token of every variant, against the stock model and against ours with every head full."""
-    columns = {"model": "<10", "tokens": "8,", "variant": "<18", "ms": "8.2f", "kernels ms": "10.2f"}
-    columns |= {"graph ms": "8.2f", "x stock": "7.2f", "x stock, kernels": "16.2f", "x all full": "10.2f"}
+    columns = {"model": "<10", "tokens": "8,", "variant": "<18", "ms": "8.2f", "eager ms": "8.2f"}
+    columns |= {
+        "kernels ms": "10.2f",
+        "graph ms": "8.2f",
+        "x stock": "7.2f",
+        "x stock, kernels": "16.2f",
+        "x all full": "10.2f",
+    }
     columns |= {
         "x all full, graph": "17.2f",
         "target": "6.2f",
@@ -232,9 +251,7 @@ def generate(variant: Variant, tokens: int, graph: bool) -> tuple[float, torch.T
     times = []
     model.generation_config.eos_token_id = None  # random weights might end early
     ids = torch.ones(1, tokens + 1, dtype=torch.long, device=model.device)
-    if not graph:
-        UNFIT.add(model)
-    try:
+    with nullcontext() if graph else eager_steps(model):
         for _ in range(RUNS):
             cache = filled(variant, tokens, NEW + 2)
             synchronize()
@@ -250,9 +267,6 @@ def generate(variant: Variant, tokens: int, graph: bool) -> tuple[float, torch.T
             times.append(time.perf_counter() - begin)
             graphed = getattr(getattr(cache, "graph", None), "graph", None) is not None
             del cache
-    finally:
-        if not graph:
-            UNFIT.discard(model)
     assert out.shape == (1, tokens + 1 + NEW)
     return min(times[1:]), out[0, -NEW:], graphed
 
@@ -303,7 +317,8 @@ def capture_figures(variant: Variant, tokens: int) -> dict[str, float | None]:
     def step() -> torch.Tensor:
         return variant.model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits
 
-    eager_ms = 1e3 * statistics.median([seconds(step) for _ in range(WARM + STEPS)][WARM:])
+    with eager_steps(variant.model):
+        eager_ms = 1e3 * statistics.median([seconds(step) for _ in range(WARM + STEPS)][WARM:])
     graph = None
 
     def first_replay() -> None:

@@ -194,7 +194,7 @@ def _with_cache(
     """Store the input and attend from it, head group by head group."""
     layout = layer.layout
     layer.make_room(query.shape[2])
-    if query.shape[2] == 1 and layer.ready and not needs_grad and path.has_room(layer):
+    if query.shape[2] == 1 and layer.ready and not needs_grad and path.decodes(layer):
         output = path.decode(query, key, value, layer, scoring)
         return output, lambda query, scoring: path.decode_stored(query, layer, scoring)
     # all that is stored is rotated, so that nothing else has to know

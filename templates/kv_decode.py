@@ -32,16 +32,16 @@ from .kv_torch import Scoring
 
 TILE_BYTES = 8 * 1024  # keys of a unit of work; as much again for its values
 PACKED_OPTIONS = "PACKED_N", "BITS", "KEY_ROWS", "GROUPS", "SIDES", "KW", "VW"  # of the kernel, where there are tiles
-PROGRAM_BYTES = 76 * 1024  # shared memory of a decode program: four units under way, and scratch
-WIDE_PROGRAM_BYTES = 82 * 1024  # of one over tiles that takes more, or more registers than three on a multiprocessor
-REGISTERS, WIDE_REGISTERS = 168, 255  # per thread of three and of two programs on a multiprocessor
-TILES_SHARED = WIDE_PROGRAM_BYTES - 1024  # what a program over tiles takes at most; the rest is the driver's
+# measured on an H100: more programs or more units under way have more to finish when the last bytes have arrived
+PROGRAMS = 2  # on a multiprocessor
+STAGES = 3  # of the loop over units, of which one less is under way
+PARTS = 128  # partial results of 128 channels that are combined at once; with more channels fewer
+REGISTERS = 255  # per thread
 SHARED_ROWS = 32  # of dots that queries and groups of scales share, at most
 SHARED_OUTPUT = SHARED_ROWS * 128  # the same times the channels of a head; with more, registers spill
 WARP = 32  # lanes; as many segments are planned without shared memory, and with fewer registers spill
 ALONE = 128  # rows that every decode program plans for by itself; for more of them there is a launch
 PLANNED = 512  # segments that this launch plans at once
-LEAST_SHARED = 64 * 1024  # of a block on devices that do not say
 
 
 @triton.jit
@@ -460,8 +460,8 @@ def decode(
     group, rows = query_heads // heads, batch * heads
     assert query.stride(2) == 1
     walk = _walk(query, table, scoring)
-    segments, options, wide = walk.segments, walk.options, walk.wide
-    programs = min(programs or _programs(query.device, WIDE_PROGRAM_BYTES if wide else PROGRAM_BYTES), walk.max_units)
+    segments, options = walk.segments, walk.options
+    programs = min(programs or PROGRAMS * _multiprocessors(query.device), walk.max_units)
     on_cuda = torch.version.hip is None
     partial = torch.empty(programs + segments * rows, group, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + segments * rows, group, dtype=torch.float32, device=query.device)
@@ -497,7 +497,7 @@ def decode(
             num_warps=4,
             num_stages=walk.stages,
             enable_fp_fusion=True,
-            **({"maxnreg": WIDE_REGISTERS if wide else REGISTERS} if on_cuda else {}),
+            **({"maxnreg": REGISTERS} if on_cuda else {}),
         )
         _combine_kernel[(rows, group)](
             **parts,
@@ -508,7 +508,7 @@ def decode(
             programs=programs,
             rotated=table.rotated_values,
             D=head_dim,
-            PARTS=16,
+            PARTS=PARTS // max(_padded(head_dim) // 128, 1),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -523,7 +523,6 @@ class _Walk(NamedTuple):
     segments: int  # of a pair of a row and a KV head: its slots, and with tiles its packed tokens before
     members: int  # rows of dots
     options: dict  # of packed tokens; None without any
-    wide: bool  # has more registers, thus fewer programs at once
     stages: int
 
 
@@ -538,16 +537,9 @@ def _walk(query: torch.Tensor, table: HeadTable, scoring: Scoring) -> _Walk:
     if table.tiles is not None and table.quantization is not None:
         segments, (members, options) = 2, _packed_options(head_dim, query_rows, table.quantization)
         max_units += batch * table.tiles.key_codes.shape[1] * (TILE // options["PACKED_N"])
-    wide = padded_dim != 128 or options["BITS"] in (2, 3) or not options["KEY_ROWS"] or options["GROUPS"] != 1
-    half_precision = itemsize == 2
-    wide = not half_precision or (segments == 2 and (wide or scoring.softcap is not None))
-    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB; and where the
-    # fewest tokens of a unit are more than its bytes, as in float32 with heads of 256, five do not fit RTX 30 and 40
-    stages = 5 if tokens * padded_dim * itemsize <= TILE_BYTES else 3
-    # a unit has half as much again in third bits, or a quarter in scales
-    stages = min(stages, 4) if options["BITS"] == 3 or options["SIDES"] else stages
-    stages = stages if half_precision or segments == 1 else 1
-    return _Walk(tokens, max_units, segments, members, options, wide, stages)
+    # a stage of float32 tiles would have a scale and a zero of 4 bytes for every element, up to 400 KB
+    stages = STAGES if itemsize == 2 or segments == 1 else 1
+    return _Walk(tokens, max_units, segments, members, options, stages)
 
 
 def _plan(table: HeadTable, tiles: dict, arguments: dict, programs: int, packed_tokens: int | None) -> None:
@@ -606,16 +598,6 @@ def _packed_options(head_dim: int, query_rows: int, quantization: Quantization) 
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have on a device; torch for HIP knows one limit or, before, none."""
-    properties = torch.cuda.get_device_properties(device)
-    limit = getattr(properties, "shared_memory_per_block", LEAST_SHARED)
-    return getattr(properties, "shared_memory_per_block_optin", limit)
-
-
-@functools.cache
-def _programs(device: torch.device, program_bytes: int) -> int:
-    """Decode programs of so much shared memory that a device runs at once."""
-    properties = torch.cuda.get_device_properties(device)
-    shared_bytes = getattr(properties, "shared_memory_per_multiprocessor", shared_memory(device))
-    return properties.multi_processor_count * max(shared_bytes // program_bytes, 1)
+def _multiprocessors(device: torch.device) -> int:
+    """How many a device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -61,7 +61,7 @@ class Scoring(NamedTuple):
 class AttentionPath(Protocol):
     """Where attention is computed: this module or `kv_cuda`, which have these functions."""
 
-    def has_room(self, layer: KVLayerCache) -> bool: ...
+    def decodes(self, layer: KVLayerCache) -> bool: ...
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: KVLayerCache, scoring: Scoring
     ) -> torch.Tensor: ...
@@ -202,7 +202,7 @@ def step(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
-def has_room(layer: KVLayerCache) -> bool:
+def decodes(layer: KVLayerCache) -> bool:
     """Whether `decode` runs over a layer: where windows are in tiles, a token attends as several do."""
     return not layer.layout.quantized_window
 

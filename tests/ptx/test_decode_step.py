@@ -17,7 +17,6 @@ from tests.helpers.emitted import HELD, LOSSLESS, emitted, in_parts
 from tests.helpers.families import largest, tokens
 from tests.ptx.launches import install
 
-A100 = {"shared_memory_per_block": 48 * 1024, "shared_memory_per_block_optin": 163 * 1024, "multi_processor_count": 2}
 QUANTIZATION = {**LOSSLESS, "scheme": "kivi", "group_size": None, "residual": 128}
 
 
@@ -42,11 +41,11 @@ def test_decode_steps(section: dict, sizes: list[int], others: set[str], monkeyp
     ids, mask = tokens(1, sum(sizes)), torch.ones(1, sum(sizes), dtype=torch.long)
     expected = in_parts(model, ids, mask, sizes)
     emulator = install(monkeypatch, str(tmp_path), 80)
-    kv_cuda.kv_decode.shared_memory.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**A100))
+    kv_cuda.kv_decode._multiprocessors.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
     monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
     found = in_parts(model, ids, mask, sizes)
-    kv_cuda.kv_decode.shared_memory.cache_clear()
+    kv_cuda.kv_decode._multiprocessors.cache_clear()
     assert largest(found - expected, expected) <= 1e-5
     assert found[:, -3:].argmax(-1).equal(expected[:, -3:].argmax(-1))
     for kernel in ("_append_kernel", "_decode_kernel", "_combine_kernel"):

@@ -75,7 +75,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
 
     def turn_on() -> list[Tape]:
         monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
-        monkeypatch.setattr(kv_cuda, "has_room", lambda layer: True)
         monkeypatch.setattr(kv_graph, "capturable", lambda states: True)
         monkeypatch.setattr(kv_graph, "capture", capture)
         monkeypatch.setattr(kv_cuda.kv_store, "append", kernel(append_reference))

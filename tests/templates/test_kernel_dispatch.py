@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,20 +18,10 @@ from tests.helpers.emitted import BUDGETED, HELD, LOSSLESS, WINDOWS, emitted, em
 from tests.helpers.families import FAMILIES, largest, stock, tokens
 from tests.helpers.kernel_reference import softmax
 
-AMPERE = {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 166912}
-SMALLER = {**AMPERE, "shared_memory_per_block_optin": 101376}  # RTX 30 and 40
-HIP = {"shared_memory_per_block": 65536}
-
 
 def held(select: str) -> dict:
     """A section with budgets that hold, whose heads select so."""
     return {**HELD, "selection": {**HELD["selection"], "select": select}}
-
-
-def pretend(properties: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let devices have these properties."""
-    kv_cuda.kv_decode.shared_memory.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
 
 
 @pytest.fixture
@@ -40,7 +29,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
     """Turns the kernels on, with 5 programs; returns the list that every launch is noted in."""
     calls = []
     decode = kv_cuda.kv_decode.decode
-    pretend(AMPERE, monkeypatch)
 
     def turn_on() -> list[int]:
         monkeypatch.setattr(kv_attention, "_path", lambda *states: kv_cuda)
@@ -179,22 +167,6 @@ def test_chunks_and_steps_over_tiles_and_budgets(
     if padded:
         mask[1, :127] = 0
     check(model, ids, mask, sizes, kernels, launches=2 * 2)
-
-
-@pytest.mark.parametrize(
-    ("properties", "launches"), [(SMALLER, 4), (HIP, 2), ({}, 2)], ids=["RTX 30 and 40", "HIP", "unknown"]
-)
-def test_tiles_that_do_not_fit_into_shared_memory(properties: dict, launches: int, kernels, monkeypatch) -> None:
-    """Torch decodes layers that have tiles, here one of two, and kernels do the rest."""
-    model = emitted("llama", 2, quantization=LOSSLESS)
-    sizes = [200, 57, 1, 1]
-    ids, mask = tokens(1, sum(sizes)), torch.ones(1, sum(sizes), dtype=torch.long)
-    expected = in_parts(model, ids, mask, sizes)
-    calls = kernels()
-    pretend(properties, monkeypatch)
-    found = in_parts(model, ids, mask, sizes)
-    assert len(calls) == launches
-    assert largest(found - expected, expected) <= 1e-5
 
 
 def test_blocks_of_heads(kernels) -> None:

@@ -36,9 +36,9 @@ from kvsurgery.templates.kv_torch import Scoring  # noqa: E402
 from tests.helpers import kernel_cases  # noqa: E402
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024}  # bytes of a multiprocessor, of which each block costs one kilobyte more
-DECODE_BLOCKS = {80: 2, 90: 3}
-COMBINE_BLOCKS, APPEND_BLOCKS = 7, 12
+COMBINE_BLOCKS, APPEND_BLOCKS = 2, 12
 LIMITS = {80: 99 * 1024, 90: 227 * 1024}  # of a block; RTX 30 and 40, which have the least, run the code that A100 does
+LEAST_SHARED = 64 * 1024  # bytes of a block on AMD's devices
 REGISTERS = 64 * 1024  # of a multiprocessor
 STACK = 32  # bytes: a few words that a decode program keeps from row to row; test_kernel_instructions.py has its loops
 PACK_STACK = 64  # bytes: what a program that packs clipped tokens keeps, once in 128 tokens
@@ -144,9 +144,8 @@ def test_decode(compiled: dict, dtype: torch.dtype, head_dim: int, group: int, t
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None, sinks=learned), programs=8)
     check(compiled["_append_kernel"], tmp_path, 16)
     decode = compiled["_decode_kernel"]
-    assert decode.metadata.shared < kv_decode.PROGRAM_BYTES - 1024
     assert decode.metadata.maxnreg == kv_decode.REGISTERS
-    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch])
+    check(decode, tmp_path, kv_decode.PROGRAMS)
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
 
 
@@ -186,15 +185,14 @@ def test_decode_of_tiles(
     check(compiled["_append_kernel"], tmp_path, APPEND_BLOCKS)
     kv_decode.decode(query, table, columns, Scoring(0.1, 30.0 if group == 1 else None), programs=8)
     decode = compiled["_decode_kernel"]
-    three = bits > 3 and 64 < head_dim <= 128 and scheme == "kivi" and size is None and group > 1
-    assert decode.metadata.shared < (kv_decode.PROGRAM_BYTES - 1024 if three else kv_decode.TILES_SHARED)
-    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch] if three else 2, STACK)
+    assert decode.metadata.shared <= LEAST_SHARED
+    check(decode, tmp_path, kv_decode.PROGRAMS, STACK)
     spread = size is not None  # groups and queries fill the rows of matrix units
     sides = 1 + (size is not None and group == 8)  # where 16 rows are too few for all groups
     of_keys = 1 if scheme == "kivi" else sides
     scales = of_keys + sides if spread else (scheme == "kivi" or size is None) + (size is None)
     loads = 2 + 2 * (bits == 3) + scales, 2  # of packed units, of slots
-    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * (4 if bits == 3 or spread else 5)
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == sum(loads) * kv_decode.STAGES
     check(compiled["_combine_kernel"], tmp_path, COMBINE_BLOCKS)
     kv_store.flush(table, row)
     check(compiled["_flush_kernel"], tmp_path, 1, PACK_STACK if scheme == "per-token" else 0)
@@ -211,8 +209,8 @@ def test_decode_of_many_rows(compiled: dict, tmp_path: Path) -> None:
     query = torch.zeros(batch, heads * 4, 128, dtype=torch.bfloat16)
     kv_decode.decode(query, table, torch.zeros(1, 1, dtype=torch.int32), Scoring(0.1), programs=8)
     decode = compiled["_decode_kernel"]
-    assert decode.asm["ttgir"].count("async_copy_global_to_local") == 6 * 5
-    check(decode, tmp_path, DECODE_BLOCKS[decode.metadata.target.arch], STACK)
+    assert decode.asm["ttgir"].count("async_copy_global_to_local") == 6 * kv_decode.STAGES
+    check(decode, tmp_path, kv_decode.PROGRAMS, STACK)
     check(compiled["_plan_kernel"], tmp_path, 1)
 
 
