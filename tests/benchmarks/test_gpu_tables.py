@@ -1,0 +1,82 @@
+"""Tables and sentences on a GPU in docs/ and the README are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import gpu_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+[FILE] = (ROOT / "benchmarks" / "results").glob("gpu-*.json")
+REPORT = json.loads(FILE.read_text())
+PAGE, README = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
+ON_A_GPU = " ".join(PAGE.partition("## On a GPU")[2].partition("## Decoding on a CPU")[0].split())
+
+
+def rows(section: str) -> list[dict]:
+    return [row for row in REPORT["rows"] if row["section"] == section]
+
+
+@pytest.mark.parametrize("section", gpu_tables.tables(REPORT))
+def test_the_page_has_the_table(section: str) -> None:
+    table = gpu_tables.tables(REPORT)[section]
+    assert len(table) > 3
+    assert "\n".join(table) in PAGE
+
+
+def test_the_page_says_what_was_measured_on() -> None:
+    assert REPORT["device"] == "NVIDIA H100 80GB HBM3"
+    versions = f"torch {REPORT['torch'].partition('+')[0]}, Triton {REPORT['triton']} and transformers"
+    assert f"{versions} {REPORT['transformers']}" in ON_A_GPU
+    assert f"({REPORT['read_bandwidth'] / 1e12:.2f} TB/s)" in ON_A_GPU
+
+
+def test_what_the_page_says_of_kernels() -> None:
+    shares = {(row["batch"], row["bits"], row["full"]): row["share"] for row in rows("kernels")}
+    assert f"4 bits reach {shares[1, 4, 0.5]:.0%} of the bandwidth with half of the heads full" in ON_A_GPU
+    [failure] = [skip for skip in REPORT["skipped"] if skip["section"] == "kernels"]
+    assert failure["what"] == "8 bits, batch 8, 131,072 tokens, 100% full"
+    kernels = (ROOT / "docs" / "kernels.md").read_text()
+    loaded, alone = ([shares[batch, bits, 1.0] for bits in (16, 4, 2)] for batch in (8, 1))
+    assert "{:.0%} with 16 bits, {:.0%} with 4 bits kivi, {:.0%} with 2 bits".format(*loaded) in kernels
+    assert "takes more: {:.0%}, {:.0%} and {:.0%}".format(*alone) in kernels
+
+
+def test_what_the_page_says_of_prompts() -> None:
+    """Shares of the matrix units' rate of an H100, and the prompt that stock has no memory for."""
+    shares = {(row["kind"], row["past"]): row["TFLOP/s"] / 989 for row in rows("prefill")}
+    kernels = " ".join((ROOT / "docs" / "kernels.md").read_text().split())
+    full = sorted(share for (kind, _), share in shares.items() if kind == "full")
+    streaming = {f"{share:.0%}" for (kind, _), share in shares.items() if kind == "streaming"}
+    assert f"{full[0] * 100:.0f} to {full[-1]:.0%} over full heads, and {' '.join(streaming)} over streaming" in kernels
+    assert any(skip["what"].endswith("stock, SDPA") and skip["why"] == "out of memory" for skip in REPORT["skipped"])
+
+
+def test_what_the_page_says_of_steps() -> None:
+    of_tokens = {(row["model"], row["tokens"], row["variant"]): row.get("graph ms") for row in rows("decode")}
+    dense, half, int4 = (of_tokens["Llama-3-8B", 400_000, name] for name in ("all full", "50% full", "50% full, int4"))
+    assert 0.3 < 1 - half / dense < 0.36  # a third of a step
+    assert int4 < dense / 2
+    assert {row["pays after"] for row in rows("graphs")} == {2, 3}
+
+
+def test_what_fits_in_80_gb() -> None:
+    fits = {row["tokens"]: row["fits"] for row in rows("capacity")}
+    assert fits == {3_900_000: "yes", 4_000_000: "no"}
+    assert "3,900,000 tokens of one sequence fit in 80 GB, and 4,000,000 do not" in ON_A_GPU
+    assert f"{rows('capacity')[0]['dense tokens, by formula']:,}, by formula" in ON_A_GPU
+    assert "3.9 million tokens fit in 80 GB" in README
+
+
+def test_what_the_readme_says_of_generate() -> None:
+    stock, _, graphed = rows("generate")
+    assert (stock["tokens"], graphed["graph"]) == (100_000, "yes")
+    said = " ".join(README.split())
+    assert f"in {graphed['ms a token']:.1f} ms a token where half of Llama-3-8B's heads stream" in said
+    assert f"stock takes {stock['ms a token']:.1f} ms" in said
