@@ -53,17 +53,27 @@ def test_greedy_equals_the_dense_reference(mixed, family):
     assert converted.model.generate(ids, **options).equal(expected)
 
 
-@pytest.mark.parametrize("family", SAMPLE)
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several beams": {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "length_penalty": 0.5},
+}
+
+
+# Llama in every way, and each other family in one, besides the beams that every family has
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.8, "top_k": 20},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"num_beams": 3, "do_sample": False},
-        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "length_penalty": 0.5},
+        *(pytest.param("llama", options, id=f"llama-{way}") for way, options in WAYS.items()),
+        *(
+            pytest.param(family, WAYS[way], id=f"{family}-{way}")
+            for family, way in zip(
+                SAMPLE[1:], ("several beams", "sampling", "several sequences", "greedy"), strict=True
+            )
+        ),
     ],
-    ids=["greedy", "sampling", "several sequences", "beams", "several beams"],
 )
 def test_batches_with_left_padding(mixed, family, options):
     same_without_cache(mixed(family).model, batch(), **GREEDY | options)
