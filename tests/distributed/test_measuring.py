@@ -23,7 +23,6 @@ CASES = {
         ("llama-tied-mha", 1, 1),
         ("llama", 2, 1),
         ("phi3", 2, 1),
-        ("llama-tied-mha", 1, 2),
         ("gemma2", 1, 2),
         ("gpt_oss", 1, 2),
         (FOLDER / "model", 1, 1),
