@@ -242,8 +242,9 @@ def test_full_heads_in_tiles_beside_budgets_in_the_models_dtype(tiled):
     assert largest(found[0] - found[1], found[1]) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (3, torch.float32), (2, torch.bfloat16)]
+)
 def test_no_token_in_tiles_is_quantized_twice(tiled, bits, dtype):
     """After seventy selections, tiles of the first layer hold what its tokens become when they are quantized once."""
     section = {"bits": bits, "scheme": "per-token", "residual": 5, "sink": 3, "rotate": "none"}
