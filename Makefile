@@ -38,16 +38,16 @@ FAST = checkpoint metrics policy profile text test_recipe.py test_structure.py t
 test-fast: .venv/ready
 	.venv/bin/python $(PYTEST) $(FAST:%=tests/%) --ignore tests/policy/test_footprint.py
 
-# what a checkpoint's users have may be older: emitted code on other versions of transformers, and on the oldest all else
-# that loads models or asks the Hub. Versions in between show how models call the cache, not what torch alone decides
-EMITTED = templates emit conversion/test_logits.py
+# what a checkpoint's users have may be older: how models of other versions of transformers call the emitted code, and on
+# the oldest all else that loads models or asks the Hub. What torch alone decides is the same with each
+CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,exactness gather generation images linear_attention sinks)
 COMMANDS = bench compute convert evaluate hub_convert parallel_convert push reform_convert revert_verify stream
 REST = distributed/test_tensor_parallel.py bench evaluate/test_decoding.py test_hub.py $(COMMANDS:%=cli/test_%.py)
-CALLED = emit conversion/test_logits.py $(patsubst %,templates/test_%.py,exactness gather generation images linear_attention sinks)
+REST += $(patsubst %,templates/test_%.py,budgeted chunked_attention encode kv_cache quantized)
 test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-4.%: .venv-4.%/ready
-	.venv-4.$*/bin/python $(PYTEST) $(addprefix tests/,$(EMITTED) $(REST))
+	.venv-4.$*/bin/python $(PYTEST) $(addprefix tests/,$(CALLED) $(REST))
 
 test-transformers-5.%: .venv-5.%/ready
 	.venv-5.$*/bin/python $(PYTEST) $(addprefix tests/,$(CALLED))
@@ -65,6 +65,7 @@ test-ptx: .venv-triton-3.6.0/ready .venv-triton-newest/ready
 	.venv-triton-newest/bin/python $(PYTEST) --noconftest $(PTX)
 
 test-ptx-all: export PTX_CASES = all
+test-ptx-all: PTX += tests/templates/test_kernel_resources.py
 test-ptx-all: test-ptx
 
 PTX = tests/ptx/test_compiled_kernels.py tests/ptx/test_decode_step.py tests/ptx/test_mutations.py
@@ -146,7 +147,7 @@ VLLM = tests/vllm/distribution
 	touch $@
 
 # all of these but vLLM's, which not every processor can have; pip uses one core, so make two at a time: make -j2
-environments: $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready .venv-extras/ready
+environments: .venv-extras/ready $(MATRIX:%=.venv-%/ready) .venv-triton-3.6.0/ready .venv-triton-newest/ready
 
 clean:
 	rm -rf .venv .venv-* demo dist real examples/gemma3/model* examples/smollm2/model*

@@ -9,7 +9,6 @@ retrieval heads, so a conversion that streams the wrong heads loses it.
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from kvsurgery.cli import cli
 from kvsurgery.display import console
 from kvsurgery.profile.head_profile import HeadProfile
 
@@ -25,15 +25,15 @@ HERE = Path(__file__).resolve().parent / "tiny-recall"
 sys.path.insert(0, str(HERE))
 import task  # noqa: E402  (lies beside the model)
 
-QUERIES, LENGTH = 200, 1024
+QUERIES, LENGTH = 100, 1024
 SIZES = ("--sink", "4", "--recent", "32")
 
 
 def run(*arguments: str | Path) -> None:
-    """Run a kvsurgery command as a user would, showing it first."""
+    """Run a kvsurgery command, showing it first, in this process: each of its own would import torch again."""
     words = [str(argument) for argument in arguments]
     console.stdout.print(f"\n[bold]$ kvsurgery {' '.join(words)}[/bold]")
-    subprocess.run([sys.executable, "-m", "kvsurgery", *words], check=True)
+    cli(words, standalone_mode=False)
 
 
 def kv_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:

@@ -28,7 +28,7 @@ from kvsurgery.text.haystack import Haystack
 from tests.helpers.families import stock
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 240, 10, 8, 32
+PROMPT, NEW, BUDGET, WINDOW, HOLD = 120, 160, 10, 8, 32
 MOST = BUDGET + WINDOW + HOLD
 
 
@@ -134,7 +134,7 @@ def test_caches_of_as_many_tokens_take_as_many_bytes(
     assert again["answers"] == answers
     assert again["results"]["H2O, 50"][0]["nats"] == [0.0] * 4
     assert len(again["results"]["TOVA, 50"]) == 2
-    assert "| cache | KV bytes | perplexity up to 60 | 120 | 180 | 240 |" in capsys.readouterr().out
+    assert "| cache | KV bytes | perplexity up to 40 | 80 | 120 | 160 |" in capsys.readouterr().out
     sys.argv[-1], sys.argv[sys.argv.index("--new") + 1] = str(results), "260"
     with pytest.raises(SystemExit):
         long_answers.main()

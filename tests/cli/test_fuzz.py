@@ -51,11 +51,11 @@ class TestFuzz:
         random_profile(folder).save(tmp_path / PROFILE)
         config = json.loads((folder / "config.json").read_text())
         worked = 0
-        for seed in range(80):
+        for seed in range(30):
             (folder / "config.json").write_text(json.dumps(damaged(config, random.Random(seed))))
             worked += works_or_is_refused("convert", folder, "--profile", tmp_path / PROFILE, "--dry-run")
             works_or_is_refused("inspect", folder)
-        assert 20 < worked < 75
+        assert 8 < worked < 28
 
     def test_provenance_that_was_damaged(self, here: Path) -> None:
         done("convert", "llama", "--profile", PROFILE, "--out", "duo")

@@ -98,9 +98,9 @@ def alone(folders):
 def test_processes_do_together_what_one_does(folders, alone, tmp_path, count):
     """One launch for all of it: a test each would launch them in every worker of pytest.
 
-    Families take turns, but Llama; all else is shown with both counts.
+    Families take turns, but Llama, and so do kinds of heads; all else is shown with both counts.
     """
-    others = {name for place, name in enumerate(FAMILIES) if place % 2 != (count == 4) and name != "llama"}
+    others = {name for place, name in enumerate([*KINDS, *FAMILIES[1:]]) if place % 2 == (count == 4)}
     shown = {name: folder for name, folder in folders.items() if name not in others}
     for name in shown:
         alone(name)

@@ -86,7 +86,7 @@ def test_recall_lives_in_the_heads_that_the_profile_names(model):
 @pytest.mark.slow
 def test_recall_from_a_quantized_cache(model, tmp_path):
     """The prompt comes in chunks, so that all but the last one is read from what is quantized."""
-    profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 32, 1024)
+    profile, questions = HeadProfile.load(FOLDER / "profile.safetensors"), task.prompts(7, 12, 1024)
     tokens = torch.cat([questions.tokens, questions.answers], 1)[:8]
     with torch.no_grad():
         exact = model(tokens).logits[:, -4:]

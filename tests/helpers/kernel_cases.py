@@ -512,7 +512,7 @@ def check_append(keys_of: int, values_of: int, dtype: torch.dtype, device: str) 
     may be rounded to a neighbor, and so may what is computed of it.
     """
     torch.manual_seed(0)
-    batch, heads, head_dim, tokens = 3, 3, 80, 40
+    batch, heads, head_dim, tokens = 3, 3, 80, 24
     sinks, rings, recents = torch.tensor([[EVERY, 2, 0], [1, 9, 6], [0, 5, 5]], dtype=torch.int32, device=device)
     # tokens a head did not get
     padding = torch.tensor([[0, 0, 0], [17, 17, 17], [tokens, 3, tokens]], dtype=torch.int32, device=device)

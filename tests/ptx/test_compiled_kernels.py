@@ -1,8 +1,8 @@
 """The kernels as Triton compiles them for A100 and H100, executed without a GPU: right results, and no fault.
 
-`make test-ptx` runs a part: on the oldest Triton every second case of bfloat16 on A100 and every sixth of the other
-dtypes and targets, on the newest every twelfth; each list begins elsewhere. `make test-ptx-all` runs every case, and
-the oldest Triton's part has `ALWAYS` besides.
+`make test-ptx` runs a part: on the oldest Triton each case once, every second one in bfloat16 on A100 and the others
+by turns in the other dtypes and on H100, and `ALWAYS` besides; on the newest every 24th of each dtype and target.
+`make test-ptx-all` runs all of it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
 def chosen() -> Iterator:
     """Cases of every target and dtype, or those that should show most."""
     for at, (target, name) in enumerate((target, name) for target in (80, 90) for name in DTYPES):
-        step = 1 if ALL else 12 if not OLDEST else 2 if at == 0 else 6
         for number, (check, case) in enumerate(CASES):
             label = f"sm{target}-{name}-{check.removeprefix('check_')}-{'-'.join(map(str, case))}"
-            if (number + at) % step == 0 or (OLDEST and label == ALWAYS):
+            turn = at == (number // 2 % 5 + 1) * (number % 2)
+            if ALL or (turn or label == ALWAYS if OLDEST else (number + at) % 24 == 0):
                 yield pytest.param(target, check, (*case, DTYPES[name]), id=label)
 
 
@@ -72,16 +72,21 @@ def test_kernels(emulator: Emulator, check: str, case: tuple) -> None:
     assert emulator.launches
 
 
-@pytest.mark.parametrize("emulator", [80, 90], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rotated", kernel_cases.ROTATED)
+# targets by turns with a dtype
+APPENDED = [(80, torch.bfloat16), (90, torch.float32), *([(80, torch.float32), (90, torch.bfloat16)] if ALL else [])]
+
+
+@pytest.mark.parametrize(("emulator", "dtype"), APPENDED if ALL or OLDEST else APPENDED[:1], indirect=["emulator"])
+@pytest.mark.parametrize("rotated", kernel_cases.ROTATED if ALL or OLDEST else kernel_cases.ROTATED[-1:])
 def test_append(rotated: tuple[int, int], dtype: torch.dtype, emulator: Emulator) -> None:
     kernel_cases.check_append(*rotated, dtype, "cpu")
     assert {"_append_kernel", "_decode_kernel", "_combine_kernel"} <= set(emulator.launches)
 
 
-LENGTHS = [[0], [1], [127], [128], [129], [129, 0, 1, 128, 127, 300, 2, 64], *([[5000]] if ALL else [])]
-LENGTHS += [[129, 0, 3, 40] * 18]  # more rows than a warp counts, and with tiles more than a program has threads
+LENGTHS = [[0], [1], [127], [128], [129], [5000]] if ALL else []
+LENGTHS += [[129, 0, 1, 128, 127, 300, 2, 64]]
+# more rows than a warp counts, and with tiles more than a program has threads
+LENGTHS += [[129, 0, 3, 40] * 18] if ALL or OLDEST else []
 
 
 @pytest.mark.parametrize("emulator", [80, *([90] if ALL else [])], indirect=True)

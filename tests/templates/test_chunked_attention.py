@@ -115,15 +115,15 @@ def test_tokens_are_taken_back_over_a_border(mixed, back):
     assert largest(found - expected, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("size", [1, 90])
-def test_chunks_long_enough_are_quantized_like_windows(tmp_path, size):
+@pytest.mark.parametrize(("first", "size"), [(90, 90), (500, 1)])
+def test_chunks_long_enough_are_quantized_like_windows(tmp_path, first, size):
     source = make("llama4", tmp_path / "stock", num_hidden_layers=2, attention_chunk_size=270)
     ids, mask, position_ids = left_padded(tokens(2, 600), [600, 555])
     found = []
     for name, quantization in (("plain", None), ("quantized", Quantization(8, "per-token", 1, 5, True, 3, "both"))):
         converted = convert_folder(source, tmp_path / name, sparsity=0.5, quantization=quantization)
         assert converted.policy.layers[0].quantized_window == (quantization is not None)
-        found.append(chunked(converted.model, ids, size, mask, position_ids)[0][mask.bool()])
+        found.append(chunked(converted.model, ids, size, mask, position_ids, first)[0][mask.bool()])
     assert largest(found[1] - found[0], found[0]) <= 1e-4
 
 

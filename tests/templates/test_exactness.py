@@ -12,6 +12,7 @@ from tests.helpers.surgery import RECENT, SINK, convert_folder
 
 LENGTH = 45
 families = pytest.mark.parametrize("family", FAMILIES)
+SAMPLE = ("llama", "qwen2", "gemma2", "mixtral", "gpt_oss", "llama4", "qwen3_next", "gemma4-shared")
 
 
 def logits(model, ids, **options):
@@ -51,7 +52,8 @@ def test_without_trust_the_folder_is_the_stock_model(mixed, family):
     assert largest(logits(stock, ids) - expected, expected) <= 1e-5
 
 
-@families
+# `test_emitted_and_stock_agree` in tests/conversion compares logits of every family
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in SAMPLE])
 def test_all_full_heads_equal_the_stock_model(all_full, family):
     converted, ids = all_full(family), tokens(2, LENGTH)
     expected = logits(converted.stock, ids)
@@ -61,19 +63,20 @@ def test_all_full_heads_equal_the_stock_model(all_full, family):
 
 
 @families
-@pytest.mark.parametrize("size", [1, 7, 64], ids="chunks of {}".format)
-def test_mixed_heads_equal_the_dense_reference(mixed, family, size):
+def test_mixed_heads_equal_the_dense_reference(mixed, family):
+    """In chunks of one size: all others give the same."""
     converted, ids = mixed(family), tokens(2, LENGTH)
     expected = reference_logits(converted.stock, converted.full, SINK, RECENT, ids)
-    found, cache = chunked(converted.model, ids, size)
+    found, cache = chunked(converted.model, ids, 7)
     assert largest(found - expected, expected) <= 1e-4
     assert cache.get_seq_length() == LENGTH
     # the streaming heads matter: a model that kept everything would be far off
     assert largest(logits(converted.stock, ids) - expected, expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("family", "uneven"), [("llama", False), ("gemma2", False), ("llama", True), ("qwen2", True), ("mixtral", True)]
+)
 def test_blocks_of_heads_equal_the_dense_reference(checkpoint, tmp_path, family, uneven):
     """Laid out for several processes, in one: full heads lie in several places."""
     full_heads = 3 if uneven else 6  # not only whole layers
@@ -105,7 +108,7 @@ def test_left_padded_rows_equal_their_unpadded_selves(mixed, family):
     whole = logits(model, ids, **padded)
     uncached = logits(model, ids, use_cache=False, **padded)
     in_chunks, _ = chunked(model, ids, 7, mask, position_ids)
-    by_token, _ = chunked(model, ids, 1, mask, position_ids)
+    by_token, _ = chunked(model, ids, 1, mask, position_ids, first=34)
     for row, length in enumerate(lengths):
         alone = logits(model, ids[row : row + 1, LENGTH - length :])
         for found in (whole, uncached, in_chunks, by_token):

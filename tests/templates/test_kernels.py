@@ -64,7 +64,8 @@ def test_decode_of_tiles(case: cases.Packed, dtype: torch.dtype) -> None:
         cases.check_packed(case._replace(programs=None), dtype, DEVICE)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 127, 128, 129, 512, *([4096] if DEVICE == "cuda" else [])])
+# the last rows that decode programs plan for, and the first that a launch plans for; on a GPU, rounds of the latter too
+@pytest.mark.parametrize("rows", [1, 8, 127, 128, 129, 512, 4096] if DEVICE == "cuda" else [1, 128, 129])
 def test_decode_of_rows(rows: int) -> None:
     for check, case in zip((cases.check_decode, cases.check_packed), cases.row_cases(rows), strict=True):
         check(case, torch.float32, DEVICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,18 +81,22 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
+    # vLLM collects garbage several times: of this engine, rather than of all that imports have made
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
         # a model class is looked at in a process of its own, for the sake of CUDA; that imports everything again
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         # replaces kernels in all modules, and stumbles over some of them the next time
         patch.setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(replace_kernels))
         llm = LLM(str(folder), **defaults | options)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
 
 
 def generate(llm: LLM, rows: Sequence[list[int] | dict[str, Any]], new: int = 24, **sampling: Any) -> Generated:
